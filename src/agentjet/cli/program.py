@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +102,17 @@ class CommandSource:
 
     def load(self) -> AgentVersion:
         """Copies the present files. Raises the errors of the files, or of the reward's."""
-        score = AgentVersion("", self.command.__wrapped__)
+        score = AgentVersion("", self.command.score)
         if self.reward_source is not None:
             score = self.reward_source.load()
         root = self.copies / str(self.num_copies)
         self.num_copies += 1
         _mirror(self.line.here, root, set(self.line.files()))
         version = self.line.version(root, score.code_version)
-        return AgentVersion(version, self.command.changed(self.line.resolved(root), score.agent, version))
+        arguments = self.line.resolved(root)
+        return AgentVersion(
+            version, replace(self.command, arguments=arguments, score=score.agent, code_version=version)
+        )
 
 
 def check_source(paths: Sequence[Path], here: Path) -> tuple[Path, ...]:
@@ -134,7 +137,6 @@ def _mirror(original: Path, copy: Path, files: set[Path]) -> None:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """A file, or the files below a folder."""
     if path.is_file():
         yield path
         return

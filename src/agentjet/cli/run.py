@@ -101,11 +101,7 @@ def run(
         )
         swarm = stack.enter_context(connect(url, token, token_file))
         stack.enter_context(raise_on_signals())
-        shared: dict[str, Any] = {
-            "concurrency": concurrency,
-            "progress": not as_json,
-            "code_version": code_version,
-        }
+        shared: dict[str, Any] = {"concurrency": concurrency, "progress": not as_json, "code_version": code_version}
         report: TrainReport | EvalReport
         if only_eval:
             report = swarm.evaluate(agent, tasks, repeats=repeats or 1, **shared)
@@ -133,7 +129,7 @@ def _agent(
         command.filled(task)
     if not watch:
         version = program.version(program.here, code_version_of(scored.score) if scored.is_function else "")
-        return command.changed(command.arguments, scored.score, version), None
+        return dataclasses.replace(command, code_version=version), None
     if not program.files():
         raise ConfigError("--watch: the command line has no file to watch: name one with --source")
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
@@ -167,7 +163,6 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """`value` with null for NaN, which JSON does not have."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, dict):
@@ -177,8 +172,7 @@ def _without_nan(value: Any) -> Any:
 
 def evaluate(
     target: Annotated[
-        str,
-        typer.Argument(metavar="MODEL_OR_URL", help="A model folder or name, or the address of a running server."),
+        str, typer.Argument(metavar="MODEL_OR_URL", help="A model folder or name, or the address of a running server.")
     ],
     agent: Annotated[
         str | None,
@@ -198,16 +192,12 @@ def evaluate(
         typer.Option(metavar="K", help="Also the chance that one of K answers is right; can be repeated."),
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0, help="Sampling temperature of every call, 0: greedy; default: the agent's."),
+        float | None, typer.Option(min=0, help="Sampling temperature of every call, 0: greedy; default: the agent's.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at the same time.")] = 64,
     at_version: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|newest",
-            help="Policy version that answers throughout: learning waits. Default: any.",
-        ),
+        typer.Option(metavar="N|newest", help="Policy version that answers throughout: learning waits. Default: any."),
     ] = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -237,7 +227,7 @@ def evaluate(
             temperature=temperature,
             at_version=int(at_version) if at_version and at_version.isdecimal() else at_version,
         )
-    metrics = {m: report.metric_at_k(m) for m in sorted({m for result in report.finished for m in result.metrics})}
+    metrics = {name: report.metric_at_k(name) for name in report.metrics}
     chances = {f"pass@{k}": report.pass_at(k) for k in pass_at or ()}
     if as_json:
         typer.echo(json.dumps({"target": target, **eval_document(report, metrics | chances)}, indent=2))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol
 
 from agentjet.errors import ConfigError, InvalidRequest
@@ -202,7 +202,6 @@ class ModuleSource:
 
 
 def _bind(modules: Mapping[str, ModuleType]) -> None:
-    """Make modules attributes of their packages."""
     for name, module in modules.items():
         package, _, child = name.rpartition(".")
         if package in sys.modules:
@@ -253,28 +252,17 @@ def error_location(agent: Callable[..., Any], error: BaseException) -> str:
 
     The line of the agent's definition if its return value is invalid; else empty.
     """
-    own = _code_of(agent)
-    if own is None or Path(own.co_filename).is_relative_to(OURS):
+    function = _unwrapped(agent)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None or Path(code.co_filename).is_relative_to(OURS):
         return ""
     cause: BaseException | None = error
     while cause is not None:
-        lines = [
-            (frame.f_code.co_name, line)
-            for frame, line in traceback.walk_tb(cause.__traceback__)
-            if frame.f_code.co_filename == own.co_filename
-        ]
-        if lines:
-            name, line = lines[-1]
-            return f"{own.co_filename}:{line} in {name}"
+        frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename == code.co_filename]
+        if frames:
+            return f"{code.co_filename}:{frames[-1].lineno} in {frames[-1].name}"
         cause = cause.__cause__
-    if isinstance(error, InvalidRequest) and error.code == "invalid_reward":
-        return f"{own.co_filename}:{own.co_firstlineno} in {own.co_name}"
-    return ""
-
-
-def _code_of(agent: Callable[..., Any]) -> CodeType | None:
-    agent = _unwrapped(agent)
-    if not inspect.isroutine(agent):
-        agent = getattr(type(agent), "__call__", agent)  # noqa: B004 - an object's own method, to be read
-    code = getattr(agent, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    is_invalid = isinstance(error, InvalidRequest) and error.code == "invalid_reward"
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}" if is_invalid else ""

@@ -2,7 +2,6 @@
 
 * `AsyncEpisode` and `Episode` are the handles that agents get.
 * `begin_episode` begins one, and aborts it if the caller is cancelled.
-* `RunCleanup` counts the episodes that a run could not abort when it ended.
 * `Endpoint` makes episodes that call another model, for a baseline. The server does not record them.
 """
 
@@ -13,13 +12,14 @@ import itertools
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 from agentjet.client.connection import Connection
-from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound, RequestError
+from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound
 from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
 
@@ -268,29 +268,11 @@ def _invalid_reward(message: str, param: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_reward", status=422, param=param)
 
 
-@dataclass
-class RunCleanup:
-    """The end of one run: the time limit of its aborts, and the number of episodes left behind."""
-
-    goal_reached: bool = False
-    """True if the run reached its goal; False if it was interrupted, or failed."""
-    num_left: int = 0
-    """Episodes that may still be live on the server, until their leases expire."""
-
-    @property
-    def seconds(self) -> float:
-        """Longest wait for one step of an abort: short after an interruption."""
-        return COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
-
-    async def wait_for_abort(self, requests: Awaitable[object]) -> None:
-        """Wait for requests that abort an episode. Counts the episode as left behind if the server did not answer."""
-        try:
-            async with asyncio.timeout(self.seconds):
-                await requests
-        except RequestError as refusal:
-            self.num_left += refusal.status >= 500  # After any other refusal the episode is not live.
-        except (AgentJetError, TimeoutError):
-            self.num_left += 1
+async def wait_for_abort(requests: Awaitable[object], seconds: float) -> None:
+    """Wait up to `seconds` for requests that abort an episode. Without an answer its lease ends it."""
+    with suppress(AgentJetError, TimeoutError):
+        async with asyncio.timeout(seconds):
+            await requests
 
 
 async def begin_episode(
@@ -299,33 +281,31 @@ async def begin_episode(
     *,
     wait: float,
     on_abort: Callable[[AsyncEpisode], None] = lambda episode: None,
-    cleanup: RunCleanup | None = None,
 ) -> AsyncEpisode:
     """Begin an episode. Waits up to `wait` seconds for room, then raises `Later`.
 
-    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`. If the abort
-    fails, `cleanup` counts it.
+    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`.
     """
-    request = request.model_copy(update={"wait": min(wait, SERVER_WAIT)})
     key = uuid.uuid4().hex
+
+    async def begin(server_wait: float, patience: float) -> AsyncEpisode:
+        body = request.model_copy(update={"wait": server_wait})
+        answer = await connection.request(
+            "POST", "/episodes", body=body, key=key, patience=patience, server_wait=server_wait
+        )
+        return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
+
+    async def abort_begun() -> None:
+        episode = await begin(0.0, 0.0)
+        await episode.abort(UNPLAYED, patience=0.0)
+        on_abort(episode)
+
     try:
-        return await _request_begin(connection, request, key, patience=wait)
+        return await begin(min(wait, SERVER_WAIT), wait)
     except asyncio.CancelledError:
         # The server may have begun it just now. The same request again, without waiting, returns it.
-        async def abort_begun() -> None:
-            episode = await _request_begin(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
-            await episode.abort(UNPLAYED, patience=0.0)
-            on_abort(episode)
-
-        await (cleanup or RunCleanup()).wait_for_abort(abort_begun())
+        await wait_for_abort(abort_begun(), ABORT_SECONDS)
         raise
-
-
-async def _request_begin(connection: Connection, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
-    answer = await connection.request(
-        "POST", "/episodes", body=request, key=key, patience=patience, server_wait=request.wait
-    )
-    return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
 
 
 _numbers = itertools.count(1)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TextIO
 
 from agentjet.client.report import EpisodeResult
 
 NUM_ERRORS_SHOWN = 3
-SAME_WAIT_SECONDS = 60.0
 
 
 class Progress:
     """Prints at most `num_lines` lines for `total` steps or episodes, each kind of failure once, and messages."""
 
-    def __init__(
-        self,
-        title: str,
-        total: int,
-        *,
-        out: TextIO | None = None,
-        num_lines: int = 100,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, title: str, total: int, *, out: TextIO | None = None, num_lines: int = 100) -> None:
         """Prints nothing without `out`."""
         self.policies: tuple[str, ...] = ()
         """The policies that the run names. Their rewards are shown, too."""
@@ -34,12 +24,9 @@ class Progress:
         self._total = total
         self._out = out
         self._every = max(1, total // num_lines)
-        self._clock = clock
-        self._started = clock()
+        self._started = time.monotonic()
         self._done = 0
         self._failures: Counter[str] = Counter()
-        self._last_wait = ("", 0.0)
-        """The reason shown last, with its numbers masked, and the time."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """A batch was learned."""
@@ -60,14 +47,6 @@ class Progress:
         if counts:
             self._advance("")
 
-    def waits(self, reason: str) -> None:
-        """The server begins no episode of this run because it waits for `reason`. Shown when the reason changes, apart
-        from numbers that count down, and once a minute."""
-        kind, now = re.sub(r"\d+", "#", reason), self._clock()
-        if kind != self._last_wait[0] or now - self._last_wait[1] >= SAME_WAIT_SECONDS:
-            self._last_wait = (kind, now)
-            self.notify(f"waiting for {reason}")
-
     def notify(self, text: str) -> None:
         """Show a message."""
         if self._out is not None:
@@ -78,7 +57,7 @@ class Progress:
         if self._done % self._every and self._done != self._total:
             return
         failed = f"  {self._failures.total()} failed" if self._failures else ""
-        left = int((self._clock() - self._started) / self._done * (self._total - self._done))
+        left = int((time.monotonic() - self._started) / self._done * (self._total - self._done))
         remaining = f"  {left // 60}:{left % 60:02d} left" if self._done < self._total else ""
         self.notify(f"{self._title} {self._done}/{self._total}  {text}".rstrip() + failed + remaining)
 

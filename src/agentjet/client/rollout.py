@@ -21,15 +21,16 @@ from typing import Any
 from agentjet.client.agent_source import error_location
 from agentjet.client.episode import (
     ABORT_SECONDS,
+    COMPLETE_SECONDS,
     NOT_NEEDED,
     STOPPED,
     AsyncEpisode,
     Episode,
     Returned,
-    RunCleanup,
     RunCoroutine,
     abort_reason,
     checked_reward,
+    wait_for_abort,
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
@@ -163,7 +164,7 @@ class Runner:
     """Runs agents.
 
     Calls `report(spec, result, last)` for every episode that ended; `last` is True if it is not attempted again. Set
-    `cleanup.goal_reached` before cancelling a run that reached its goal: live episodes are then reported as
+    `goal_reached` before cancelling a run that reached its goal: live episodes are then reported as
     `not_needed`.
     """
 
@@ -178,13 +179,12 @@ class Runner:
         """`needs_calls`: episodes without a call cannot be trained, so an agent that never makes one is an error.
         `is_on_trial` is True for a code version that may be the one that fails. Its failures do not use up attempts.
         """
-        self._start = start
-        self._report = report
-        self._needs_calls = needs_calls
-        self._is_on_trial = is_on_trial
+        self._start, self._report = start, report
+        self._needs_calls, self._is_on_trial = needs_calls, is_on_trial
         self._unneeded: set[str] = set()
         """Groups that the server dropped. Begun again, such a group would lack the members it had."""
-        self.cleanup = RunCleanup()
+        self.goal_reached = False
+        """True if the run reached its goal; False if it was interrupted, or failed."""
         self.num_begun = 0
         self.live: set[AsyncEpisode] = set()
         """Episodes that have begun and not ended."""
@@ -222,16 +222,14 @@ class Runner:
         The worker of a failed episode begins the next attempt at once. If attempts were queued, all workers could wait
         for room for new groups while this group lacks a member.
         """
-        if spec.group and spec.group in self._unneeded:
-            return
         attempts_left = ATTEMPTS
-        while attempts_left:
+        while attempts_left and spec.group not in self._unneeded:
             result = await self.attempt(spec)
             full.clear()
             attempts_left -= not self._is_on_trial(result.code_version)
             self._report(spec, result, result.outcome in ("finished", "not_needed") or not attempts_left)
             if result.outcome == "not_needed":
-                self._unneeded.add(spec.group)
+                self._unneeded |= {spec.group} - {""}
                 return
             if result.outcome == "finished":
                 check.scored(result)
@@ -242,8 +240,7 @@ class Runner:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
         episode, agent = await self._begin(spec)
         heartbeats = asyncio.create_task(keep_alive(episode))
-        error = where = ""
-        has_returned = False
+        where, has_returned = "", False
         try:
             returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
             has_returned = True
@@ -264,7 +261,10 @@ class Runner:
         finally:
             heartbeats.cancel()
             self.live.discard(episode)
-        if await _was_surplus(episode):
+        if episode.status == "aborted" and not episode.reason:  # the server ended it
+            with contextlib.suppress(AgentJetError):
+                await episode.refresh()
+        if episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS):
             return not_needed(episode)
         return _result(episode, error, where)
 
@@ -303,13 +303,14 @@ class Runner:
         Waits until no worker waits for room: the server would give the freed place to a `begin` that is being
         cancelled. A cancelled client does not wait for a server that is gone.
         """
+        seconds = COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.cleanup.seconds):
+            async with asyncio.timeout(seconds):
                 while self._num_beginning:
                     await asyncio.sleep(BEGINNING_SECONDS)
-        why = NOT_NEEDED if self.cleanup.goal_reached else STOPPED
-        await self.cleanup.wait_for_abort(episode.abort(why, patience=self.cleanup.seconds))
-        if self.cleanup.goal_reached:
+        why = NOT_NEEDED if self.goal_reached else STOPPED
+        await wait_for_abort(episode.abort(why, patience=seconds), seconds)
+        if self.goal_reached:
             self._report(spec, not_needed(episode), True)
 
     async def _finish(self, spec: RolloutSpec, episode: AsyncEpisode, reward: Reward) -> None:
@@ -320,18 +321,14 @@ class Runner:
         try:
             await asyncio.shield(finishing)
         except asyncio.CancelledError:
-            await asyncio.wait([finishing], timeout=ABORT_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(finishing, return_exceptions=True), ABORT_SECONDS)
             if episode.reward is not None:
                 self._report(spec, _result(episode), True)
-            elif not finishing.done():
-                finishing.cancel()
-            elif not finishing.cancelled():
-                finishing.exception()  # Retrieved, so that asyncio does not log it: the server ended the episode first.
             raise
 
 
 async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
-    """The agent's return value."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
     ):
@@ -374,14 +371,6 @@ async def keep_alive(episode: AsyncEpisode) -> bool:
             return True
         except AgentJetError:  # The server may be away for a while: the agent's own request raises.
             pass
-
-
-async def _was_surplus(episode: AsyncEpisode) -> bool:
-    """True if the server ended the episode because the batch was full, or because the episode was stale."""
-    if episode.status == "aborted" and not episode.reason:
-        with contextlib.suppress(AgentJetError):
-            await episode.refresh()
-    return episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS)
 
 
 def not_needed(episode: AsyncEpisode) -> EpisodeResult:

@@ -98,8 +98,12 @@ class LoopThread:
             running.append(loop.create_task(coroutine))
             running[0].add_done_callback(lambda task: ended.set())
 
-        loop.call_soon_threadsafe(begin)
+        def cancel() -> None:
+            for task in running:
+                task.cancel()
+
         try:
+            loop.call_soon_threadsafe(begin)
             _wait(ended)
             return running[0].result()
         except AgentJetError as error:
@@ -107,7 +111,7 @@ class LoopThread:
         except BaseException:
             if not ended.is_set():  # a signal's exception, in this thread
                 self.abandoned = True
-                loop.call_soon_threadsafe(lambda: running[0].cancel())
+                loop.call_soon_threadsafe(cancel)
                 _wait(ended, self._patience)
                 self.abandoned = not ended.is_set()
             raise

@@ -26,10 +26,8 @@ from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import REPORTED_BATCHES, BeginRequest, StatusResponse, batches_without_variance, report_lines
 from agentjet.types import Task
 
-QUIET_SECONDS = 10.0
+QUIET_SECONDS = 30.0
 """Time without a new episode after which the display shows what the server waits for."""
-POLL_SECONDS = 2.0
-"""Interval of that check."""
 
 
 @dataclass
@@ -68,18 +66,11 @@ class Training:
 
     async def run(self, concurrency: int) -> TrainReport:
         """See `AsyncSwarm.train`. Raises `Conflict` if the engine fails."""
-        started, held_out, cleanup = time.monotonic(), self.held_out, self._runner.cleanup
+        started, held_out = time.monotonic(), self.held_out
         coroutines = [self._runner.run(self._queue, concurrency), self._watch_steps(), self._show_waiting_reason()]
         if held_out is not None:
             coroutines.append(self._evaluate(held_out))
-        try:
-            await wait_until(asyncio.FIRST_COMPLETED, coroutines)
-        finally:
-            if cleanup.num_left:
-                self._shown.notify(
-                    f"{cleanup.num_left} episodes could not be aborted, because the server did not answer in time: "
-                    "they may keep their places until their leases expire"
-                )
+        await wait_until(asyncio.FIRST_COMPLETED, coroutines)
         if held_out is not None and not held_out.stalled:
             await held_out.finish(self._live.current.version, self._target, self._shown.notify)
         return TrainReport(
@@ -89,7 +80,6 @@ class Training:
             code_changes=tuple(self._live.changes),
             evaluations=tuple(held_out.done) if held_out is not None else (),
             stopped_early=len(self._learned) < self.steps,
-            num_left=cleanup.num_left,
         )
 
     async def _start(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
@@ -99,7 +89,7 @@ class Training:
         def request(code_version: str) -> Awaitable[AsyncEpisode]:
             body = self.request(spec.task.id, spec.task.task_set, spec.group, code_version=code_version)
             body = body.model_copy(update={"join_only": spec.spare, "unless_full": len(self._queue.task_sets) > 1})
-            return begin_episode(self.connection, body, wait=math.inf, on_abort=on_abort, cleanup=self._runner.cleanup)
+            return begin_episode(self.connection, body, wait=math.inf, on_abort=on_abort)
 
         return await self._live.begin(spec, request)
 
@@ -117,7 +107,7 @@ class Training:
                     version = event.body["policy_version"]
                     await self._record(Step(version, event.body["metrics"]))
                     if version >= self._target:
-                        self._runner.cleanup.goal_reached = True
+                        self._runner.goal_reached = True
                         return
                 elif event.kind == "state" and event.body["state"] == "failed":
                     raise Conflict(f"the engine failed: {event.body['reason']}", code="engine_failed")
@@ -136,20 +126,17 @@ class Training:
 
     async def _show_waiting_reason(self) -> None:
         """Without end: show what the server waits for while no episode is live and none could be begun for a while."""
-        runner, retry = self._runner, self.connection.retry
-        num_begun, since = runner.num_begun, retry.clock()
         while True:
-            await retry.sleep(POLL_SECONDS)
-            if runner.live or runner.num_begun != num_begun:
-                num_begun, since = runner.num_begun, retry.clock()
-            elif retry.clock() - since >= QUIET_SECONDS:
+            num_begun = self._runner.num_begun
+            await self.connection.retry.sleep(QUIET_SECONDS)
+            if not self._runner.live and self._runner.num_begun == num_begun:
                 with suppress(AgentJetError):  # The rollouts raise if the server is away.
-                    self._shown.waits((await self.connection.status()).waiting_for)
+                    self._shown.notify(f"waiting for {(await self.connection.status()).waiting_for}")
 
     async def _evaluate(self, held_out: HeldOutEvaluations) -> None:
         held_out.learned(0)
         await held_out.watch(lambda: self._live.current.version, self._shown.notify)
-        self._runner.cleanup.goal_reached = True
+        self._runner.goal_reached = True
 
 
 def _target(status: StatusResponse, steps: int) -> int:
