@@ -81,7 +81,7 @@ class Demo:
         write_report(self.out / "report.html", config.model.name, result, before, after, picture)
         (self.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         _print(f"{result['seconds']:.0f} s in all. See {picture} and {self.out / 'report.html'}, then try:")
-        _print(f"  agentjet eval {shlex.quote(str(self.out / 'model'))} --greedy")
+        _print(f"  agentjet eval {shlex.quote(str(self.out / 'model'))} --temperature 0")
 
     @property
     def _server_dir(self) -> Path:

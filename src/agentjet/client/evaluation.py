@@ -68,16 +68,16 @@ async def run_evaluation(
     repeated = [task for task in tasks for _ in range(repeats)]
     results: dict[int, EpisodeResult] = {}
     num_repeated = 0
-    with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
+    shown = progress_for("evaluating", len(repeated), wanted=progress, num_lines=4)
 
-        def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
-            nonlocal num_repeated
-            shown.episode(result, counts=last)
-            num_repeated += not last
-            if last:
-                results[spec.index] = result
+    def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+        nonlocal num_repeated
+        shown.episode(result, counts=last)
+        num_repeated += not last
+        if last:
+            results[spec.index] = result
 
-        await Runner(start, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
+    await Runner(start, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
 
@@ -137,7 +137,7 @@ class HeldOutEvaluations:
             notify(f"held-out tasks were not all evaluated before the policy learned on: {error}")
             return
         except AgentFailing as failing:
-            raise AgentFailing(f"held-out evaluation: {failing.fact}", tasks="eval_tasks") from None
+            raise AgentFailing(f"held-out evaluation: {failing}") from None
         self.done.append(Evaluation(report.policy_versions[0], report))
         best = "; the best so far" if best_of(self.done) is self.done[-1] and len(self.done) > 1 else ""
         notify(f"held-out tasks at version {self.done[-1].policy_version}: {report}{best}")
