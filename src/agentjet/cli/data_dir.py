@@ -53,7 +53,7 @@ def check_data_dir(folder: Path) -> None:
         if (place / METRICS).exists() and (place / "checkpoints").is_dir():
             raise ConfigError(
                 f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
-                "only checkpoints/ to a new server.data_dir, which starts at the newest good one"
+                "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
             )
     if foreign:
         shown = ", ".join(foreign[:NUM_SHOWN]) + (", …" if len(foreign) > NUM_SHOWN else "")

@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 LOG_BYTES = 10_000_000
 NEW_RUN_SECONDS = 0.2
 """Seconds between two looks for runs that were opened."""
-MAX_LINKS = 8192
-"""Links of a step's span to its calls; the SDK's default is 128."""
 
 
 def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
@@ -277,7 +275,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -286,7 +284,6 @@ def tracer_provider(endpoint: str) -> TracerProvider:
         ) from None
     provider = TracerProvider(
         resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
-        span_limits=SpanLimits(max_links=MAX_LINKS),
         shutdown_on_exit=False,
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

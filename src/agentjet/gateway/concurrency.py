@@ -1,4 +1,4 @@
-"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, call limits, threads.
+"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, threads.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -8,22 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import ParamSpec, TypeVar
 
-from agentjet.config import ServerConfig
 from agentjet.errors import Later
-from agentjet.swarm import Episode, SwarmState
+from agentjet.swarm import SwarmState
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
 RETRY_AFTER_HOLD = 5.0
-RETRY_AFTER_CALLS = 1.0
 RETRY_AFTER_EPISODES = 5.0
 TOO_MANY_EPISODES = "too_many_episodes"
 LARGE = 64 * 2**10
@@ -245,46 +242,6 @@ class GroupCommit:
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.set_exception(error)
     waiting.exception()  # Marks it as retrieved: there may be no waiter.
-
-
-class CallLimits:
-    """Limits the calls, held ones included, of one episode and of one client.
-
-    A client is identified by its own `client_id`. The limits separate honest programs and stop a runaway one. They do
-    not protect against a holder of the client token, who can use other ids.
-    """
-
-    def __init__(self, server: ServerConfig) -> None:
-        self._server = server
-        self._by_episode: Counter[str] = Counter()
-        self._by_client: Counter[str] = Counter()
-
-    @contextmanager
-    def calling(self, episode: Episode) -> Iterator[None]:
-        """Context of one call of `episode`. Raises `Later` (429) if there are too many."""
-        server = self._server
-        self._check(self._by_episode[episode.id], server.max_calls_per_episode, "episode", episode.id)
-        self._check(self._by_client[episode.client_id], server.max_calls_per_client, "client", episode.client_id)
-        places = ((self._by_episode, episode.id), (self._by_client, episode.client_id))
-        for counts, name in places:
-            counts[name] += 1
-        try:
-            yield
-        finally:
-            for counts, name in places:
-                counts[name] -= 1
-                if not counts[name]:
-                    del counts[name]
-
-    @staticmethod
-    def _check(count: int, most: int, kind: str, name: str) -> None:
-        if count >= most:
-            raise Later(
-                f"{count} calls of {kind} {name} are in progress, the maximum of server.max_calls_per_{kind}: "
-                "wait for one to end.",
-                retry_after=RETRY_AFTER_CALLS,
-                code="too_many_calls",
-            )
 
 
 def too_many_episodes(client_id: str, most: int) -> Later:

@@ -31,11 +31,10 @@ from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch
-from agentjet.types import SOLE_POLICY, CheckpointStamp, EngineState, ModelInfo
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Demand = Literal["start", "stop", "checkpoint", "export"]
 
 NEXT: dict[EngineState, frozenset[EngineState]] = {
     "offline": frozenset({"loading"}),
@@ -47,44 +46,12 @@ NEXT: dict[EngineState, frozenset[EngineState]] = {
 }
 """Possible next states. `draining` leads to `failed` if the stop fails, so that its error stays visible."""
 
-DEMANDS: dict[EngineState, tuple[Demand, ...]] = {
-    "offline": ("start",),
-    "loading": ("stop",),
-    "sampling": ("stop", "checkpoint", "export"),
-    "learning": ("stop", "checkpoint", "export"),
-    "draining": (),
-    "failed": ("start", "stop"),
-}
-"""Requests that have an effect in each state. A start of a running engine and a stop of a stopped one succeed too."""
-
 MAX_FAILURES = 5
 """Consecutive worker failures, without a learned batch or `HEALTHY_SECONDS` between them, after which training stops.
 """
 HEALTHY_SECONDS = 60.0
 STOP_GRACE_SECONDS = 10.0
 """Time that calls in progress have to end when the engine is stopped."""
-
-
-class IllegalInState(Conflict):
-    """The state of the engine does not allow the request."""
-
-    code = "illegal_in_state"
-
-    def __init__(self, demand: Demand, state: EngineState) -> None:
-        self.state: EngineState = state
-        self.legal = DEMANDS[state]
-        ways = " or ".join(self.legal) or "nothing, until it is offline"
-        super().__init__(f"{demand} is not possible while the engine is {state}; legal now: {ways}.")
-
-
-def check_transition(state: EngineState, following: EngineState) -> None:
-    assert following in NEXT[state], f"the engine went from {state} to {following}"
-
-
-def check_demand(wanted: Demand, state: EngineState) -> None:
-    """Raises `IllegalInState` if `wanted` has no effect in `state`."""
-    if wanted not in DEMANDS[state]:
-        raise IllegalInState(wanted, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +144,17 @@ class Engine:
             return Later(f"The engine failed: {self.reason}", code="engine_failed", status=503, retry_after=30.0)
         return Later("The engine is stopped.", code="engine_stopped", status=503, retry_after=10.0)
 
-    async def between_batches(self, name: Demand, task: Callable[[], Awaitable[Result]]) -> Result:
+    async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
         """Returns the result of a maintenance task, run while nothing is sampled or learned.
 
-        Raises `IllegalInState` if the engine is stopped, `Later` if it is stopped before the task begins.
+        Raises `Conflict` (`illegal_in_state`) unless the policies are up, `Later` if they go down before the task
+        begins.
         """
-        check_demand(name, self.state)
+        if self.state not in ("sampling", "learning"):
+            raise Conflict(
+                f"The engine is {self.state}: checkpoints and exports need one that is sampling or learning.",
+                code="illegal_in_state",
+            )
         result: Result = await self.training.submit(task)
         return result
 
@@ -190,7 +162,7 @@ class Engine:
         return time.monotonic() - self._entered
 
     def _enter(self, state: EngineState, reason: str = "") -> None:
-        check_transition(self.state, state)
+        assert state in NEXT[self.state], f"the engine went from {self.state} to {state}"
         self.state, self.reason, self._entered = state, reason, time.monotonic()
         body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
         emit_event(self._swarm, "state", body)
@@ -281,7 +253,7 @@ class Engine:
 
     async def _bring_up(self) -> None:
         """Adds the policies to the backend and brings them to the policy version of the journal."""
-        self._store.sweep(self._swarm.batches.recorded_digest)
+        self._store.sweep()
         self._check_capabilities(self._swarm.job)
         self.num_workers += 1
         await self._add_policies()
@@ -295,8 +267,7 @@ class Engine:
         for policy in self._run.policies:
             name = policy.policy
             settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
-            dtype = self._swarm.dtype(name) or self._store.dtype(name)
-            model = await self._compute.add(policy, settings, worker=worker, dtype=dtype)
+            model = await self._compute.add(policy, settings, worker=worker)
             for change in self._swarm.check_origin(name, model):
                 log.warning("%s", change)
             _check_context(self._swarm.job, model)
@@ -342,15 +313,11 @@ class Engine:
         `ConfigError` for one of other policies.
         """
         folders, stamps = policy_folders(Path(info.path)), {}
-        foreign = folders.keys() - self._run.config.policy_names
-        if any((folders[name] / "state.json").exists() for name in foreign):
-            ours, theirs = (
-                f"the policies {', '.join(names)}" if SOLE_POLICY not in names else "no named policies"
-                for names in (self._run.config.policy_names, folders)
-            )
+        names = self._run.config.policy_names
+        if any((folder / "state.json").exists() for name, folder in folders.items() if name not in names):
             raise ConfigError(
-                f"checkpoint {info.path} is of a run with {theirs}, and the settings have {ours}: change [policies], "
-                "or move the checkpoint away"
+                f"checkpoint {info.path} has the policies {', '.join(folders)}, and the settings have "
+                f"{', '.join(names)}: change [policies], or move the checkpoint away"
             )
         for policy in self._run.policies:
             if (folder := folders.get(policy.policy)) is None:
@@ -358,8 +325,6 @@ class Engine:
             stamp = stamps[policy.policy] = await self._compute.load(policy, folder)
             if stamp.policy_version != info.policy_version:
                 raise CheckpointError(f"checkpoint {folder} is damaged: it has policy version {stamp.policy_version}")
-            if not stamp.digest:
-                log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", folder)
         self._swarm.batches.check_checkpoint(combined_stamp(stamps))
         return stamps
 

@@ -39,12 +39,14 @@ from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
+    CodeVersionStatus,
     EpisodeTree,
     EpisodeView,
     Event,
     FinishRequest,
     JobBody,
     StatusResponse,
+    TaskSetStatus,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
@@ -172,7 +174,7 @@ class Gateway:
                 self._lease_task.cancel()
                 await asyncio.wait([self._lease_task])
                 self._lease_task = None
-            self._calls.active.close()
+            self._calls.close()
             await self._commits.close()
             self._journal.close()
 
@@ -234,25 +236,19 @@ class Gateway:
         await self._commits.durable()
         return episode
 
-    def call(
-        self, episode_id: str, role: str, request: CallRequest, *, hang_up: Callable[[], None] = lambda: None
-    ) -> AsyncGenerator[CallChunk]:
+    def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. Asking for one more chunk after the last marks it as delivered.
 
-        Closing the iterator earlier stops sampling, and recorded calls of the answer are not trained. `hang_up` is
-        called if the answer must end while its agent has not taken the last chunk.
-        Errors of the request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode
-        ended.
+        Closing the iterator earlier stops sampling, and recorded calls of the answer are not trained. Errors of the
+        request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode ended.
         """
         role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
-        if request.others:
-            return self._calls.run_all(episode_id, role, request, hang_up)
-        return self._calls.run(episode_id, role, request, hang_up)
+        return self._calls.run(episode_id, role, request)
 
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Returns the prompt length of `request` in tokens. Nothing is recorded. Raises like `call`."""
         role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
-        return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
+        return await self._calls.count_tokens(episode_id, role, request)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
         """Counts a refused request on its episode. Does nothing if the journal refuses writes."""
@@ -355,12 +351,18 @@ class Gateway:
             groups_complete=swarm.queries.num_groups("complete"),
             groups_open=swarm.queries.num_groups("open"),
             episodes=swarm.queries.status_counts(),
-            calls_active=len(self._calls.active),
+            calls_active=self._calls.num_open,
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
             holding=swarm.queries.holding(),
-            code_versions=views.code_versions(swarm),
-            task_sets=views.task_sets(swarm),
+            code_versions={
+                version: CodeVersionStatus.model_validate(tally, from_attributes=True)
+                for version, tally in swarm.queries.code_versions().items()
+            },
+            task_sets={
+                name: TaskSetStatus.model_validate(share, from_attributes=True)
+                for name, share in swarm.queries.task_sets().items()
+            },
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
@@ -391,7 +393,7 @@ class Gateway:
         self.last_event = event.seq
         observability.log_event(event)
         if event.kind == "episode" and event.body["status"] != "live":
-            self._calls.active.episode_ended(event.body["episode_id"])
+            self._calls.episode_ended(event.body["episode_id"])
         self._wake_waiters(event)
         self.changed.notify()
 

@@ -11,7 +11,6 @@ whether it is open. Invariants:
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import time
@@ -33,6 +32,7 @@ from agentjet.types import DEFAULT_RUN, RUN_NAME, EngineState
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
+JOURNAL = "journal.sqlite"
 
 
 class RunRecord(RunSettings):
@@ -65,7 +65,7 @@ class Runs:
         stopwatch: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
     ) -> None:
-        """Opens the default run. Raises `ConfigError` like `Gateway`, or if an older data dir cannot be moved."""
+        """Opens the default run. Raises `ConfigError` like `Gateway`, and for a data dir of AgentJet 0.1."""
         self._config = config
         self._compute = compute
         self._clock = clock
@@ -77,7 +77,7 @@ class Runs:
         """Why runs could not be opened, by name."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._closing = False
-        move_first_edition(config.server.data_dir)
+        _refuse_first_edition(config.server.data_dir)
         self.default = self._gateway(DEFAULT_RUN, config)
 
     def get(self, name: str) -> Gateway:
@@ -294,50 +294,12 @@ async def _all_of(works: Iterable[Awaitable[None]]) -> None:
             raise result
 
 
-# ---- the first edition ----------------------------------------------------------------------------------------------
-
-JOURNAL = "journal.sqlite"
-FIRST_EDITION = ("metrics.jsonl", "exports", "checkpoints", f"{JOURNAL}-wal", f"{JOURNAL}-shm", JOURNAL)
-"""Files that edition 1 had directly in the data dir. The journal is moved last: a data dir without it is complete."""
-
-
-def move_first_edition(data_dir: Path) -> None:
-    """Moves the run of a data dir of edition 1, or `checkpoints/` that a user put there, to `runs/default/`.
-
-    Can be repeated after it was killed at any point. Raises `ConfigError` if the data dir is in use, if
-    `runs/default/` has such files, or for a relative link, which would not lead to the same place afterwards.
-    """
-    if not any((data_dir / name).exists() for name in (JOURNAL, "checkpoints")):
-        return
-    folder = data_dir / "runs" / DEFAULT_RUN
-    lock_path = data_dir / f"{JOURNAL}.lock"
-    try:
-        with lock_path.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = [name for name in FIRST_EDITION if (data_dir / name).exists()]
-            if taken := [name for name in found if (folder / name).exists()]:
-                raise ConfigError(
-                    f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has only one of them: move the "
-                    "wrong one away"
-                )
-            for path in map(data_dir.joinpath, found):
-                if path.is_symlink() and not path.readlink().is_absolute():
-                    raise ConfigError(
-                        f"{path} is the relative link {str(path.readlink())!r}, and the run is moved to {folder}: make "
-                        f"the link absolute (ln -sfn {path.resolve()} {path})"
-                    )
-            folder.mkdir(0o700, parents=True, exist_ok=True)
-            (data_dir / "lease.json").unlink(missing_ok=True)
-            for name in found:
-                (data_dir / name).rename(folder / name)
-                flush(folder)
-                flush(data_dir)
-            lock_path.unlink()
-    except BlockingIOError:
+def _refuse_first_edition(data_dir: Path) -> None:
+    """Raises `ConfigError` for files of a run directly in the data dir, where AgentJet 0.1 had them."""
+    if (data_dir / JOURNAL).exists():
         raise ConfigError(
-            f"server.data_dir = {str(data_dir)!r} is in use by another server: stop that server, or choose another "
-            "folder"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"the run in {data_dir} cannot be moved to {folder}: {error}") from None
-    log.warning("the run in %s was moved to %s", data_dir, folder)
+            f"server.data_dir = {str(data_dir)!r} is of AgentJet 0.1: finish its run with 0.1 (its `agentjet export` "
+            "exports the model), or choose another folder for a new run"
+        )
+    if (stray := data_dir / "checkpoints").exists():
+        raise ConfigError(f"{stray} belongs to no run: move it to {data_dir / 'runs' / DEFAULT_RUN / 'checkpoints'}")

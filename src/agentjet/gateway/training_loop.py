@@ -165,7 +165,7 @@ class TrainingLoop:
         try:
             with (
                 observability.batch_context(batch.id),
-                self._run.tracing.step(batch.id, batch.episode_ids, replay=replay),
+                self._run.tracing.span("step", batch_id=batch.id, policy_version=batch.id + 1, replay=replay),
             ):
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()

@@ -32,7 +32,6 @@ from agentjet.server.deps import (
     ClientGone,
     Deps,
     GuardedRoute,
-    hang_up_of,
     key_in_headers,
     key_in_path,
     until_disconnect,
@@ -195,7 +194,7 @@ async def respond(
     past: CallLookup = partial(gateway.lookup_call, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
     call = await offload(len(content), _to_call, dialect, body, past, content, request.headers, head)
-    chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
+    chunks = gateway.call(episode_id, role, call)
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
