@@ -1,46 +1,16 @@
-"""The table of the engine's states.
-
-1. Every state can be reached and left. No transition exists outside the table.
-2. After a stop during a maintenance task no batch begins.
-"""
+"""The engine's states and its maintenance tasks: after a stop during a task no batch begins."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from agentjet.errors import Conflict, Later
-from agentjet.gateway.engine import NEXT
 from agentjet.gateway.observability import StepTimer
 from agentjet.protocol import BeginRequest
-from agentjet.types import EngineState
 from tests.fakes import Clock, running
-
-STATES: tuple[EngineState, ...] = get_args(EngineState)
-
-
-def test_the_table_is_whole() -> None:
-    assert set(NEXT) == set(STATES)
-    assert {following for ways in NEXT.values() for following in ways} == set(STATES)
-    assert all(ways - {state} for state, ways in NEXT.items())
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("state", STATES)
-async def test_only_what_the_table_names_follows(tmp_path: Path, state: EngineState) -> None:
-    async with running(tmp_path / "d") as run:
-        engine = run.gateway.engine
-        for following in STATES:
-            engine.state = state
-            if following in NEXT[state]:
-                engine._enter(following)
-            else:
-                with pytest.raises(AssertionError, match=f"{state} to {following}"):
-                    engine._enter(following)
-        engine.state = "sampling"
 
 
 @pytest.mark.anyio

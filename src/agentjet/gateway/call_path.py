@@ -2,8 +2,7 @@
 
 Prompt, gate, sampler, journal, chunks: `ActiveCall` is the state of one call on that path.
 
-* A call is in memory and on disk before its last chunk is yielded. If the client leaves earlier, sampling stops and
-  nothing is recorded: an answer that did not arrive is not trained.
+* A call is on disk before its last chunk is yielded. If the client leaves earlier, sampling stops.
 * Sampling runs in its own task, so a slow reader delays neither the sampler nor a batch. The lease stands still while
   the server works, and runs while the agent reads. Each chunk that the agent takes renews it.
 * An answer is delivered once all of it was taken: for a stream, once its last event was written. If its client leaves,
@@ -41,14 +40,7 @@ from agentjet.gateway.completion_parser import CompletionParser
 from agentjet.gateway.concurrency import offload
 from agentjet.gateway.engine import Engine, LoadedModel
 from agentjet.gateway.prompts import Prompt, num_characters, prepare_prompt
-from agentjet.gateway.requests import (
-    CallChunk,
-    CallRequest,
-    ScoredToken,
-    choice_seed,
-    sampling_params,
-    with_overrides,
-)
+from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, choice_seed, sampling_params, with_overrides
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.swarm import Episode
 from agentjet.timeline.identity import context_digest
@@ -64,7 +56,7 @@ RETRY_AFTER_CALLS = 1.0
 
 @dataclass(slots=True, eq=False)
 class ActiveCall:
-    """One request, from its arrival until its whole answer was taken. All its choices share it."""
+    """One request, from its arrival until its whole answer was taken."""
 
     episode: Episode
     role: str
@@ -72,12 +64,12 @@ class ActiveCall:
     ordinal: int
     """Number of the call in its episode, unique among answered and failed calls. Seeds depend on it."""
     deadline: float
-    """Time of the event loop after which it is not held any longer."""
+    """Time of the event loop until which it may be held."""
     outbox: asyncio.Queue[CallChunk | BaseException] = field(default_factory=asyncio.Queue)
     recorded: list[str] = field(default_factory=list)
     """Ids of the recorded calls, one per finished choice."""
     repeats: list[str] | None = None
-    """Calls that this one repeats, for the choices that are not recorded yet. None before the first is recorded."""
+    """Calls that the choices not recorded yet repeat. None before the first is recorded."""
     crashed_workers: set[int] = field(default_factory=set)
     """Numbers of the workers that crashed during the call."""
     # `CallPath._prepare` sets the rest.
@@ -106,10 +98,8 @@ class EpisodeCalls:
     next_ordinal: int = 0
     """Ordinals only grow, because two calls with one ordinal would share a seed."""
     unanswered: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Requests that ended without a recorded call: counts by role and fingerprint. A restart loses them.
-
-    A retry of such a request repeats no call. Without the counts it would supersede the answer to an equal request
-    (a vote).
+    """Requests that ended without a recorded call, by role and fingerprint. A retry of one repeats no call, and must
+    not supersede the answer to an equal request (a vote).
     """
 
 
@@ -160,7 +150,7 @@ class CallPath:
             return len((await self._prompt(model, episode_id, role, request, request.conversation)).tokens)
 
     def episode_ended(self, episode_id: str) -> None:
-        """Ends the episode's answers, so that no batch waits for calls that will not be trained."""
+        """Ends the episode's answers: they will not be trained."""
         ended = self._episodes.pop(episode_id, None)
         for call in ended.open if ended is not None else ():
             call.outbox.put_nowait(
@@ -179,8 +169,7 @@ class CallPath:
     def _track(self, episode: Episode, role: str, request: CallRequest) -> Iterator[ActiveCall]:
         """Context of one call. Its answer is delivered unless an exception or a cancellation ends the context.
 
-        Raises `Later` (429) if the episode or the client has too many calls, held ones included. The limits separate
-        honest programs: a holder of the client token can use other client ids.
+        Raises `Later` (429) if the episode or the client has too many calls, held ones included.
         """
         calls = self._episodes.setdefault(episode.id, EpisodeCalls())
         ordinal = max(calls.next_ordinal, episode.num_calls)

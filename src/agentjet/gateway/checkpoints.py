@@ -68,26 +68,22 @@ class CheckpointStore:
 
     def listing(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = []
-        for path in self.folder.iterdir():
-            name = NAME.fullmatch(path.name)
-            if name and path.is_dir():
-                info = CheckpointInfo(policy_version=int(name[1]), path=str(path), created=path.stat().st_mtime)
-                found.append(info)
+        named = [(path, NAME.fullmatch(path.name)) for path in self.folder.glob("step_*") if path.is_dir()]
+        found = [
+            CheckpointInfo(policy_version=int(name[1]), path=str(path), created=path.stat().st_mtime)
+            for path, name in named
+            if name
+        ]
         return sorted(found, key=lambda info: info.policy_version)
 
     def newest(self) -> int | None:
         """Returns the policy version of the newest checkpoint, or None."""
-        found = self.listing()
-        return found[-1].policy_version if found else None
+        return max((info.policy_version for info in self.listing()), default=None)
 
     def good(self, policy_version: int) -> CheckpointInfo | None:
         """Returns the checkpoint of that version if it is good."""
-        if policy_version not in self._good:
-            return None
-        return next((info for info in self.listing() if info.policy_version == policy_version), None)
+        known = {info.policy_version: info for info in self.listing() if info.policy_version in self._good}
+        return known.get(policy_version)
 
     def covers(self, keep: int) -> int | None:
         """Returns the policy version of the oldest checkpoint that serves recovery. The journal needs nothing older.
@@ -100,7 +96,6 @@ class CheckpointStore:
         return self._oldest_for_recovery(keep) or self.listing()[0].policy_version
 
     def loaded(self, policy_version: int) -> None:
-        """Marks the checkpoint of that version as good: it was verified and loaded."""
         self._good.add(policy_version)
 
     async def write(
@@ -113,8 +108,7 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Writes a checkpoint with `save`, journals it with `record`, then removes all but `keep` good ones.
 
-        A folder of the same name that is not known to be good is renamed. Raises `CheckpointError`; the older
-        checkpoints are then untouched.
+        A folder of the same name is renamed. Raises `CheckpointError`; the older checkpoints are then untouched.
         """
         path = self.path(policy_version)
         unnamed = path.with_name(f".{path.name}.new")
@@ -219,9 +213,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def remove_old_exports(folder: Path, keep: int) -> None:
     """Removes all exports but the newest `keep`. Folders with other names belong to the user and stay."""
-    versions = {path: NAME.fullmatch(path.name.removesuffix("-adapter")) for path in folder.iterdir() if path.is_dir()}
-    exports = {path: int(found[0].removeprefix("step_")) for path, found in versions.items() if found}
-    for path in sorted(exports, key=exports.__getitem__)[:-keep]:
+    exports = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removesuffix("-adapter"))]
+    for path in sorted(exports, key=lambda path: path.stat().st_mtime)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -248,11 +241,11 @@ class Tags:
             ) from error
 
     def put(self, name: str, policy_version: int) -> None:
-        """Sets or moves a tag. Raises `CheckpointError` if the file cannot be written."""
+        """Sets or moves a tag. Raises `CheckpointError`."""
         self._write({**self.read(), name: policy_version})
 
     def remove(self, name: str) -> None:
-        """Removes a tag. Raises `NotFound` if it does not exist."""
+        """Raises `NotFound` if the tag does not exist."""
         tags = self.read()
         if name not in tags:
             known = ", ".join(sorted(tags)) or "none"
@@ -304,10 +297,7 @@ class PolicyVersions:
         return found
 
     async def _keep_best(self, version: int) -> None:
-        """Gives the tag `best` to the checkpoint of a version. The present version is saved first.
-
-        A failure is only logged: the score is recorded anyway.
-        """
+        """Tags the checkpoint of a version, which is saved if it is the present one. A failure is only logged."""
 
         async def save() -> None:
             if self._swarm.policy_version == version:
@@ -336,10 +326,7 @@ class PolicyVersions:
         ]
 
     async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
-        """Tags a checkpoint, which is then kept, and returns all checkpoints.
-
-        Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`.
-        """
+        """Tags a checkpoint and returns all. Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`."""
         if name == BEST:
             raise _reserved("Choose another name.")
         check_tag(name)
@@ -356,18 +343,14 @@ class PolicyVersions:
         return await self.checkpoints()
 
     async def save(self) -> CheckpointInfo:
-        """Saves the present policy version between two batches.
-
-        Raises `CheckpointError`, `Conflict` if the engine is stopped or the policy has diverged.
-        """
+        """Saves the present policy version. Raises `CheckpointError`; `Conflict` if stopped or diverged."""
         return await self._engine.between_batches(self._engine.training.checkpoint)
 
     async def export(self, *, policy: str = "", adapter: bool = False) -> CheckpointInfo:
-        """Writes the present version of a policy as a Hugging Face folder under `exports/` of the run.
+        """Writes the present version of a policy under `exports/`, as a Hugging Face folder or its `adapter` for PEFT.
 
-        `policy` may be empty if the run has only one. With `adapter`, writes the adapter alone as a PEFT folder.
-        Removes all but the newest `server.keep_exports` exports of the policy.
-        Raises `InvalidRequest` if `policy` is unknown or has no adapter, `Conflict` if the run has diverged.
+        Removes all but the newest `server.keep_exports` exports of the policy. Raises `InvalidRequest` if `policy` is
+        unknown or has no adapter, `Conflict` if the run has diverged.
         """
         chosen = self._exported_policy(policy)
         if adapter and not self._run.config.model_of(chosen).lora.rank:

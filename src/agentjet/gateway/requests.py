@@ -36,9 +36,7 @@ class CallRequest:
     constraint: Constraint = ANY_ANSWER
     choices: int = 1
     stream: bool = False
-    """True if text is sent while it is sampled. Else only the last chunk of each choice is sent, and a worker that
-    crashes is replaced without an error.
-    """
+    """True if text is sent while it is sampled. Else only the last chunk of each choice is sent."""
     num_bytes: int = 0
     """Size of the HTTP body."""
     id: str = ""
@@ -46,15 +44,12 @@ class CallRequest:
     fingerprint: str = ""
     """Digest of the HTTP request. A retry has the same one."""
     retry: bool = False
-    """True if the agent's SDK marks the request as a retry, or as one that it may retry under this `fingerprint`."""
+    """True if the agent's SDK marks the request as a retry, or as one that it may retry."""
     num_likeliest: int | None = None
-    """If set, the last chunk of each choice has the scores of all prompt and completion tokens, with this many of the
-    likeliest alternatives per position. Evaluation episodes only.
-    """
+    """If set, last chunks have the scores of all prompt and completion tokens, with this many alternatives each."""
     others: tuple[Conversation, ...] = ()
     """Further conversations that are answered with the same settings. Evaluation episodes only."""
     model: str = ""
-    """Model name of the HTTP request."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template. The request is refused if they would change the prompt."""
     notes: tuple[str, ...] = ()
@@ -68,7 +63,6 @@ class CallRequest:
 
     @property
     def num_answers(self) -> int:
-        """Number of completions, over all conversations."""
         return self.choices * len(self.conversations)
 
     @property

@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,6 @@ class RunRecord(RunSettings):
 
     open: bool = True
 
-    @classmethod
-    def read(cls, path: Path) -> RunRecord | None:
-        """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
-            ) from None
-
 
 class Runs:
     """The runs of a server. `await start()` first, `await close()` at the end."""
@@ -68,9 +57,7 @@ class Runs:
         """Opens the default run. Raises `ConfigError` like `Gateway`, and for a data dir of AgentJet 0.1."""
         self._config = config
         self._compute = compute
-        self._clock = clock
-        self._stopwatch = stopwatch
-        self._tracing = tracing
+        self._new_gateway = partial(Gateway, compute=compute, clock=clock, stopwatch=stopwatch, tracing=tracing)
         self._folder = config.server.data_dir / "runs"
         self._gateways: dict[str, Gateway] = {}
         self._failed: dict[str, str] = {}
@@ -105,11 +92,10 @@ class Runs:
                 log.error("run %s cannot be opened: %s", name, error)
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
-        """Creates or opens a run, and changes its job settings if `settings` has some. Starts it if it has failed.
-        Idempotent.
+        """Creates or opens a run, changes its job settings if `settings` has some, starts it if it has failed.
 
-        Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`; `run_policies_changed`
-        if the run has other policies; `run_unusable` if its files cannot be opened.
+        Idempotent. Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`;
+        `run_policies_changed` if the run has other policies; `run_unusable` if its files cannot be opened.
         """
         async with self._changing(name):
             if self._closing:
@@ -134,10 +120,7 @@ class Runs:
             return self._view(name)
 
     async def end(self, name: str) -> RunView:
-        """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent.
-
-        Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` as `put` does.
-        """
+        """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent."""
         async with self._changing(name):
             record, gateway = self._record(name), self._gateways.get(name)
             if record is None and gateway is None:
@@ -192,25 +175,21 @@ class Runs:
         return RunRecord(policies=settings.policies, job=job)
 
     def _checked_job(self, record: RunRecord, settings: RunSettings, *, is_open: bool) -> JobConfig:
-        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies.
-
-        The workers of a run that is not open may change.
-        """
-        given = settings.policies or record.policies
+        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
         try:
-            config = self._config_of(given, record.job if settings.job is None else settings.job)
+            config = self._config_of(
+                settings.policies or record.policies, record.job if settings.job is None else settings.job
+            )
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
-        before = self._config_of(record.policies, {}).policies
-        if is_open and config.policies != before and _without_workers(config.policies) == _without_workers(before):
+        before, after = self._config_of(record.policies, {}).policies, config.policies
+        if not is_open:
+            before, after = _without_workers(before), _without_workers(after)
+        if before != after:
             raise Conflict(
-                "The workers of an open run cannot change: end the run, then create it again with them.",
-                code="run_policies_changed",
-            )
-        if _without_workers(config.policies) != _without_workers(before):
-            raise Conflict(
-                f"The policies of a run cannot change; its policies are {json.dumps(record.policies)}. Leave "
-                "`policies` out, or choose another run.",
+                "The policies of a run cannot change, and their workers only while it is not open; its policies are "
+                f"{json.dumps(record.policies)}. Leave `policies` out, choose another run, or end the run to change "
+                "workers.",
                 code="run_policies_changed",
             )
         return config.job
@@ -231,19 +210,24 @@ class Runs:
         await gateway.start()
 
     def _gateway(self, name: str, config: ServeConfig) -> Gateway:
-        gateway = Gateway(
-            config, self._compute, run=name, clock=self._clock, stopwatch=self._stopwatch, tracing=self._tracing
-        )
-        self._gateways[name] = gateway
+        gateway = self._gateways[name] = self._new_gateway(config, run=name)
         return gateway
 
     def _names(self) -> list[str]:
         on_disk = {path.parent.name for file in (RECORD, JOURNAL) for path in self._folder.glob(f"*/{file}")}
-        named = {name for name in on_disk if RUN_NAME.fullmatch(name)}
-        return sorted((named | self._gateways.keys()) - {DEFAULT_RUN})
+        return sorted(({name for name in on_disk if RUN_NAME.fullmatch(name)} | self._gateways.keys()) - {DEFAULT_RUN})
 
     def _record(self, name: str) -> RunRecord | None:
-        return RunRecord.read(self._folder / name / RECORD)
+        """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
+        path = self._folder / name / RECORD
+        try:
+            return RunRecord.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
+            ) from None
 
     def _write(self, name: str, record: RunRecord, *, is_open: bool) -> None:
         """Raises `ConfigError` if the file cannot be written."""
@@ -261,24 +245,25 @@ class Runs:
     def _view(self, name: str) -> RunView:
         path = "" if name == DEFAULT_RUN else f"/runs/{name}"
         if (gateway := self._gateways.get(name)) is not None:
+            engine, version = gateway.engine, gateway.swarm.policy_version
             return RunView(
                 name=name,
                 path=path,
                 policies=gateway.policies,
                 is_open=True,
-                state=gateway.engine.state,
-                reason=gateway.engine.reason,
-                policy_version=gateway.swarm.policy_version,
+                state=engine.state,
+                reason=engine.reason,
+                policy_version=version,
             )
-        reason = self._failed.get(name, "")
+        reason, record = self._failed.get(name, ""), None
         try:
-            record = self._record(name) or RunRecord()
-            if not reason and not (self._folder / name / RECORD).exists():
+            record = self._record(name)
+            if record is None and not reason:
                 reason = f"{RECORD} is missing: create the run again with its policies, which opens its journal"
         except ConfigError as error:
-            record, reason = RunRecord(), str(error)
+            reason = str(error)
         state: EngineState = "failed" if reason else "offline"
-        policies = tuple(record.policies)
+        policies = () if record is None else tuple(record.policies)
         return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
 
 
