@@ -282,13 +282,10 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     await trained(data, 2)
     roll_back(data, "1")
     whole = checkpoint(data, 3).rename(folder(data) / "checkpoints" / ".step_000003.new")
-    async with running(data) as up:
-        assert up.compute.weights == weights(data, 1), "it gets its name"
-    assert not whole.exists()
-    shutil.rmtree(checkpoint(data, 3))
     with pytest.raises(CheckpointError, match="cannot replay"):
         async with running(data):
             pass
+    assert not whole.exists()
     assert roll_back(data, "1")[0].policy_version == 4
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1) and up.gateway.swarm.queries.status_counts()["dropped"] == 4

@@ -245,7 +245,9 @@ def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path
 def test_a_data_dir_without_its_journal_has_a_way_out(place: str, tmp_path: Path) -> None:
     (tmp_path / place / "checkpoints").mkdir(parents=True)
     (tmp_path / place / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"has checkpoints and no journal.*move only checkpoints/ to a new"):
+    with pytest.raises(
+        ConfigError, match=r"has checkpoints and no journal.*only checkpoints/ to runs/default/ of a new"
+    ):
         check_data_dir(tmp_path)
 
 

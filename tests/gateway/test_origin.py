@@ -3,7 +3,6 @@
 1. Other base weights end the start, or the run if a worker is replaced: nothing is loaded, learned or tried again.
 2. A checkpoint of other settings does so, too, even if an older one or a replay would serve.
 3. If no checkpoint can be read and the journal does not reach back, the message begins with that.
-4. The dtype that was found at the first start is kept, and that of copied checkpoints.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def check_data_dir(folder: Path) -> None:
         if (place / METRICS).exists() and (place / "checkpoints").is_dir():
             raise ConfigError(
                 f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
-                "only checkpoints/ to a new server.data_dir, which starts at the newest good one"
+                "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
             )
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in PREPARED):
         raise ConfigError(

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from agentjet.errors import CheckpointError, InvalidRequest, Later, RequestError
-from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import Problem
 from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
@@ -91,8 +90,6 @@ def error_response(path: str, error: RequestError) -> Response:
         retry_after=retry_after,
     )
     body = problem.model_dump(exclude_none=True)
-    if isinstance(error, IllegalInState):  # RFC 9457, section 3.2: extension members
-        body |= {"state": error.state, "legal": list(error.legal)}
     return JSONResponse(body, error.status, headers, media_type="application/problem+json")
 
 
