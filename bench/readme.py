@@ -84,7 +84,7 @@ def run(example: Example, folder: Path, *, port: int, echo: bool = False) -> Run
     (folder / "train.py").write_text(example.train, encoding="utf-8")
     own = {name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")}
     started = time.monotonic()
-    with _served(f"{example.serve} --set server.port={port}", folder, own):
+    with _served(f"{example.serve.strip()} --set server.port={port}", folder, own):
         ready = time.monotonic() - started
         output = []
         with subprocess.Popen(

@@ -29,11 +29,12 @@ import typer
 
 from agentjet import Episode, Swarm
 from agentjet.cli.main import app
-from agentjet.config import load_config, setting_names, settings_table
+from agentjet.config import load_config, settings_table
 from agentjet.config.reference import sections, settings
 from agentjet.research.journal import StudyJournal
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
+from tests.setting_names import setting_names
 from tests.test_architecture import PACKAGES
 from tests.tiny import make_model
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.config import JobConfig, ServeConfig, load_config, parse_job, server_token, setting_names, settings_table
+from agentjet.config import JobConfig, ServeConfig, load_config, parse_job, server_token, settings_table
 from agentjet.config.loader import parse_value
 from agentjet.errors import ConfigError
+from tests.setting_names import setting_names
 
 
 def load(*overrides: str, file: Path | None = None) -> ServeConfig:

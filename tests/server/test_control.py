@@ -357,7 +357,7 @@ async def test_openapi_is_complete(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         from tests.server.serving import TOKEN, Keys
 
-        schema = create_app(run.runs, Keys(token=TOKEN, admin_token=ADMIN)).openapi()
+        schema = create_app(run.runs, Keys({"client": TOKEN, "admin": ADMIN})).openapi()
     operations = {
         f"{method.upper()} {path}": operation
         for path, methods in schema["paths"].items()

@@ -63,7 +63,7 @@ def test_a_batch_at_hand_is_named() -> None:
 
 
 def test_secrets_are_in_no_line() -> None:
-    key = Keys(token=TOKEN, admin_token="a" * 20).sign("ep000001", 1e9)
+    key = Keys({"client": TOKEN, "admin": "a" * 20}).sign("ep000001", 1e9)
     with written() as stream:
         log = logging.getLogger("agentjet.test")
         log.error("GET /k/%s/v1/models failed", key)

@@ -43,16 +43,6 @@ def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
     return ((name, field) for name, field in section.model_fields.items() if not is_section(field.annotation))
 
 
-def setting_names() -> list[str]:
-    """Returns the dotted name of every setting in the order of the schema. Settings of list items have no such name."""
-    return [
-        f"{prefix}.{name}"
-        for prefix, section in sections()
-        if section is not SideCallRule and "NAME" not in prefix
-        for name, _ in settings(section)
-    ]
-
-
 def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
     """Returns one message for each job setting that differs. Defaults that depend on other settings are written out."""
     values = [dict(_leaves(job.with_defaults().model_dump(mode="json"), "job.")) for job in (before, after)]

@@ -22,7 +22,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -124,26 +124,17 @@ class Keys:
 
     def __init__(
         self,
+        given: Mapping[SecretName, Secret],
         *,
-        token: Secret,
-        admin_token: Secret,
-        viewer_token: Secret | None = None,
-        key_secret: Secret | None = None,
         server_admin: Secret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A missing viewer token or key secret is replaced by a random one, which is lost with this process.
-
-        `server_admin` is a second admin token, if given.
-        """
-        self.admin_token = admin_token
-        self._tokens: list[tuple[Bearer, Secret]] = [
-            ("admin", admin_token),
-            ("client", token),
-            ("viewer", viewer_token or secrets.token_urlsafe(24)),
-            ("admin", server_admin or admin_token),
-        ]
-        self._key_secret = key_secret or secrets.token_urlsafe(24)
+        """A secret that is not given is random, and lost with this process. `server_admin` is a second admin token."""
+        self._secrets = {name: given.get(name) or secrets.token_urlsafe(24) for name in SECRET_FILES}
+        self.admin_token = self._secrets["admin"]
+        self._tokens = [(level, self._secrets[level]) for level in LEVELS]
+        if server_admin is not None:
+            self._tokens.append(("admin", server_admin))
         self.clock = clock
 
     @classmethod
@@ -162,14 +153,8 @@ class Keys:
         path = folder / SECRET_FILES["client"]
         if token is not None and not (path.exists() and read_secret(path) == token):
             replace_secret(path, token)
-        return cls(
-            token=SecretFile(path),
-            admin_token=SecretFile(folder / SECRET_FILES["admin"]),
-            viewer_token=SecretFile(folder / SECRET_FILES["viewer"]),
-            key_secret=SecretFile(folder / SECRET_FILES["keys"]),
-            server_admin=server_admin,
-            clock=clock,
-        )
+        held = {name: SecretFile(folder / file) for name, file in SECRET_FILES.items()}
+        return cls(held, server_admin=server_admin, clock=clock)
 
     def sign(self, episode_id: str, begun: float) -> str:
         """Returns the key of an episode that started at `begun` (Unix seconds)."""
@@ -248,7 +233,7 @@ class Keys:
         return opened
 
     def _signer(self) -> URLSafeSerializer:
-        return URLSafeSerializer(_present(self._key_secret), salt="agentjet-episode-key")
+        return URLSafeSerializer(_present(self._secrets["keys"]), salt="agentjet-episode-key")
 
 
 def _present(secret: Secret) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
-from reprlib import Repr
+from reprlib import repr as short_repr
 from typing import Any
 
 from fastapi import Request
@@ -25,10 +25,6 @@ from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
 from agentjet.server.runs import INFERENCE_PATH, deps_of, route_path
 
-_REPR = Repr()
-"""Shortens values in messages: a value can be as large as a body."""
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
-_REPR.maxlist = _REPR.maxdict = 40
 COUNTED = (400, 404, 413, 422, 500)
 """Statuses after which a client does not repeat a call."""
 PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
@@ -116,10 +112,9 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
             code="not_json",
             status=status,
         )
-    shown = _REPR.repr(first.get("input"))
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    given = short_repr(first.get("input"))[:80]  # a value can be as large as a body
     message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{name}: {message} (given: {shown})", code="invalid_value", status=status, param=name)
+    return InvalidRequest(f"{name}: {message} (given: {given})", code="invalid_value", status=status, param=name)
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:

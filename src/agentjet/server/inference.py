@@ -16,10 +16,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
@@ -65,22 +64,6 @@ def answers_of(dialect: Dialect[Any]) -> Documentation:
     return {200: good, **errors_of(dialect.errors)}
 
 
-class ServedModel(BaseModel):
-    """An entry of `/v1/models`."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["agentjet"] = "agentjet"
-
-
-class ModelList(BaseModel):
-    """The answer of `/v1/models`: the policies of the run by name, or its one model."""
-
-    object: Literal["list"] = "list"
-    data: list[ServedModel]
-
-
 routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
 
 
@@ -110,13 +93,14 @@ async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenC
 
 
 @routes.get("/v1/models", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
-async def list_models(deps: Deps) -> ModelList:
+async def list_models(deps: Deps) -> dict[str, Any]:
     """List the policies of the run, or its one model. Needs an episode key."""
-    return ModelList(data=[_model(name, deps) for name in deps.gateway.policies or (deps.gateway.model_name,)])
+    names = deps.gateway.policies or (deps.gateway.model_name,)
+    return {"object": "list", "data": [_model(name, deps) for name in names]}
 
 
 @routes.get("/v1/models/{name:path}", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
-async def get_model(name: str, deps: Deps) -> ServedModel:
+async def get_model(name: str, deps: Deps) -> dict[str, Any]:
     """Return the model if the run accepts the name. Needs an episode key."""
     role = role_of(name, deps)
     return _model(deps.gateway.model_name or policy_of(role, deps.gateway.policies), deps)
@@ -226,8 +210,8 @@ async def _stream(
             yield errors.event(error, num_sent)
 
 
-def _model(name: str, deps: AppDeps) -> ServedModel:
-    return ServedModel(id=name, created=int(deps.gateway.began))
+def _model(name: str, deps: AppDeps) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(deps.gateway.began), "owned_by": "agentjet"}
 
 
 def role_of(model: str, deps: AppDeps) -> str:

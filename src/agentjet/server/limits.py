@@ -6,7 +6,6 @@ Two limits are settings. The others are constants far above what clients need; `
 from __future__ import annotations
 
 import json
-import re
 import resource
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ RESERVED_FILES = 128
 """Open files and pipes that the server needs besides its connections."""
 MIN_BODY_RATE = 64 * 2**10
 """Minimum rate of a body in bytes per second, after the first `header_seconds`."""
-JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,8 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
 
 def count_values(body: bytes) -> tuple[int, int]:
     """Returns an upper bound of the number of values in a JSON text, and the number of its arrays and objects."""
-    outside = JSON_STRING.sub(b"", body)
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(without_escapes.split(b'"')[::2])
     num_opened = outside.count(b"[") + outside.count(b"{")
     return num_opened + outside.count(b",") + 1, num_opened
 

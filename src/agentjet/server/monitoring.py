@@ -21,7 +21,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
-from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from agentjet.gateway import Gateway
@@ -137,34 +136,21 @@ READY: tuple[EngineState, ...] = ("sampling", "learning")
 router = APIRouter(tags=["operations"], route_class=GuardedRoute)
 
 
-class Health(BaseModel):
-    """The answer of a process whose event loop runs."""
-
-    status: str = "alive"
-
-
-class Readiness(BaseModel):
-    """True if the server answers calls now."""
-
-    ready: bool
-    state: EngineState
-
-
 @router.get("/healthz", responses={400: PROBLEM})
-async def healthz() -> Health:
+async def healthz() -> dict[str, str]:
     """Answers 200 while the process is alive. Needs no token."""
-    return Health()
+    return {"status": "alive"}
 
 
-@router.get("/readyz", response_model=Readiness, responses={400: PROBLEM, 503: {"model": Readiness}})
+@router.get("/readyz", responses={400: PROBLEM, 503: {"description": "The server answers no calls now."}})
 async def readyz(deps: Deps) -> JSONResponse:
     """Answers 200 while the engine samples or learns and the disk can be written, else 503.
 
     Needs no token for the default run.
     """
     state = deps.gateway.engine.state
-    found = Readiness(ready=state in READY and not deps.gateway.swarm.store.file.refusal, state=state)
-    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
+    is_ready = state in READY and not deps.gateway.swarm.store.file.refusal
+    return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
 
 
 METRICS: dict[int | str, dict[str, Any]] = {
