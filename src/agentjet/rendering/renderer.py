@@ -38,7 +38,7 @@ class Renderer:
             raise ConfigError(f"tool_format = {model_info.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
         self._model_info = model_info
         vocabulary = self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
-        self.tokenize, self.pieces, self.show = vocabulary.tokenize, vocabulary.pieces, vocabulary.show
+        self.pieces, self.show = vocabulary.pieces, vocabulary.show
         self.counted_lower_bound = vocabulary.counted_lower_bound
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
@@ -166,6 +166,10 @@ class Renderer:
     def tokens_lower_bound(self, num_bytes: int) -> int:
         """Returns the minimum number of tokens of encoded text with this many bytes."""
         return -(-num_bytes // self._vocabulary.longest_piece)
+
+    def tokenize(self, encoded: bytes) -> tuple[int, ...]:
+        """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
+        return self._vocabulary.tokenize(encoded)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """Returns the exact encoded text of tokens."""

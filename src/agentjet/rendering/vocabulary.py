@@ -298,7 +298,6 @@ def _is_prefix(step: dict[str, Any]) -> bool:
 
 
 def _token_bytes(plain: Tokenizer) -> dict[int, bytes]:
-    """Returns the bytes of every ordinary token by id."""
     vocab: dict[str, int] = plain.get_vocab(with_added_tokens=False)
     if "ByteLevel" in repr(plain.pre_tokenizer):
         table = _byte_level_table()

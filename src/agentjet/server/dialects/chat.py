@@ -158,7 +158,6 @@ def _message(body: MessageBody) -> Message:
 
 
 def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
-    """Returns the constraint of `response_format`, `tool_choice`, `parallel_tool_calls` and strict tools."""
     choice, required, where = body.tool_choice, "", "response_format.json_schema"
     if isinstance(choice, dict):
         form = "{'type': 'function', 'function': {'name': ...}}"

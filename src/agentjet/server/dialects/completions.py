@@ -134,7 +134,6 @@ def translate(body: CompletionBody, _: CallLookup) -> CallRequest:
 
 
 def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | tuple[int, ...]]:
-    """Returns the prompts of a request: one, or the items of a list."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
@@ -209,7 +208,6 @@ class _Offsets:
         }
 
     def _next(self, utf8: bytes) -> int:
-        """Returns the position of the next token."""
         at = self._offset
         self._offset += len(self._decoder.decode(utf8))
         return at

@@ -249,7 +249,6 @@ def _result(block: ContentBlock, where: str) -> Message:
 
 
 def _constraint(body: MessagesBody, offered: Sequence[str]) -> Constraint:
-    """Returns the constraint of `output_config.format`, `tool_choice` and strict tools."""
     choice = body.tool_choice or ToolChoice(type="auto")
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
@@ -335,7 +334,6 @@ def _pieces(chunk: CallChunk, has_text: bool) -> Iterator[tuple[dict[str, Any], 
 
 
 def _ending(index: int, block: dict[str, Any]) -> Iterator[str]:
-    """Yields the events that end a block."""
     if block == _THINKING:
         delta = {"type": "signature_delta", "signature": SIGNATURE}
         yield _event({"type": "content_block_delta", "index": index, "delta": delta})

@@ -121,7 +121,6 @@ def _previous_messages(response_id: str | None, lookup_call: CallLookup) -> tupl
 
 
 def _constraint(body: ResponsesBody, tools: Sequence[OfferedTool]) -> Constraint:
-    """Returns the constraint of `text.format`, `tool_choice`, `parallel_tool_calls` and strict tools."""
     choice = body.tool_choice
     shape = (body.text.format if body.text else None) or TextFormat(type="text")
     constraint = Constraint(
@@ -236,12 +235,10 @@ class _Items:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The place of events in the open item."""
         return {"item_id": item_id(self._open, self._head.id), "output_index": self._index, "content_index": 0}
 
 
 def _ended(last: CallChunk, body: ResponsesBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the response of a choice that has ended."""
     call = call_of(last)
     message = call.response
     output = []
