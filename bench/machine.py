@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentjet.compute.embedded.worker_process import WORKER_VARIABLES
+from agentjet.compute.embedded.backend import WORKER_VARIABLES
 
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SERVED = "as served"

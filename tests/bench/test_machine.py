@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from agentjet.compute.embedded.backend import WORKER_VARIABLES
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.worker_process import WORKER_VARIABLES
 from bench import machine, sampler, step
 from bench.machine import WAITS, environment, run_contender
 from bench.workload import Workload

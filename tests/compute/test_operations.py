@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute.embedded.backend import Request
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.embedded.worker_process import Request
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig, ServeConfig

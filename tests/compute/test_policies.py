@@ -27,11 +27,11 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.embedded.backend import Request, WorkerProcess
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.embedded.worker_process import Request, WorkerProcess
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig

@@ -13,7 +13,7 @@ import os
 
 import pytest
 
-from agentjet.compute.embedded.worker_process import Watchdog, cpu_seconds_of
+from agentjet.compute.embedded.backend import Watchdog, cpu_seconds_of
 
 TIMEOUT = 100.0
 SILENT = 7.0

@@ -27,10 +27,10 @@ import numpy as np
 import pytest
 
 from agentjet.compute.embedded import EmbeddedCompute, checkpoint
+from agentjet.compute.embedded.backend import Message, WorkerProcess
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.worker_process import Message, WorkerProcess
 from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import (

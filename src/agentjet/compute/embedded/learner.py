@@ -269,10 +269,8 @@ class PolicyLearner:
 
     def state(self) -> dict[str, Any]:
         """Returns masters and moments as tensors. `restore` continues from them bit by bit."""
-        return {
-            "masters": {name: m.detach() for name, m in self._masters.items()},
-            "optimizer": self._optimizer.state_dict(),
-        }
+        masters = {name: master.detach() for name, master in self._masters.items()}
+        return {"masters": masters, "optimizer": self._optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`. Drops an accumulated gradient."""

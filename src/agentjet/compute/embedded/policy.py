@@ -259,16 +259,18 @@ def find_logit_transform(policy: Policy) -> LogitTransform:
     theirs = cast(Any, policy.model)(input_ids=tokens, use_cache=False).logits[0]
     hidden = cast(Any, policy.decoder)(input_ids=tokens, use_cache=False).last_hidden_state[0]
     plain = policy.head(hidden)
-    candidates = _candidates(policy.config)
-    differences = [float((shape(plain).float() - theirs.float()).abs().max()) for shape in candidates]
-    closest = min(range(len(candidates)), key=differences.__getitem__)
-    if not differences[closest] <= tolerance(policy.dtype, theirs):
+
+    def difference(transform: LogitTransform) -> float:
+        return float((transform(plain).float() - theirs.float()).abs().max())
+
+    closest = min(_candidates(policy.config), key=difference)
+    if not difference(closest) <= tolerance(policy.dtype, theirs):
         raise ConfigError(
             f"model.name = {policy.info.name!r}: its logits are not the product of its last hidden states and its "
-            f"output embeddings (they differ by {differences[closest]:.3f}), which this version cannot train; "
+            f"output embeddings (they differ by {difference(closest):.3f}), which this version cannot train; "
             "use another model"
         )
-    return candidates[closest]
+    return closest
 
 
 def tolerance(dtype: torch.dtype, logits: Tensor) -> float:
@@ -299,8 +301,7 @@ LANE = 8
 def fingerprint(weights: Iterable[Tensor], known: dict[int, Tensor]) -> int:
     """Returns one number for all bits of some weights. `known` caches the sums of tensors by id.
 
-    A fingerprint reads the weights at the speed of the memory. 135 million weights in bfloat16 and their masters take
-    27 ms on two cores.
+    135 million weights in bfloat16 and their masters take 27 ms on two cores.
     """
     weights = list(weights)
     known |= {id(tensor): summed(tensor) for tensor in weights if id(tensor) not in known}
@@ -314,10 +315,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def summed(weights: Tensor) -> Tensor:
-    """Returns the sum of the bits modulo 2^64, each row times a different odd number.
-
-    The factor detects swapped rows. Two opposite changes within one row cancel and are not detected.
-    """
+    """Returns the sum of the bits modulo 2^64, each row times a different odd number, which detects swapped rows."""
     rows = weights.detach().reshape(len(weights) if weights.dim() else 1, -1).contiguous()
     wide = rows.shape[1] * rows.element_size() % LANE == 0 and rows.storage_offset() * rows.element_size() % LANE == 0
     lanes = rows.view(torch.int64) if wide else rows.view(BITS[rows.element_size()]).long()

@@ -2,14 +2,13 @@
 
 It hosts policies. Adapters share one base model and one sampler; a policy of full weights has both alone.
 
-`worker_process.WorkerProcess` starts the worker and sends requests on standard input. A thread reads them and ends the
+`backend.WorkerProcess` starts the worker and sends requests on standard input. A thread reads them and ends the
 process as soon as the gateway is gone. The worker stores no facts: they are all in the gateway's journal.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import logging
 import os
@@ -29,12 +28,12 @@ import numpy as np
 import torch
 
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.backend import Answer, Message, Request, encode_message
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
-from agentjet.compute.embedded.worker_process import Answer, Message, Request, encode_message
 from agentjet.compute.operations import OperationLog
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
@@ -211,7 +210,7 @@ class Worker:
             base = BaseModel(model)
             sampler = ModelSampler(base.policy, settings.max_concurrent, settings.cache_tokens)
         loaded = base.adapted(model.lora) if model.lora.rank else base.policy
-        self.policies[policy] = HostedPolicy(base, loaded, sampler, functools.partial(self._flush, policy))
+        self.policies[policy] = HostedPolicy(base, loaded, sampler, lambda: self._flush(policy))
         return loaded.info
 
     def _remove(self, policy: PolicyId) -> None:
