@@ -232,30 +232,16 @@ def test_a_demo_with_a_misspelt_setting_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path) -> None:
-    check_data_dir(tmp_path / "not there yet")
-    check_data_dir(tmp_path)
-    for name in ("token", "admin-token", "serve.log", "journal.sqlite.lock"):
-        (tmp_path / name).touch()
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "checkpoints").mkdir()
-    check_data_dir(tmp_path)
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match=r"server\.data_dir = .*thesis\.txt.*give an empty folder"):
-        check_data_dir(tmp_path)
-    (tmp_path / "journal.sqlite").touch()
-    check_data_dir(tmp_path)  # of an older AgentJet
-    (tmp_path / "runs" / "default").mkdir(parents=True)
-    (tmp_path / "journal.sqlite").rename(tmp_path / "runs" / "default" / "journal.sqlite")
-    check_data_dir(tmp_path)
-
-
 @pytest.mark.parametrize("place", ["", "runs/default"])
 def test_a_data_dir_without_its_journal_has_a_way_out(place: str, tmp_path: Path) -> None:
     (tmp_path / place / "checkpoints").mkdir(parents=True)
     (tmp_path / place / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"has checkpoints and no journal.*move only checkpoints/ to a new"):
+    with pytest.raises(
+        ConfigError, match=r"has checkpoints and no journal.*move only checkpoints/ to runs/default/ of a new"
+    ):
         check_data_dir(tmp_path)
+    (tmp_path / place / "journal.sqlite").touch()
+    check_data_dir(tmp_path)
 
 
 def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
