@@ -39,7 +39,6 @@ from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 _print = partial(print, flush=True)
@@ -57,13 +56,13 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
     with contextlib.ExitStack() as stack:
-        tracer = None
+        tracing = Tracing()
         if config.server.trace_endpoint:
             provider = tracer_provider(config.server.trace_endpoint)
             stack.callback(provider.shutdown)
-            tracer = provider.get_tracer("agentjet", __version__)
+            tracing.tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        is_served = asyncio.run(_serve(config, listener, tracer, ends_with_input))
+        is_served = asyncio.run(_serve(config, listener, tracing, ends_with_input))
     if not is_served:
         raise SystemExit(2)
 
@@ -77,11 +76,9 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> bool:
+async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing, ends_with_input: bool) -> bool:
     """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
-    tracing = Tracing()
-    tracing.tracer = tracer
     runs = Runs(config, EmbeddedCompute(config), clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs", config.server.log_format)
