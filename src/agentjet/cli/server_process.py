@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from errno import EADDRNOTAVAIL
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -202,10 +203,14 @@ def _listen(server: ServerConfig) -> socket.socket:
     try:
         return listen(host, server.port)
     except OSError as error:
+        if error.errno == EADDRNOTAVAIL or (error.errno or 0) < 0:  # negative: from looking up the name
+            raise ConfigError(
+                f"server.host = {host!r} is not an address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
+                "network has"
+            ) from None
         raise ConfigError(
-            f"server.port = {server.port} on server.host = {host!r} is not available ({error.strerror or error}): "
-            "stop the program that listens there, choose another port (--port 0 takes a free one), or give an address "
-            "of this machine, such as 127.0.0.1 or 0.0.0.0"
+            f"server.port = {server.port} on {host} is not available ({error.strerror or error}): stop the "
+            "program that listens there, or choose another port (--port 0 takes a free one)"
         ) from None
 
 
