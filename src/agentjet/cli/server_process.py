@@ -260,7 +260,9 @@ def tracer_provider(endpoint: str) -> TracerProvider:
             f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: pip install 'agentjet[otel]', or "
             "leave the setting out"
         ) from None
-    resource = Resource.create({"service.name": "agentjet", "service.version": __version__})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
+        shutdown_on_exit=False,
+    )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
