@@ -15,28 +15,17 @@ from agentjet.types import DEFAULT_RUN
 
 JOURNAL = "journal.sqlite"
 METRICS = "metrics.jsonl"
-PREPARED = f"{JOURNAL}.lock token admin-token viewer-token checkpoints runs logs serve.log lost+found".split()
-"""Files that may exist before the journal: put there on purpose, or left by a server that failed to start."""
 
 
 def check_data_dir(folder: Path) -> None:
-    """Raises `ConfigError` for a folder with other files, unless it has a journal: that of the default run, or of an
-    older AgentJet directly in it. `checkpoints/` alone is allowed.
-    """
+    """Raises `ConfigError` if the default run lost its journal. `checkpoints/` alone is allowed."""
     run = folder / "runs" / DEFAULT_RUN
-    if not folder.is_dir() or (folder / JOURNAL).exists() or (run / JOURNAL).exists():
-        return
     for place in (folder, run):
-        if (place / METRICS).exists() and (place / "checkpoints").is_dir():
+        if (place / METRICS).exists() and (place / "checkpoints").is_dir() and not (place / JOURNAL).exists():
             raise ConfigError(
                 f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
                 "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
             )
-    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in PREPARED):
-        raise ConfigError(
-            f"server.data_dir = {str(folder)!r} is not a data dir of AgentJet (it has {foreign[0]} and no {JOURNAL}): "
-            "give an empty folder, or one that does not exist yet"
-        )
 
 
 def run_folder(data_dir: Path, run: str) -> Path:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from agentjet.cli import Override
-from agentjet.errors import AgentJetError, Unreachable
+from agentjet.errors import AgentJetError
 
 if TYPE_CHECKING:
     from agentjet.client import Swarm
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+READY = "\nReady: "
+"""Start of the line that a server prints when its models are loaded."""
 POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
 """Limit of a stop, which writes a checkpoint."""
@@ -107,23 +109,15 @@ class ChildServer:
         """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
         from agentjet.client import Retry, Swarm
 
-        while not (found := ADDRESS.search(self._log_text())):
+        while READY not in (log := self._log_text()):
             self.check()
             time.sleep(POLL_SECONDS)
+        found = ADDRESS.search(log)
+        assert found is not None
         self.url = found[0]
         token = (self.data_dir / "admin-token").read_text().strip()
         # This server is never restarted, so a long wait for it is useless.
-        swarm = Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
-        try:
-            while (status := swarm.status()).state in ("loading", "offline"):
-                self.check()
-                time.sleep(POLL_SECONDS)
-        except Unreachable:
-            self.check()
-            raise
-        if status.state == "failed":
-            raise ServerEnded(f"the server could not load the model: {status.waiting_for}\n{self._log_tail()}")
-        return swarm
+        return Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
 
     def check(self) -> None:
         """Raises `ServerEnded` if the process has ended."""

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from errno import EADDRNOTAVAIL
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -38,7 +39,6 @@ from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 _print = partial(print, flush=True)
@@ -56,13 +56,13 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
     with contextlib.ExitStack() as stack:
-        tracer = None
+        tracing = Tracing()
         if config.server.trace_endpoint:
             provider = tracer_provider(config.server.trace_endpoint)
             stack.callback(provider.shutdown)
-            tracer = provider.get_tracer("agentjet", __version__)
+            tracing.tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        is_served = asyncio.run(_serve(config, listener, tracer, ends_with_input))
+        is_served = asyncio.run(_serve(config, listener, tracing, ends_with_input))
     if not is_served:
         raise SystemExit(2)
 
@@ -76,11 +76,9 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> bool:
+async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing, ends_with_input: bool) -> bool:
     """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
-    tracing = Tracing()
-    tracing.tracer = tracer
     runs = Runs(config, EmbeddedCompute(config), clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs")
@@ -204,10 +202,14 @@ def _listen(server: ServerConfig) -> socket.socket:
     try:
         return listen(host, server.port)
     except OSError as error:
+        if error.errno == EADDRNOTAVAIL or (error.errno or 0) < 0:  # negative: from looking up the name
+            raise ConfigError(
+                f"server.host = {host!r} is not an address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
+                "network has"
+            ) from None
         raise ConfigError(
-            f"server.port = {server.port} on server.host = {host!r} is not available ({error.strerror or error}): "
-            "stop the program that listens there, choose another port (--port 0 takes a free one), or give an address "
-            "of this machine, such as 127.0.0.1 or 0.0.0.0"
+            f"server.port = {server.port} on {host} is not available ({error.strerror or error}): stop the "
+            "program that listens there, or choose another port (--port 0 takes a free one)"
         ) from None
 
 
@@ -257,7 +259,9 @@ def tracer_provider(endpoint: str) -> TracerProvider:
             f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: pip install 'agentjet[otel]', or "
             "leave the setting out"
         ) from None
-    resource = Resource.create({"service.name": "agentjet", "service.version": __version__})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
+        shutdown_on_exit=False,
+    )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
