@@ -166,6 +166,9 @@ def test_an_edit_that_does_not_load_in_time_is_left_behind(files: Files, monkeyp
         report = asyncio.run(run.train(files.agent(), 3, progress=True))
     finally:
         hang.set()
+        for thread in threading.enumerate():
+            if thread.name == "agentjet-agent":
+                thread.join(20)  # It would leave its modules to the next test.
     [change] = report.code_changes
     assert (change.kind, change.why) == ("not loaded", "TimeoutError: loading it did not end within 0.6 s")
     assert set(report.rewards) == {0.25}

@@ -122,14 +122,15 @@ def _agent(
     from agentjet.client.agent_source import ModuleSource, code_version_of
 
     scored = reward_source(reward)
-    command = Command(program.resolved(program.here), scored.score, any_exit_code=scored.any_exit_code, **options)
+    version = program.version(program.here, code_version_of(scored.score) if scored.is_function else "")
+    options |= {"any_exit_code": scored.any_exit_code, "code_version": version}
+    command = Command(program.resolved(program.here), scored.score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
     for task in tasks:
         command.filled(task)
     if not watch:
-        version = program.version(program.here, code_version_of(scored.score) if scored.is_function else "")
-        return dataclasses.replace(command, code_version=version), None
+        return command, None
     if not program.files():
         raise ConfigError("--watch: the command line has no file to watch: name one with --source")
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))

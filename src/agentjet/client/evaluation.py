@@ -16,6 +16,7 @@ from typing import Literal
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
 from agentjet.client.episode import ABORT_SECONDS, begin_episode
+from agentjet.client.inputs import check_counts
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, best_of
 from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout, keep_alive
@@ -150,9 +151,7 @@ class HeldOutEvaluations:
 
 def check_held_out(eval_tasks: Sequence[object], every: int, stop_after: int) -> None:
     """Raises `ValueError` for settings of held-out evaluations that contradict each other."""
-    for name, value in (("eval_every", every), ("stop_after", stop_after)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} = {value!r}: it must be a whole number, 0 for none")
+    check_counts(0, eval_every=every, stop_after=stop_after)
     if bool(eval_tasks) != bool(every):
         given, missing = ("eval_tasks", "eval_every") if eval_tasks else (f"eval_every = {every}", "eval_tasks")
         raise ValueError(f"{given} needs {missing}: held-out tasks, and the number of batches between evaluations")

@@ -44,12 +44,17 @@ def check_run(agent: object, tasks: Iterable[Task], **counts: object) -> tuple[T
     if not callable(agent):
         raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
     check_signature(agent, f"agent = {_shown(agent)}")
-    for name, value in counts.items():
-        if not _is_whole(value) or value < 1:
-            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least 1")
+    check_counts(1, **counts)
     if not (listed := checked_tasks(tasks, "tasks")):
         raise ValueError("there are no tasks: give at least one")
     return listed
+
+
+def check_counts(least: int, **counts: object) -> None:
+    """Raises `ValueError` for a count that is not a whole number of at least `least`."""
+    for name, value in counts.items():
+        if not _is_whole(value) or value < least:
+            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least {least}")
 
 
 def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:

@@ -23,6 +23,8 @@ from agentjet.errors import AgentJetError
 
 SETTLE_SECONDS = 0.2
 """Time that the files must stay unchanged before they are loaded: an editor may be writing them."""
+GROUPS_SECONDS = 600.0
+"""Longest wait for the groups that have begun. The server keeps those with a live episode."""
 LOAD_SECONDS = 120.0
 """Time limit of a load. Then the run continues with the version before it."""
 MIN_TRIAL = 4
@@ -117,8 +119,10 @@ class LiveReload:
             before = self.current.version.code_version
             if self._open:
                 self._notify(f"the agent's files changed; code {before} completes the groups it has begun")
-            while self._open:
+            waited = 0.0
+            while self._open and waited < GROUPS_SECONDS:
                 await self._sleep(SETTLE_SECONDS)
+                waited += SETTLE_SECONDS
             await self._reload(code)
 
     async def _reload(self, code: AgentSource) -> None:

@@ -292,15 +292,19 @@ class EvalReport(_Report):
     def mean_at_k(self) -> Estimate:
         """The mean over tasks of the mean over their finished repeats. `num_tasks` leaves out tasks without any. The
         interval of a single task is over its repeats."""
-        return _over_tasks(list(self.by_task.values()))
+        tasks = [rewards for rewards in self.by_task.values() if rewards]
+        if len(tasks) == 1:
+            return replace(estimate(tasks[0]), num_tasks=1)
+        return estimate([math.fsum(rewards) / len(rewards) for rewards in tasks])
 
     @property
     def by_task_set(self) -> dict[str, Estimate]:
         """`mean_at_k` of each task set, in the order of the tasks."""
-        sets: dict[str, list[Sequence[float]]] = {}
-        for (task_set, _), rewards in self.by_task.items():
-            sets.setdefault(task_set, []).append(rewards)
-        return {task_set: _over_tasks(tasks) for task_set, tasks in sets.items()}
+        found = {}
+        for name in dict.fromkeys(result.task_set for result in self.results):
+            own = tuple(result for result in self.results if result.task_set == name)
+            found[name] = replace(self, results=own).mean_at_k
+        return found
 
     def metric_at_k(self, name: str) -> Estimate:
         """The same of a metric, over the finished repeats that have it. Raises `ValueError` if there are finished
@@ -352,13 +356,6 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """The evaluation with the highest score, the earliest of equal ones; None if none has a score."""
     scored = [evaluation for evaluation in evaluations if not math.isnan(evaluation.score)]
     return max(scored, key=lambda evaluation: evaluation.score, default=None)
-
-
-def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
-    tasks = [values for values in repeats if values]
-    if len(tasks) == 1:
-        return replace(estimate(tasks[0]), num_tasks=1)
-    return estimate([math.fsum(values) / len(values) for values in tasks])
 
 
 def _mean(values: list[float]) -> float:
