@@ -101,7 +101,8 @@ def test_tags_on_the_command_line(served: Served) -> None:
             run("checkpoints", "tag", "0", name, *at(served))
     with pytest.raises(NotFound, match="no checkpoint of policy version 7; there are: 0"):
         run("checkpoints", "tag", "7", "new", *at(served))
-    served.run.gateway.store.tags.put("taken", 3)
+    tags = served.run.gateway.store.tags
+    tags.write({**tags.read(), "taken": 3})
     with pytest.raises(Conflict, match="'taken' belongs to policy version 3: remove it first"):
         run("checkpoints", "tag", "0", "taken", *at(served))
     run("checkpoints", "untag", "good", *at(served))
@@ -351,7 +352,7 @@ async def test_a_branch_begins_at_the_version(tmp_path: Path) -> None:
     assert branch(data, "2", new) == 2
     assert digest(data) == before, "the original is only read"
     async with running(data) as up:
-        up.gateway.store.tags.put("named", 1)
+        up.gateway.store.tags.write({"named": 1})
         assert branch(data, "named", tmp_path / "other") == 1, "its server may be running"
     async with running(new, card=None) as up:
         assert (up.gateway.swarm.policy_version, up.compute.weights) == (2, weights(data, 2))

@@ -240,30 +240,8 @@ class Tags:
                 "or remove the file"
             ) from error
 
-    def put(self, name: str, policy_version: int) -> None:
-        """Sets or moves a tag. Raises `CheckpointError`."""
-        self._write({**self.read(), name: policy_version})
-
-    def remove(self, name: str) -> None:
-        """Raises `NotFound` if the tag does not exist."""
-        tags = self.read()
-        if name not in tags:
-            known = ", ".join(sorted(tags)) or "none"
-            raise NotFound(f"There is no tag {name!r}; there are: {known}.", code="tag_not_found")
-        del tags[name]
-        self._write(tags)
-
-    def check_free(self, name: str, policy_version: int) -> None:
-        """Raises `Conflict` for a tag of another version."""
-        taken = self.read().get(name, policy_version)
-        if taken != policy_version:
-            raise Conflict(
-                f"The tag {name!r} belongs to policy version {taken}: remove it first "
-                f"(agentjet checkpoints untag {name}), or choose another name.",
-                code="tag_taken",
-            )
-
-    def _write(self, tags: dict[str, int]) -> None:
+    def write(self, tags: Mapping[str, int]) -> None:
+        """Replaces all tags. Raises `CheckpointError` if the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, dict(sorted(tags.items())))
@@ -306,7 +284,7 @@ class PolicyVersions:
         try:
             await self._engine.between_batches(save)
             self._store.check_exists(version)
-            self._store.tags.put(BEST, version)
+            self._store.tags.write({**self._store.tags.read(), BEST: version})
             self._store.rotate(self._swarm.job.keep_checkpoints)
         except (CheckpointError, RequestError) as error:
             log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
@@ -330,16 +308,27 @@ class PolicyVersions:
         if name == BEST:
             raise _reserved("Choose another name.")
         check_tag(name)
-        self._store.tags.check_free(name, policy_version)
+        tags = self._store.tags.read()
+        if (taken := tags.get(name, policy_version)) != policy_version:
+            raise Conflict(
+                f"The tag {name!r} belongs to policy version {taken}: remove it first "
+                f"(agentjet checkpoints untag {name}), or choose another name.",
+                code="tag_taken",
+            )
         self._store.check_exists(policy_version)
-        self._store.tags.put(name, policy_version)
+        self._store.tags.write({**tags, name: policy_version})
         return await self.checkpoints()
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
         """Removes a tag and returns all checkpoints. Raises `InvalidRequest`, `NotFound`, `CheckpointError`."""
         if name == BEST and self._swarm.job.keep_best:
             raise _reserved("Set job.keep_best=false first.")
-        self._store.tags.remove(name)
+        tags = self._store.tags.read()
+        if name not in tags:
+            known = ", ".join(sorted(tags)) or "none"
+            raise NotFound(f"There is no tag {name!r}; there are: {known}.", code="tag_not_found")
+        del tags[name]
+        self._store.tags.write(tags)
         return await self.checkpoints()
 
     async def save(self) -> CheckpointInfo:

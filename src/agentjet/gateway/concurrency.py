@@ -45,14 +45,11 @@ class Broadcast:
 
     async def until(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until `predicate()` is True, checked after every `notify`. Returns False after `timeout` seconds."""
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
-        while not predicate():
-            left = None if deadline is None else deadline - loop.time()
-            if left is not None and left <= 0:
-                return False
-            await self.wait(left)
-        return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not predicate():
+                    await self.wait()
+        return predicate()
 
 
 class AdmissionWaiters:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from agentjet.compute.protocol import check_capabilities
 from agentjet.config import JobConfig
@@ -64,7 +64,7 @@ class Engine:
         """Number of workers killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
-        self.training = TrainingLoop(run, enter=self._enter_once)
+        self.training = TrainingLoop(run, enter=self._enter)
         self._run = run
         self._swarm = run.swarm
         self._store = run.store
@@ -151,14 +151,12 @@ class Engine:
         return time.monotonic() - self._entered
 
     def _enter(self, state: EngineState, reason: str = "") -> None:
+        if state == self.state and not reason:
+            return
         self.state, self.reason, self._entered = state, reason, time.monotonic()
         body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
         emit_event(self._swarm, "state", body)
         self._run.changed.notify()
-
-    def _enter_once(self, state: Literal["sampling", "learning"]) -> None:
-        if self.state != state:
-            self._enter(state)
 
     # ---- supervision ------------------------------------------------------------------------------------------------
 
