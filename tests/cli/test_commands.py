@@ -237,7 +237,7 @@ def test_a_data_dir_without_its_journal_has_a_way_out(place: str, tmp_path: Path
     (tmp_path / place / "checkpoints").mkdir(parents=True)
     (tmp_path / place / "metrics.jsonl").touch()
     with pytest.raises(
-        ConfigError, match=r"has checkpoints and no journal.*move only checkpoints/ to runs/default/ of a new"
+        ConfigError, match=r"has checkpoints and no journal.*only checkpoints/ to runs/default/ of a new"
     ):
         check_data_dir(tmp_path)
     (tmp_path / place / "journal.sqlite").touch()
