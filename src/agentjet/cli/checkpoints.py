@@ -220,6 +220,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     from agentjet.gateway.observability import MetricsFile
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
+    from agentjet.swarm.origin import policies_of
 
     folder = run_folder(data_dir, run)
     store = CheckpointStore(folder)
@@ -232,7 +233,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         target = find_checkpoint(store, version)
         check_rollback(journal, recorded, target)
         states = _verified(store, journal, target)
-        swarm = SwarmState(journal, held.given, policies=journal.policies)
+        swarm = SwarmState(journal, held.given, policies=policies_of(journal.origin))
         new = swarm.policy_version + 1
         with _copied(store.path(target), store.path(new)) as copy:
             states = {policy: {**state, "policy_version": new, "metrics": {}} for policy, state in states.items()}
