@@ -15,6 +15,7 @@ import pytest
 from agentjet.errors import Conflict
 from agentjet.gateway import CallChunk
 from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.swarm import Episode
 from tests.fakes import Running, running, saying
 
 pytestmark = pytest.mark.anyio
@@ -33,16 +34,16 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
     monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
     async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        swarm, real, looks = run.gateway.swarm, run.gateway.swarm.next_deadline, 0
+        swarm, real, looks = run.gateway.swarm, run.gateway.swarm.reap, 0
 
-        def failing() -> float | None:
+        def failing() -> list[Episode]:
             nonlocal looks
             looks += 1
             if looks < 4:
                 raise AssertionError("a bug")
             return real()
 
-        swarm.next_deadline = failing  # type: ignore[method-assign]
+        swarm.reap = failing  # type: ignore[method-assign]
         run.clock.advance(11)
         await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
         assert swarm.queries.recent_episodes(1)[0].id == episode.id

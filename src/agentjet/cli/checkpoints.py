@@ -168,6 +168,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     from agentjet.gateway.observability import MetricsFile
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
+    from agentjet.swarm.origin import policies_of
 
     folder = run_folder(data_dir, run)
     store = CheckpointStore(folder)
@@ -179,7 +180,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         target = find_checkpoint(store, version)
         check_rollback(journal, recorded, target)
         states, _ = _verified(store, journal, target)
-        swarm = SwarmState(journal, held.given, policies=journal.policies)
+        swarm = SwarmState(journal, held.given, policies=policies_of(journal.origin))
         new = swarm.policy_version + 1
         # The journal records the checkpoint when its files are on disk. If its name is missing then, a server gives it.
         with new_path(store.path(new)) as copy:

@@ -250,8 +250,7 @@ class Engine:
             name = policy.policy
             settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
             model = await self._compute.add(policy, settings, worker=worker)
-            for change in self._swarm.check_origin(name, model):
-                log.warning("%s", change)
+            self._swarm.check_origin(name, model)
             _check_context(self._swarm.job, model)
             known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
             models[name] = known or LoadedModel(model, await asyncio.to_thread(Renderer, model))

@@ -46,8 +46,8 @@ from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, po
 
 log = logging.getLogger(__name__)
 
-LEASE_CHECK_SECONDS = 1.0
-"""Maximum seconds between two checks of the leases."""
+LEASE_CHECK_SECONDS = 0.5
+"""Seconds between two checks of the leases."""
 DISK_RETRY_SECONDS = 2.0
 """Seconds between two attempts to write to a disk that refused."""
 EVENTS_PAGE = 1000
@@ -194,8 +194,6 @@ class Gateway:
             return
         if self.swarm.begun(request, idempotency_key) is not None:
             return
-        if self.swarm.is_due():
-            self.swarm.reap()
         self.swarm.take_over(request)
         if self.swarm.queries.holding().get(request.client_id, 0) >= most:
             raise Later(
@@ -390,25 +388,20 @@ class Gateway:
         return swarm.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _check_leases(self) -> None:
-        """Expires leases when they end. Retries the disk while it refuses writes."""
+        """Expires leases soon after they end. Retries the disk while it refuses writes."""
         observability.run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:
             try:
-                pause = LEASE_CHECK_SECONDS
-                if (deadline := self.swarm.no_deadline_before()) is not None:
-                    pause = min(pause, max(0.001, deadline - self._clock()))
-                await self.changed.wait(pause)
+                await asyncio.sleep(LEASE_CHECK_SECONDS)
                 if self.swarm.store.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.store.probe_disk()
-                if self.swarm.is_due():
-                    self.swarm.reap()
+                self.swarm.reap()
             except Later:  # The journal has logged it.
-                await asyncio.sleep(LEASE_CHECK_SECONDS)
+                pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.
                 if repr(error) != logged:
                     log.exception("leases could not be checked; retrying every %g s", LEASE_CHECK_SECONDS)
                 logged = repr(error)
-                await asyncio.sleep(LEASE_CHECK_SECONDS)
