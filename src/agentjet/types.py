@@ -286,8 +286,6 @@ class ModelInfo:
     tool_format: str = ""
     weights: str = ""
     """Fingerprint of the weights of version 0. Empty if the backend computes none."""
-    threads: int = 0
-    """CPU threads that learn. 0 if another device learns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from agentjet.errors import (
     Unreachable,
 )
 from agentjet.protocol import EpisodeTree
-from tests.cli.conftest import TOO_HARD
 from tests.server.serving import TOKEN, Served
 
 
@@ -119,10 +118,9 @@ def test_watch_refuses_what_nobody_can_wait_for(every: str) -> None:
 
 
 def test_eval_of_a_running_server(served: Served) -> None:
-    printed = run("eval", served.url, "--token", TOKEN, "--tasks", "10", "--greedy", "--json")
+    printed = run("eval", served.url, "--token", TOKEN, "--tasks", "10", "--temperature", "0", "--json")
     score = json.loads(printed)
     assert (score["success"], score["well_formed"], score["tasks"]) == (0.9, 0.9, 10)
-    assert score["answers"][TOO_HARD.id] == "many"
     low, high = score["success_interval"]
     assert 0.55 < low < 0.9 < high < 1.0
     assert {asked.params.temperature for asked in served.run.compute.asked} == {0.0}
@@ -131,12 +129,11 @@ def test_eval_of_a_running_server(served: Served) -> None:
     assert {asked.params.temperature for asked in served.run.compute.asked[10:]} == {1.0}
 
 
-def test_eval_draws_the_same_again_for_the_same_seed(served: Served) -> None:
-    for seed in ("1", "1", "2"):
-        run("eval", served.url, "--token", TOKEN, "--tasks", "5", "--seed", seed, "--concurrency", "1")
+def test_eval_draws_the_same_again(served: Served) -> None:
+    for _ in range(2):
+        run("eval", served.url, "--token", TOKEN, "--tasks", "5", "--concurrency", "1")
     seeds = [asked.params.seed for asked in served.run.compute.asked]
-    assert seeds[:5] == seeds[5:10] != seeds[10:]
-    assert len(set(seeds)) == 10
+    assert seeds[:5] == seeds[5:] and len(set(seeds)) == 5
 
 
 AGENT = """
@@ -162,49 +159,43 @@ def test_eval_of_any_agent(served: Served, tmp_path: Path) -> None:
     file.write_text(AGENT)
     arguments = ("--agent", f"{file}:agent", "--task-file", f"{file}:tasks")
     score = json.loads(run("eval", served.url, "--token", TOKEN, *arguments, "--json"))
-    assert (score["tasks"], score["success"], score["letters"], "answers" in score) == (2, 0.5, 9.5, False)
+    assert (score["tasks"], score["success"], score["letters"]) == (2, 0.5, 9.5)
     only = json.loads(run("eval", served.url, "--token", TOKEN, *arguments, "--tasks", "1", "--json"))
     assert (only["tasks"], only["success"], only["letters_interval"]) == (1, 1.0, [None, None])
 
 
 def test_eval_with_repeats(served: Served) -> None:
-    asked = ("--tasks", "10", "--repeats", "4", "--pass-at", "1,4", "--at-version", "newest", "--concurrency", "4")
+    asked = (
+        "--tasks",
+        "10",
+        "--repeats",
+        "4",
+        "--pass-at",
+        "1",
+        "--pass-at",
+        "4",
+        "--at-version",
+        "newest",
+        "--concurrency",
+        "4",
+    )
     score = json.loads(run("eval", served.url, "--token", TOKEN, *asked, "--json"))
-    assert (score["success"], score["repeats"], len(score["answers"])) == (0.9, 4, 10)
-    assert {k: found["value"] for k, found in score["pass_at"].items()} == {"1": 0.9, "4": 0.9}
-    assert score["pass_at"]["4"]["interval"] == score["success_interval"], "all repeats agree: tasks are what counts"
+    assert (score["success"], score["repeats"]) == (0.9, 4)
+    assert (score["pass@1"], score["pass@4"]) == (0.9, 0.9)
+    assert score["pass@4_interval"] == score["success_interval"], "all repeats agree: tasks are what counts"
     assert len({asked.params.seed for asked in served.run.compute.asked}) == 40
     printed = run("eval", served.url, "--token", TOKEN, *asked)
     assert "mean@4 0.900" in printed and "pass@4: 0.900" in printed
 
 
-def test_eval_of_an_endpoint(served: Served) -> None:
-    """The endpoint is the server itself, with the key of an episode."""
-    with Swarm(served.url, TOKEN) as swarm, swarm.episode("outside", mode="eval") as episode:
-        key = served.run.gateway.config.server.data_dir / "a-key"
-        key.write_text(episode.api_key)
-        endpoint = ("--endpoint", episode.base_url, "--endpoint-model", episode.model, "--endpoint-key-file", str(key))
-        score = json.loads(run("eval", *endpoint, "--tasks", "10", "--json"))
-        assert (score["success"], score["target"]) == (0.9, f"{episode.model} at {episode.base_url}")
-        assert episode.heartbeat().num_calls == 10
-    assert served.run.gateway.swarm.queries.status_counts()["finished"] == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "name what to score"),
-        (("http://a", "--endpoint", "http://b", "--endpoint-model", "m"), "name what to score"),
-        (("--endpoint", "http://b"), "needs --endpoint-model"),
-        (("http://a", "--endpoint-model", "m"), "for an --endpoint"),
-        (("--endpoint", "http://b", "--endpoint-model", "m", "--at-version", "1"), "no versions"),
         (("http://a", "--at-version", "old"), "or newest"),
-        (("http://a", "--pass-at", "1,4"), "--pass-at 4 needs --repeats 4"),
-        (("http://a", "--pass-at", "one"), "numbers with commas"),
+        (("http://a", "--pass-at", "1", "--pass-at", "4"), "--pass-at 4 needs --repeats 4"),
         (("http://a", "--tasks", "501"), "--tasks 501: there are 500 tasks"),
         (("http://a", "--task-file", "t.jsonl"), "--task-file is for --agent"),
         (("http://a", "--agent", "a.py:agent"), "--agent needs --task-file"),
-        (("http://a", "--agent", "a.py:agent", "--greedy"), "are for the default agent"),
         (("http://a", "--agent", "a.py:agent", "--task-file", "t.jsonl"), "--agent a.py: No such file"),
     ],
 )

@@ -22,7 +22,7 @@ from agentjet.swarm import Journal, SwarmState
 from agentjet.types import ModelInfo
 from tests.swarm.world import World
 
-CARD = ModelInfo("small", "", "", 100, (2,), device="cpu", dtype="bfloat16", weights="a1", threads=2)
+CARD = ModelInfo("small", "", "", 100, (2,), device="cpu", dtype="bfloat16", weights="a1")
 
 
 def settings(name: str = "small", *, dtype: Any = "auto", **others: Any) -> ModelConfig:
@@ -99,7 +99,7 @@ def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) ->
 def test_what_changes_weights_by_rounding_is_free(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
-    world.swarm.check_origin("policy", replace(CARD, threads=8, device="cuda:0"))
+    world.swarm.check_origin("policy", replace(CARD, device="cuda:0"))
     world.close()
 
 

@@ -214,7 +214,6 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
         dtype=str(model.dtype).removeprefix("torch."),
         tool_format=tool_format,
         weights=model_fingerprint(model),
-        threads=torch.get_num_threads() if model.device.type == "cpu" else 0,
     )
 
 
