@@ -358,7 +358,7 @@ class Gateway:
             clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
             holding=swarm.queries.holding(),
             code_versions=views.code_versions(swarm),
-            task_sets=views.task_sets(swarm),
+            task_sets=swarm.queries.task_sets(),
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],

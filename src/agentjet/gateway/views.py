@@ -15,7 +15,6 @@ from agentjet.protocol import (
     EpisodeTree,
     EpisodeView,
     ScoredAnswer,
-    TaskSetStatus,
     ZeroVariance,
     batches_without_variance,
 )
@@ -48,11 +47,6 @@ def code_versions(swarm: SwarmState) -> dict[str, CodeVersionStatus]:
         )
         for version, tally in swarm.queries.code_versions().items()
     }
-
-
-def task_sets(swarm: SwarmState) -> dict[str, TaskSetStatus]:
-    """Returns the task sets and their shares of the batches."""
-    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.queries.task_sets().items()}
 
 
 def zero_variance(swarm: SwarmState) -> ZeroVariance | None:

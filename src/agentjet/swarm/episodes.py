@@ -175,7 +175,8 @@ class SwarmState:
                 instance_id=request.instance_id,
             )
             if joined is not None:
-                groups.join(self.store, joined, episode)
+                members = (*joined.members, episode.id)
+                self.store.put_group(replace(joined, members=members, touched=now))
             self.store.put(episode)
             if episode.instance_id:
                 self._journal.add_instance(episode.client_id, episode.instance_id)
