@@ -18,7 +18,7 @@ import numpy as np
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
+from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.config import ModelConfig
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Row, build_forest, call_row
@@ -72,7 +72,7 @@ def main() -> None:
         "JSON": Kind(SamplingParams(max_tokens=160, grammar=plain)),
         "JSON, bounded": Kind(SamplingParams(max_tokens=160, grammar=bounded)),
     }
-    sampler = PrefixSampler(policy, AT_A_TIME, 16384)
+    sampler = ModelSampler(policy, AT_A_TIME, 16384)
     for round in range(arguments.rounds):
         for kind in kinds.values():
             sample(sampler, prompt, kind, round)
@@ -89,7 +89,7 @@ def main() -> None:
     print(json.dumps({"vocabulary": policy.vocabulary, "kinds": results}))
 
 
-def sample(sampler: PrefixSampler, prompt: np.ndarray, kind: Kind, round: int) -> None:
+def sample(sampler: ModelSampler, prompt: np.ndarray, kind: Kind, round: int) -> None:
     """Eight completions."""
     calls: list[list[NewToken]] = [[] for _ in range(AT_A_TIME)]
     for i in range(AT_A_TIME):

@@ -14,10 +14,9 @@ import time
 import numpy as np
 import torch
 
-from agentjet.compute.embedded.hosted_policy import Fingerprints
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
-from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
+from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.job import OptimizerConfig
@@ -37,9 +36,8 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
     policy.end_tokens = frozenset()  # as in every contender: end tokens are ordinary here
     renderer = Renderer(policy.info)
     settings = SamplerConfig()
-    sampler = PrefixSampler(policy, settings.max_concurrent, settings.cache_tokens)
+    sampler = ModelSampler(policy, settings.max_concurrent, settings.cache_tokens)
     learner = PolicyLearner(policy)
-    fingerprints = Fingerprints(learner, policy)
     job = JobConfig(
         batch_size=workload.num_prompts,
         group_size=workload.repeats,
@@ -58,7 +56,7 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
         scored = time.perf_counter()
         forest = _forest(prompts, completions, rewards, workload.repeats, step)
         learner.learn(forest, job, step)
-        fingerprints.changed()
+        learner.weights_changed()
         sampler.invalidate()
         trim_malloc()
         _synchronise(policy)
@@ -78,7 +76,7 @@ def _tokens(renderer: Renderer, question: str) -> np.ndarray:
     return np.array(renderer.tokenize(encoded), np.int32)
 
 
-def _sample(sampler: PrefixSampler, prompts: list[np.ndarray], workload: Workload, step: int) -> list[list[NewToken]]:
+def _sample(sampler: ModelSampler, prompts: list[np.ndarray], workload: Workload, step: int) -> list[list[NewToken]]:
     """All completions of a step, submitted at once."""
     completions: list[list[NewToken]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):

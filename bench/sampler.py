@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.machine import environment, run_contender
 
 if TYPE_CHECKING:
-    from agentjet.compute.embedded.sampler import PrefixSampler
+    from agentjet.compute.embedded.sampler import ModelSampler
 
 SHORT, LONG = 40, 2000
 WORKLOADS = {"8": [SHORT] * 8, "32": [SHORT] * 32, "64": [SHORT] * 64, "mixed": [LONG, SHORT] * 32}
@@ -43,17 +43,17 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(20, 40_000, length).tolist() for length in lengths]
 
 
-def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: int) -> PrefixSampler:
+def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: int) -> ModelSampler:
     """The served sampler. Its policy never ends by itself."""
     from agentjet.compute.embedded.model import load_policy
-    from agentjet.compute.embedded.sampler import PrefixSampler
+    from agentjet.compute.embedded.sampler import ModelSampler
     from agentjet.compute.embedded.worker import make_deterministic
     from agentjet.config import ModelConfig
 
     make_deterministic()
     policy = load_policy(ModelConfig.model_validate({"name": model, "dtype": "bfloat16", "threads": threads}))
     policy.end_tokens = frozenset()
-    return PrefixSampler(policy, max_concurrent, cache_tokens)
+    return ModelSampler(policy, max_concurrent, cache_tokens)
 
 
 def agentjet(model: str, threads: int, new_tokens: int) -> Callable[[list[list[int]]], None]:
@@ -115,7 +115,7 @@ def lengths_in_order_of_arrival(num_short: int, short: int, long: int) -> list[i
     return [length for i in range(1, num_short + 1) for length in ([short, long] if i % 16 == 8 else [short])]
 
 
-def sample_arrivals(sampler: PrefixSampler, batch: list[list[int]], new_tokens: int, in_flight: int) -> None:
+def sample_arrivals(sampler: ModelSampler, batch: list[list[int]], new_tokens: int, in_flight: int) -> None:
     """Sample a workload in its order, with at most so many requests under way."""
     from agentjet.types import SamplingParams
 

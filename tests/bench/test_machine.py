@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.embedded.sampler import PrefixSampler
-from agentjet.compute.embedded.worker_process import THREAD_WAIT, WORKER_VARIABLES
+from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.embedded.sampler import ModelSampler
 from bench import machine, sampler, step
 from bench.machine import WAITS, environment, run_contender
 from bench.workload import Workload
@@ -25,9 +25,9 @@ from tests.tiny import make_model
 def test_contenders_get_the_served_workers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     served = environment(2)
-    assert (THREAD_WAIT | WORKER_VARIABLES).items() <= served.items()
+    assert WORKER_VARIABLES.items() <= served.items()
     assert served["OMP_NUM_THREADS"] == served["MKL_NUM_THREADS"] == "2"
-    assert served.get("GOMP_SPINCOUNT") == THREAD_WAIT.get("GOMP_SPINCOUNT")
+    assert "GOMP_SPINCOUNT" not in served
     assert {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoint(environment(1, "default"))
     assert environment(1, "active")["OMP_WAIT_POLICY"] == "ACTIVE"
     assert environment(1, MORE="x")["MORE"] == "x"
@@ -92,6 +92,6 @@ def test_requests_that_come_over_time_are_all_sampled(tmp_path: Path) -> None:
     lengths = sampler.lengths_in_order_of_arrival(32, 4, 60)
     assert lengths.count(60) == 2 and lengths[8] == lengths[25] == 60
     batch = [[5 + i % 200] * length for i, length in enumerate(lengths)]
-    ours = PrefixSampler(policy, max_concurrent=8, cache_tokens=1024)
+    ours = ModelSampler(policy, max_concurrent=8, cache_tokens=1024)
     sampler.sample_arrivals(ours, batch, new_tokens=3, in_flight=8)
     assert ours.is_idle and not ours._waiting

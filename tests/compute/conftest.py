@@ -10,7 +10,7 @@ import torch
 
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.timeline.forest import Row, call_row
 from agentjet.types import SamplingParams
@@ -34,7 +34,7 @@ def policy(tiny_folder: Path) -> Policy:
 
 
 def run(
-    sampler: PrefixSampler | RowSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
+    sampler: ModelSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Submit all, step to the end; tokens and log-probabilities by request."""
     out: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
@@ -51,9 +51,9 @@ def tokens(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, 200, length).astype(np.int32)
 
 
-def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> PrefixSampler | RowSampler:
+def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> ModelSampler:
     """The sampler that the worker would take."""
-    return (PrefixSampler if policy.info.shares_prefixes else RowSampler)(policy, max_concurrent, cache_tokens)
+    return ModelSampler(policy, max_concurrent, cache_tokens)
 
 
 def sampled_rows(

@@ -16,8 +16,8 @@ import torch
 
 from agentjet.compute.embedded import attention
 from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.policy import CacheShape, Policy
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.types import SamplingParams
 from tests.compute.conftest import make_policy, run, tokens
 
@@ -30,18 +30,10 @@ def policy(tiny_folder: Path) -> Policy:
 
 
 def make_cache(num_blocks: int) -> KeyValueCache:
-    return KeyValueCache(
-        layers=1,
-        kv_heads=1,
-        head_dim=4,
-        context=100_000,
-        max_tokens=num_blocks * BLOCK,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    return KeyValueCache(CacheShape(1, 1, 4), num_blocks * BLOCK, torch.float32, torch.device("cpu"))
 
 
-def sampled_first(sampler: PrefixSampler, steps: int = 200) -> list[int]:
+def sampled_first(sampler: ModelSampler, steps: int = 200) -> list[int]:
     """Ids in the order of their first tokens, after at most so many steps."""
     order: dict[int, None] = {}
     for _ in range(steps):
@@ -52,7 +44,7 @@ def sampled_first(sampler: PrefixSampler, steps: int = 200) -> list[int]:
 
 
 def test_a_long_prompt_starts_beside_a_short_call_in_an_idle_cache(policy: Policy) -> None:
-    sampler = PrefixSampler(policy, max_concurrent=64, cache_tokens=65_536)
+    sampler = ModelSampler(policy, max_concurrent=64, cache_tokens=65_536)
     run(sampler, {i: (tokens(i, 10), SamplingParams(max_tokens=2, seed=i)) for i in range(256)})
     sampler.submit(1000, tokens(1000, 10), SamplingParams(max_tokens=200))
     sampler.step()
@@ -115,13 +107,13 @@ def test_every_block_has_one_owner_and_reservations_hold(seed: int) -> None:
         assert sorted([*owned, *cache._free]) == list(range(24))
         assert all(row.filled <= len(row.blocks) * BLOCK for row in active)
         reserved = sum(-(-row.capacity // BLOCK) for row in active)
-        assert set(cache._active) == set(active) and cache._reserved == reserved <= 24
+        assert set(cache._active) == set(active) and 24 - cache.num_unreserved == reserved <= 24
     for row in active:
         cache.extend(row, row.capacity)
 
 
 def test_a_prefix_gives_way_where_it_and_its_continuation_do_not_both_fit(policy: Policy) -> None:
-    sampler = PrefixSampler(policy, max_concurrent=4, cache_tokens=1024)
+    sampler = ModelSampler(policy, max_concurrent=4, cache_tokens=1024)
     prompt = tokens(1, 600)
     run(sampler, {0: (prompt, SamplingParams(max_tokens=4))})
     other = np.concatenate([prompt[:500], tokens(2, 400)])
@@ -129,12 +121,12 @@ def test_a_prefix_gives_way_where_it_and_its_continuation_do_not_both_fit(policy
     sampler.submit(1, other, params)
     assert sampled_first(sampler, steps=10) == [1]
     assert sampler.num_computed == 603 + 400 + 3
-    alone = run(PrefixSampler(policy, 4, 1024), {2: (other, params)})[2]
+    alone = run(ModelSampler(policy, 4, 1024), {2: (other, params)})[2]
     assert run(sampler, {3: (other, params)})[3][1] == pytest.approx(alone[1], abs=1e-5)
 
 
 def test_none_overtakes_a_request_that_waits_for_room(policy: Policy) -> None:
-    sampler = PrefixSampler(policy, max_concurrent=8, cache_tokens=4 * BLOCK)
+    sampler = ModelSampler(policy, max_concurrent=8, cache_tokens=4 * BLOCK)
     sampler.submit(0, tokens(0, 10), SamplingParams(max_tokens=5))
     sampler.submit(1, tokens(1, 3 * BLOCK + 1), SamplingParams(max_tokens=2))
     for i in range(2, 6):
@@ -143,7 +135,7 @@ def test_none_overtakes_a_request_that_waits_for_room(policy: Policy) -> None:
 
 
 def test_who_waits_for_room_is_not_looked_at_in_every_step(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = PrefixSampler(policy, max_concurrent=64, cache_tokens=2 * BLOCK)
+    sampler = ModelSampler(policy, max_concurrent=64, cache_tokens=2 * BLOCK)
     sampler.submit(0, tokens(0, 10), SamplingParams(max_tokens=150))
     for i in range(1, 40):
         sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=150))
@@ -162,10 +154,10 @@ def test_who_waits_for_room_is_not_looked_at_in_every_step(policy: Policy, monke
 
 def test_what_a_block_held_before_does_not_show(policy: Policy) -> None:
     requests = {i: (tokens(i, 60 * i + 5), SamplingParams(max_tokens=5, seed=i)) for i in range(6)}
-    used = PrefixSampler(policy, 4, 2048)
+    used = ModelSampler(policy, 4, 2048)
     for stored in (used._cache.keys, used._cache.values):
         stored.fill_(torch.nan)
-    expected = run(PrefixSampler(policy, 4, 2048), requests)
+    expected = run(ModelSampler(policy, 4, 2048), requests)
     for _ in range(2):
         found = run(used, requests)
         for id in requests:
@@ -175,8 +167,8 @@ def test_what_a_block_held_before_does_not_show(policy: Policy) -> None:
 
 def test_blocks_in_no_order_are_gathered_and_change_nothing(policy: Policy) -> None:
     requests = {i: (tokens(i, 130 * i + 5), SamplingParams(max_tokens=5, seed=i)) for i in range(5)}
-    expected = run(PrefixSampler(policy, 8, 8192), requests)
-    scattered = PrefixSampler(policy, 8, 8192)
+    expected = run(ModelSampler(policy, 8, 8192), requests)
+    scattered = ModelSampler(policy, 8, 8192)
     scattered._cache._free = scattered._cache._free[::2]  # a heap still
     found = run(scattered, requests)
     for id in requests:
@@ -190,8 +182,9 @@ def test_attention_of_blocks_is_the_same_without_the_fused_kernel(monkeypatch: p
     query, keys, values = (torch.randn(shape, generator=generator) for shape in [(5, 2, 3, 16), *2 * [(5, 2, 32, 16)]])
     mask = torch.zeros(5, 32)
     mask[2, 7:] = -torch.inf
-    fused = attention.attend_blocks(query, keys, values, 0.25, mask)
+    mask = mask[:, None, None]
+    fused = attention.attend_part(query, keys, values, 0.25, mask)
     monkeypatch.setattr(attention, "_is_fused", lambda query, value: False)
-    plain = attention.attend_blocks(query, keys, values, 0.25, mask)
+    plain = attention.attend_part(query, keys, values, 0.25, mask)
     for ours, theirs in zip(plain, fused, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)

@@ -20,7 +20,7 @@ import torch
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig
 from agentjet.timeline.forest import Row, build_forest, call_row
@@ -81,7 +81,7 @@ def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
         i: (tokens(i % 3, 70 * (i % 3) + 5), SamplingParams(max_tokens=6, temperature=0.8, seed=i)) for i in range(6)
     }
     reference = make_policy(tiny_folder)
-    for id, (chosen, logprobs) in run(PrefixSampler(policy, 8, 8192), requests).items():
+    for id, (chosen, logprobs) in run(ModelSampler(policy, 8, 8192), requests).items():
         whole = np.concatenate([requests[id][0], np.int32(chosen)])
         row = call_row(whole, np.float32(logprobs), np.zeros(len(chosen), np.int32), 1.0, 0.8, id)
         with torch.no_grad():

@@ -19,7 +19,7 @@ import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import NewToken, PrefixSampler, RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.token_sampling import Grammars, sample_tokens
 from agentjet.config import JobConfig
 from agentjet.errors import GrammarError
@@ -57,7 +57,7 @@ def json_grammar(policy: Policy) -> str:
 
 
 def complete(
-    sampler: PrefixSampler | RowSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
+    sampler: ModelSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
 ) -> dict[int, list[NewToken]]:
     """All that was sampled, by request."""
     found: dict[int, list[NewToken]] = {id: [] for id in requests}
@@ -154,8 +154,8 @@ def test_a_completion_that_loses_its_place_keeps_its_grammar(tmp_path: Path) -> 
     requests = {
         i: (tokens(7, 30), SamplingParams(max_tokens=90, temperature=2.0, seed=i, grammar=grammar)) for i in range(8)
     }
-    crowded = complete(PrefixSampler(policy, 64, 768), requests)  # three rows for eight completions that part
-    roomy = complete(PrefixSampler(policy, 64, 16384), requests)
+    crowded = complete(ModelSampler(policy, 64, 768), requests)  # three rows for eight completions that part
+    roomy = complete(ModelSampler(policy, 64, 16384), requests)
     for i in requests:
         assert [new.token for new in crowded[i]] == [new.token for new in roomy[i]]
 

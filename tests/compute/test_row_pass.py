@@ -12,8 +12,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import pickle
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +25,14 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
-from agentjet.compute.embedded.sampler import RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.embedded.worker_process import read_frame
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError, OutOfCache
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import build_forest, call_row
-from agentjet.types import PolicyId, SamplingParams
+from agentjet.timeline.forest import ancestors, build_forest, call_row
+from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import BRANCHING, ROWS, make_architecture
 from tests.compute.baseline import (
     Baseline,
@@ -149,9 +148,9 @@ def test_rows_are_timelines_within_the_budget(folders: dict[str, Path]) -> None:
         seen = np.zeros(forest.num_targets, int)
         found: list[tuple[int, ...]] = []
         for piece, targets in one_pass.pieces(forest, budget):
-            starts = np.flatnonzero(piece.parent < 0)
-            assert len(starts) == 1 or one_pass.num_computed(piece) <= budget
-            found += [tuple(piece.tokens[start : piece.end[start]].tolist()) for start in starts]
+            leaves = np.flatnonzero(piece.end == np.arange(piece.num_nodes) + 1)
+            assert len(leaves) == 1 or one_pass.num_computed(piece) <= budget
+            found += [tuple(piece.tokens[[*ancestors(piece, leaf), leaf]]) for leaf in leaves]
             seen[targets] += 1
             logprobs = PolicyLearner(policy).logprobs(piece)
             assert torch.allclose(logprobs, expected[torch.from_numpy(targets)], atol=1e-5)
@@ -209,7 +208,7 @@ def test_a_cache_never_outlives_the_weights(folders: dict[str, Path], kind: str)
     prompt = tokens(5, 20)
 
     def completion(invalidates: bool) -> tuple[list[int], list[float]]:
-        sampler = RowSampler(policy, 4, 8192)
+        sampler = ModelSampler(policy, 4, 8192)
         sampler.submit(1, prompt, SamplingParams(max_tokens=10, seed=2))
         found = [sampler.step()[0] for _ in range(4)]
         with torch.no_grad():
@@ -240,7 +239,7 @@ def test_a_cache_that_gives_other_numbers_is_not_used(
     policy = make_policy(folders["mistral"])
     whole = policy.decoder.forward
     monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
-    sampler = RowSampler(policy, 4, 4096)
+    sampler = ModelSampler(policy, 4, 4096)
     assert "no usable cache between tokens" in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
@@ -253,10 +252,10 @@ def test_requests_do_not_disturb_each_other(folders: dict[str, Path]) -> None:
     policy = make_policy(folders["lfm2"])
     policy.end_tokens = frozenset()
     wanted = (tokens(1, 20), SamplingParams(max_tokens=8, seed=7))
-    alone = RowSampler(policy, 4, 4096)
+    alone = ModelSampler(policy, 4, 4096)
     expected = run(alone, {0: wanted})[0]
     assert alone.num_computed == 20 + 7
-    narrow = RowSampler(policy, 3, 80)  # room for two or three at a time
+    narrow = ModelSampler(policy, 3, 256)  # room for two rows of one block
     crowd = {i: (tokens(50 + i, 5 * i), SamplingParams(max_tokens=3 + i, temperature=0.7, seed=i)) for i in range(1, 6)}
     found = run(narrow, {**crowd, 0: wanted})
     assert found[0][0] == expected[0]
@@ -264,10 +263,27 @@ def test_requests_do_not_disturb_each_other(folders: dict[str, Path]) -> None:
     assert [len(found[i][0]) for i in crowd] == [3 + i for i in crowd]
 
 
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_repeats_of_a_prompt_share_its_state_until_they_part(folders: dict[str, Path], kind: str) -> None:
+    policy = make_policy(folders[kind])
+    policy.end_tokens = frozenset()
+    prompt = tokens(1, 20)
+    requests = {i: (prompt, SamplingParams(max_tokens=6, temperature=0.3, seed=i)) for i in range(4)}
+    sampler = ModelSampler(policy, 8, 4096)
+    out = run(sampler, requests)
+    if kind != "bamba":  # whose cache is not used
+        contexts = {tuple(np.concatenate([prompt, out[i][0]])[: n + 1]) for i in requests for n in range(20 + 5)}
+        assert sampler.num_computed == len(contexts) > 20 + 5
+    for i, request in requests.items():
+        alone = run(ModelSampler(policy, 1, 4096), {i: request})[i]
+        assert out[i][0] == alone[0]
+        assert out[i][1] == pytest.approx(alone[1], abs=1e-4)
+
+
 def test_requests_end_are_cancelled_and_are_refused(folders: dict[str, Path]) -> None:
     policy = make_policy(folders["lfm2"])
     policy.end_tokens = frozenset()
-    sampler = RowSampler(policy, 2, 1024)
+    sampler = ModelSampler(policy, 2, 1024)
     with pytest.raises(OutOfCache, match="600 prompt tokens"):
         sampler.submit(9, tokens(0, 600), SamplingParams(max_tokens=4))
     for i in range(4):
@@ -291,28 +307,26 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> N
     model = ModelConfig(name=str(folders["mamba"]), device="cpu", dtype="float32", threads=1)
     output = io.BytesIO()
     worker, policy = Worker(output), PolicyId()
-    sampler = SamplerConfig().model_dump(mode="json")
-    info = worker.handle("add", policy, model=model.model_dump(mode="json"), dtype="", sampler=sampler)
-    assert not info["shares_prefixes"] and info["context_length"] == 8192
+    info = worker.handle("add", policy, model, SamplerConfig())
+    assert not info.shares_prefixes and info.context_length == 8192
 
     def sample() -> tuple[list[float], set[int]]:
         start = output.tell()
-        params = asdict(SamplingParams(max_tokens=5, seed=3))
-        worker.handle("sample", policy, id=1, tokens=tokens(1, 9).tobytes(), params=params)
+        worker.handle("sample", policy, 1, tokens(1, 9), SamplingParams(max_tokens=5, seed=3))
         while worker._pieces:
             worker._sample_step()
         output.seek(start)
-        frames = iter(lambda: read_frame(output), None)
-        pieces = [piece for frame in frames for piece in frame["tokens"]]
-        return [logp for _, _, _, logprobs, *_ in pieces for logp in logprobs], {version for _, version, *_ in pieces}
+        pieces = []
+        while output.read(8):
+            pieces += [piece for _, piece in pickle.load(output)]
+        return [logp for piece in pieces for logp in piece.logprobs], {piece.policy_version for piece in pieces}
 
     before = sample()
     forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
-    batch, loss = TrainingBatch(0, forest).to_wire(), LossSpec.of(JobConfig()).to_wire()
-    outputs = worker.handle("forward_backward", policy, number=0, batch=batch, loss=loss)
-    assert outputs["metrics"]["forest/tokens_computed"] >= forest.num_nodes
-    optimizer = OptimizerConfig(lr=1e-2).model_dump(mode="json")
-    worker.handle("optim_step", policy, number=1, optimizer=optimizer)
-    worker.handle("publish", policy, version=1)
+    batch, loss = TrainingBatch(0, forest), LossSpec.of(JobConfig())
+    outputs = worker.handle("forward_backward", policy, Op.of(policy, 0), batch, loss)
+    assert outputs.metrics["forest/tokens_computed"] >= forest.num_nodes
+    worker.handle("optim_step", policy, Op.of(policy, 1), OptimizerConfig(lr=1e-2))
+    worker.handle("publish", policy, 1)
     after = sample()
     assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]

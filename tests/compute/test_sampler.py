@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import sample_tokens, truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.support import EVERYTHING, decode_set
@@ -40,7 +40,7 @@ def reference_logprobs(policy: Policy, prompt: np.ndarray, completion: list[int]
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_reported_logprobs_are_those_of_the_distribution_sampled_from(policy: Policy, temperature: float) -> None:
-    sampler = PrefixSampler(policy, max_concurrent=8, cache_tokens=8192)
+    sampler = ModelSampler(policy, max_concurrent=8, cache_tokens=8192)
     requests = {
         i: (tokens(i, 3 + 7 * i), SamplingParams(max_tokens=9, temperature=temperature, seed=i)) for i in range(6)
     }
@@ -120,23 +120,23 @@ def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(policy: Policy) -> None:
     wanted = (tokens(1, 20), SamplingParams(max_tokens=12, seed=7))
-    alone = run(PrefixSampler(policy, 8, 8192), {0: wanted})[0][0]
+    alone = run(ModelSampler(policy, 8, 8192), {0: wanted})[0][0]
     crowd = {
         i: (tokens(50 + i, 5 * i + 2), SamplingParams(max_tokens=3 + i, temperature=0.5 + 0.1 * i, seed=i))
         for i in range(1, 8)
     }
-    assert run(PrefixSampler(policy, 4, 8192), {**crowd, 0: wanted})[0][0] == alone
-    other = run(PrefixSampler(policy, 8, 8192), {0: (wanted[0], SamplingParams(max_tokens=12, seed=8))})[0][0]
+    assert run(ModelSampler(policy, 4, 8192), {**crowd, 0: wanted})[0][0] == alone
+    other = run(ModelSampler(policy, 8, 8192), {0: (wanted[0], SamplingParams(max_tokens=12, seed=8))})[0][0]
     assert other != alone
 
 
 def test_shared_prefixes_and_continuations_change_nothing(policy: Policy) -> None:
-    sampler = PrefixSampler(policy, 8, 8192)
+    sampler = ModelSampler(policy, 8, 8192)
     prompt = tokens(3, 40)
     first = run(sampler, {i: (prompt, SamplingParams(max_tokens=8, seed=i)) for i in range(6)})
     turn = np.concatenate([prompt, np.array(first[2][0], np.int32), tokens(4, 9)])
     second = run(sampler, {9: (turn, SamplingParams(max_tokens=8, seed=1))})
-    fresh = run(PrefixSampler(policy, 8, 8192), {9: (turn, SamplingParams(max_tokens=8, seed=1))})
+    fresh = run(ModelSampler(policy, 8, 8192), {9: (turn, SamplingParams(max_tokens=8, seed=1))})
     assert second[9][0] == fresh[9][0]
     assert second[9][1] == pytest.approx(fresh[9][1], abs=1e-5)
     assert first[0][1] == pytest.approx(reference_logprobs(policy, prompt, first[0][0], 1.0), abs=1e-4)
@@ -144,7 +144,7 @@ def test_shared_prefixes_and_continuations_change_nothing(policy: Policy) -> Non
 
 def test_each_token_in_context_is_computed_once_between_repeats_too(policy: Policy) -> None:
     policy.end_tokens = frozenset()
-    sampler = PrefixSampler(policy, 64, 16384)
+    sampler = ModelSampler(policy, 64, 16384)
     prompts = [np.concatenate([tokens(1, 20), tokens(g, 10)]) for g in range(3)]
     requests = {
         g * 8 + i: (prompts[g], SamplingParams(max_tokens=7, temperature=0.05, seed=i))
@@ -161,24 +161,24 @@ def test_each_token_in_context_is_computed_once_between_repeats_too(policy: Poli
     assert sampler.num_computed == len(contexts)
     assert len(contexts) < 0.5 * sum(len(prompt) + 6 for prompt, _ in requests.values())
     for id, (prompt, params) in requests.items():
-        alone = run(PrefixSampler(policy, 1, 4096), {id: (prompt, params)})[id]
+        alone = run(ModelSampler(policy, 1, 4096), {id: (prompt, params)})[id]
         assert out[id][0] == alone[0]
         assert out[id][1] == pytest.approx(alone[1], abs=1e-4)
 
 
 def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
     policy.end_tokens = frozenset()
-    crowded = PrefixSampler(policy, 64, 384)  # three rows for eight completions that part at once
+    crowded = ModelSampler(policy, 64, 384)  # three rows for eight completions that part at once
     requests = {i: (tokens(7, 30), SamplingParams(max_tokens=9, temperature=2.0, seed=i)) for i in range(8)}
     out = run(crowded, requests)
-    roomy = run(PrefixSampler(policy, 64, 16384), requests)
+    roomy = run(ModelSampler(policy, 64, 16384), requests)
     for i in requests:
         assert out[i][0] == roomy[i][0]
         assert out[i][1] == pytest.approx(roomy[i][1], abs=1e-4)
 
 
 def test_long_and_short_requests_run_side_by_side(policy: Policy) -> None:
-    sampler = PrefixSampler(policy, 16, 16384)
+    sampler = ModelSampler(policy, 16, 16384)
     requests = {i: (tokens(i, 400 if i % 2 else 4), SamplingParams(max_tokens=5, seed=i)) for i in range(8)}
     out = run(sampler, requests)
     for i, (prompt, _) in requests.items():
@@ -187,7 +187,7 @@ def test_long_and_short_requests_run_side_by_side(policy: Policy) -> None:
 
 def test_an_end_token_ends_and_is_part_of_the_completion(policy: Policy) -> None:
     policy.end_tokens = frozenset(range(policy.vocabulary))
-    sampler = PrefixSampler(policy, 4, 4096)
+    sampler = ModelSampler(policy, 4, 4096)
     sampler.submit(1, tokens(0, 4), SamplingParams(max_tokens=50))
     (new,) = sampler.step()
     assert new.finish_reason == "stop" and sampler.is_idle
@@ -195,7 +195,7 @@ def test_an_end_token_ends_and_is_part_of_the_completion(policy: Policy) -> None
 
 def test_a_cancelled_request_leaves_the_others_alone(policy: Policy) -> None:
     policy.end_tokens = frozenset()
-    sampler = PrefixSampler(policy, 2, 8192)
+    sampler = ModelSampler(policy, 2, 8192)
     for i in range(4):
         sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=6, seed=i))
     seen: dict[int, int] = {}
@@ -211,7 +211,7 @@ def test_a_cancelled_request_leaves_the_others_alone(policy: Policy) -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_alone(policy: Policy) -> None:
-    sampler = PrefixSampler(policy, 4, 1024)
+    sampler = ModelSampler(policy, 4, 1024)
     sampler.submit(1, tokens(0, 10), SamplingParams(max_tokens=4))
     with pytest.raises(OutOfCache, match="2000 prompt tokens"):
         sampler.submit(2, tokens(0, 2000), SamplingParams(max_tokens=4))
@@ -220,7 +220,7 @@ def test_a_request_that_can_never_fit_is_refused_alone(policy: Policy) -> None:
 
 def test_a_full_cache_makes_requests_wait_not_fail(policy: Policy) -> None:
     policy.end_tokens = frozenset()
-    sampler = PrefixSampler(policy, 64, 256)  # room for two rows of one block
+    sampler = ModelSampler(policy, 64, 256)  # room for two rows of one block
     out = run(sampler, {i: (tokens(i, 30), SamplingParams(max_tokens=5, seed=i)) for i in range(7)})
     assert [len(out[i][0]) for i in range(7)] == [5] * 7
     long = (
@@ -234,7 +234,7 @@ def test_a_full_cache_makes_requests_wait_not_fail(policy: Policy) -> None:
 def test_the_prefix_cache_never_outlives_the_weights_that_filled_it(tiny_folder: Path) -> None:
     policy = make_policy(tiny_folder)
     policy.end_tokens = frozenset()
-    sampler = PrefixSampler(policy, 4, 8192)
+    sampler = ModelSampler(policy, 4, 8192)
     prompt = tokens(5, 60)
     run(sampler, {1: (prompt, SamplingParams(max_tokens=4, seed=1))})
     sampler.submit(2, prompt, SamplingParams(max_tokens=12, seed=2))
@@ -259,7 +259,7 @@ def test_the_prefix_cache_never_outlives_the_weights_that_filled_it(tiny_folder:
 def test_without_invalidate_the_stale_cache_would_show(tiny_folder: Path) -> None:
     """The test above can fail: skipping `invalidate` gives log-probabilities of no model at all."""
     policy = make_policy(tiny_folder)
-    sampler = PrefixSampler(policy, 4, 8192)
+    sampler = ModelSampler(policy, 4, 8192)
     prompt = tokens(5, 60)
     run(sampler, {1: (prompt, SamplingParams(max_tokens=4, seed=1))})
     with torch.no_grad():

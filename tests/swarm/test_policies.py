@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentjet.compute.operations import body_digest
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.swarm import Batch, Journal
@@ -62,7 +63,7 @@ def test_the_facts_and_the_forest_of_a_policy_are_those_of_a_run_of_its_own(tmp_
         alone = World(tmp_path / policy, batch_size=1)
         by_role = [{role: r[role] for role in roles if role != policy} for r in REWARDS]
         own = played(alone, roles, [{"reward": r[policy], "by_role": b} for r, b in zip(REWARDS, by_role, strict=True)])
-        assert found[policy].to_wire() == alone.training(own).to_wire()
+        assert body_digest(found[policy]) == body_digest(alone.training(own))
         expected = {
             name: value
             for name, value in alone.swarm.batches.learned(own, {}).items()
@@ -155,14 +156,14 @@ def test_a_role_without_a_reward_is_left_out_of_its_policy_alone(
 
 def test_a_batch_that_was_half_applied_is_learned_again_from_the_same_bytes(world: World) -> None:
     batch = played(world, NAMES, [{"reward": 0.0, "by_role": by_role} for by_role in REWARDS])
-    wires = [training.to_wire() for training in world.swarm.batches.training_batches(batch).values()]
+    wires = [body_digest(training) for training in world.swarm.batches.training_batches(batch).values()]
     applied = [("planner", 0, "forward_backward"), ("planner", 1, "optim_step"), ("coder", 0, "forward_backward")]
     for _ in range(2):
         for policy, number, kind in applied:
             world.swarm.batches.record_operation(policy, number, kind, batch)  # type: ignore[arg-type]
         world.reopen()
         assert world.swarm.batches.resume(None) == [batch] == [world.swarm.pending]
-        assert [training.to_wire() for training in world.swarm.batches.training_batches(batch).values()] == wires
+        assert [body_digest(training) for training in world.swarm.batches.training_batches(batch).values()] == wires
         assert world.journal.operations("planner") == [(0, "forward_backward", 0), (1, "optim_step", 0)]
         assert world.journal.operations("coder") == [(0, "forward_backward", 0)]
     world.swarm.batches.record_operation("coder", 1, "optim_step", batch)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentjet.compute.operations import body_digest
 from agentjet.errors import CheckpointError, Conflict, Later
 from agentjet.swarm import Episode, Journal
 from agentjet.swarm.state import COUNTED, State
@@ -295,7 +296,7 @@ class History:
             batches = swarm.batches.from_version(max(swarm.store.state.durable_version, swarm.policy_version - 2))
         except CheckpointError:
             raise AssertionError("batches above the durable version can always be replayed") from None
-        return [(batch, self.world.training(batch).to_wire()) for batch in batches]
+        return [(batch, body_digest(self.world.training(batch))) for batch in batches]
 
     def check_books(self) -> None:
         swarm, job = self.world.swarm, self.world.job

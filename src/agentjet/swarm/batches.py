@@ -33,7 +33,8 @@ ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
 WAY_OUT = (
-    "Restore journal.sqlite together with its -wal and -shm files, or move only checkpoints/ to a new server.data_dir."
+    "Restore journal.sqlite together with its -wal and -shm files, or move only checkpoints/ to runs/default/ of a new "
+    "server.data_dir."
 )
 """For a data dir whose journal lost its end."""
 

@@ -11,9 +11,8 @@ from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
-from agentjet.timeline.forks import OrphanReason
-from agentjet.timeline.forks import orphans as find_orphans
-from agentjet.timeline.tree import ConversationTree
+from agentjet.timeline.tree import ConversationTree, OrphanReason
+from agentjet.timeline.tree import orphans as find_orphans
 from agentjet.types import Call, EpisodeStatus
 
 SILENT_SECONDS = 20.0

@@ -17,8 +17,7 @@ from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later, NotFound
-from agentjet.protocol import Event
-from agentjet.protocol.bodies import Request
+from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree

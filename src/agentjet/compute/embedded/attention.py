@@ -8,7 +8,7 @@ Partial results over some of the keys are merged by their log-sum-exps. `torch`'
 log-sum-exp, and its autograd would differentiate each part alone. So this module calls the operators below it: on a CPU
 the fused kernel. Elsewhere, and if keys and values differ in width, matrix products hold the scores.
 
-Shapes: N tokens, Q queries, L keys, H heads, K key heads, D widths.
+Shapes: N tokens, B parts, Q queries, L keys, H heads, K key heads, D widths.
 """
 
 from __future__ import annotations
@@ -58,34 +58,11 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def fold_query_heads(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Reshape [..., T, H, D] to [..., K, H/K * T, D]: query heads of one key head become additional query rows.
-
-    Grouped-query attention then needs no copies of keys and values.
-    """
-    *lead, t, h, d = query.shape
-    group = h // num_kv_heads
-    return query.reshape(*lead, t, num_kv_heads, group, d).movedim(-4, -2).reshape(*lead, num_kv_heads, group * t, d)
-
-
-def unfold_query_heads(out: Tensor, num_heads: int) -> Tensor:
-    """Reshape [..., K, H/K * T, D] to [..., T, H, D]: the inverse of `fold_query_heads`."""
-    *lead, k, gt, d = out.shape
-    group = num_heads // k
-    return out.reshape(*lead, k, group, gt // group, d).movedim(-2, -4).reshape(*lead, gt // group, num_heads, d)
-
-
 def flat_forward(decoder: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
     """Returns hidden states [N, hidden] of a flat row of tokens [N] at the given positions [N]."""
     out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
     hidden: Tensor = out.last_hidden_state
     return hidden[0]
-
-
-def causal_tail_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Returns a [Q, K] mask in which the queries are the last Q of K positions."""
-    q = torch.arange(num_keys - num_queries, num_keys, device=device)
-    return torch.arange(num_keys, device=device)[None, :] <= q[:, None]
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -101,31 +78,16 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns output [Q, H, D] and log-sum-exp [Q, H] of queries [Q, H, D] over keys and values [L, H, D].
+    """Returns output [B, H, Q, D] and log-sum-exp [B, H, Q] of queries [B, H, Q, D], keys and values [B, H, L, D].
 
-    `mask` [Q, L] is added to the scores. Every query must see at least one key.
+    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key.
     """
     if _is_fused(query, value):
-        out, lse = _flash(*_heads_first(query, key, value), 0.0, causal, attn_mask=_in_4d(mask), scale=scale)
-        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse
     scores = _scores(query, key, scale, mask, causal)
     lse = scores.logsumexp(-1)
-    out = torch.einsum("hql,lhd->qhd", (scores - lse.unsqueeze(-1)).exp(), value.to(scores.dtype))
-    return out, lse.transpose(0, 1)
-
-
-def attend_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns output [T, K, G, D] and log-sum-exp [T, K, G] of T blocks of L keys, each with separate queries.
-
-    `query` [T, K, G, D]; `keys`, `values` [T, K, L, D]; `mask` [T, L] is added to the scores.
-    """
-    if _is_fused(query, values):
-        out, lse = _flash(query, keys, values, 0.0, False, attn_mask=mask[:, None, None], scale=scale)
-        return out, lse
-    accurate = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(accurate) @ keys.to(accurate).transpose(-1, -2) * scale + mask[:, None, None]
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ values.to(accurate), lse
+    return (scores - lse.unsqueeze(-1)).exp() @ value.to(scores.dtype), lse
 
 
 def attend_part_backward(
@@ -142,41 +104,26 @@ def attend_part_backward(
 ) -> Gradients:
     """Returns the gradients through one part; `out` and `lse` are those of all parts together."""
     if _is_fused(query, value):
-        if len(key) < FEW_KEYS and query.dtype != lse.dtype:
+        if key.shape[2] < FEW_KEYS and query.dtype != lse.dtype:
             grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
-            mask = None if mask is None else mask.to(lse.dtype)
-        tensors = _heads_first(grad_out, query, key, value, out)
-        lse = lse.transpose(0, 1)[None]
-        grads = _flash_backward(*tensors, lse, 0.0, causal, attn_mask=_in_4d(mask), scale=scale)
-        q, k, v = (grad[0].transpose(0, 1) for grad in grads)
+        mask = None if mask is None else mask.to(query.dtype)
+        q, k, v = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return q, k, v
-    probabilities = (_scores(query, key, scale, mask, causal) - lse.transpose(0, 1).unsqueeze(-1)).exp()
-    grad_out, out, value = (x.to(lse.dtype) for x in (grad_out, out, value))
-    dots = torch.einsum("qhd,lhd->hql", grad_out, value) - (grad_out * out).sum(-1).transpose(0, 1).unsqueeze(-1)
+    probabilities = (_scores(query, key, scale, mask, causal) - lse.unsqueeze(-1)).exp()
+    grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
+    dots = grad_out @ value.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)
     grad_scores = probabilities * dots * scale
-    return (
-        torch.einsum("hql,lhd->qhd", grad_scores, key.to(lse.dtype)),
-        torch.einsum("hql,qhd->lhd", grad_scores, query.to(lse.dtype)),
-        torch.einsum("hql,qhd->lhd", probabilities, grad_out),
-    )
+    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, probabilities.transpose(-1, -2) @ grad_out
 
 
 def _is_fused(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
-
-
-def _in_4d(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[None, None]
-
-
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """Returns scores [H, Q, L], in float32 or wider."""
-    accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
-    scores = torch.einsum("qhd,lhd->hql", query.to(accurate), key.to(accurate)) * scale
+    """Returns scores [B, H, Q, L], in float32 or wider."""
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(accurate) @ key.to(accurate).transpose(-1, -2) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)

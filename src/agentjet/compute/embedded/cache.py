@@ -5,10 +5,14 @@ starts, so a running sequence never waits for a block. A finished sequence stays
 requests continue or copy. When blocks are needed, idle rows are evicted, least recently used first. A row belongs to
 the policy that fills it, its owner: no other policy continues or copies it. `clear` drops an owner's keys after its
 weights changed.
+
+A model that does not share prefixes has no keys and values here: each row holds a cache of `transformers`, its `state`.
+Only blocks are counted, idle rows are dropped, and a branched row copies the state.
 """
 
 from __future__ import annotations
 
+import copy
 import heapq
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +23,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import attend_blocks, causal_tail_mask, fold_query_heads, unfold_query_heads
+from agentjet.compute.embedded.attention import attend_part
+from agentjet.compute.embedded.policy import CacheShape
+from agentjet.timeline.forest import common_prefix
 
 BLOCK = 128
 """Tokens of a block. Smaller blocks cost more merges of attention; larger ones waste more of each last block."""
@@ -31,19 +37,23 @@ BLOCKS_PER_CALL = 64
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
-    """The cache of one sequence. `tokens[:filled]` have keys and values in `blocks`; `users` completions share it."""
+    """The cache of one sequence. `tokens[:filled]` have keys and values in `blocks`, or a `state`."""
 
     tokens: NDArray[np.int32]
     """Allocated at the sequence's maximum length."""
     owner: Any = None
     length: int = 0
     filled: int = 0
-    users: int = 0
     blocks: list[int] = field(default_factory=list)
+    state: Any = None
 
     @property
     def capacity(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_missing(self) -> int:
+        return self.length - self.filled
 
     def set_tokens(self, tokens: NDArray[np.int32]) -> None:
         self.tokens[: len(tokens)] = tokens
@@ -60,38 +70,35 @@ class KeyValueCache:
     Invariant: free and idle blocks suffice for all blocks that active rows have reserved but not taken.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        context: int,
-        max_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._context = context
+    def __init__(self, shape: CacheShape | None, max_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`shape` is None for a model that does not share prefixes."""
+        self._shares_prefixes = shape is not None
         self._num_blocks = max_tokens // BLOCK
-        shape = (layers, self._num_blocks, kv_heads, BLOCK, head_dim)
+        shape = shape or CacheShape(0, 0, 0)
+        sizes = (shape.layers, self._num_blocks, shape.kv_heads, BLOCK, shape.head_dim)
         # A CPU allocates memory at the first write; blocks are zeroed when they are taken.
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(sizes, dtype=dtype, device=device)
+        self.values = torch.empty(sizes, dtype=dtype, device=device)
         self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows lie close together
-        self._reserved = 0
         self._active: dict[CacheRow, None] = {}
         self._idle: dict[CacheRow, None] = {}  # least recently used first
 
-    def fits(self, length: int) -> bool:
-        """True if the cache can hold a sequence of this many tokens when it is otherwise empty."""
-        return length <= self._context and _blocks_of(length) <= self._num_blocks
+    @property
+    def max_tokens(self) -> int:
+        """Length of the longest sequence that the cache can hold when it is otherwise empty."""
+        return self._num_blocks * BLOCK
+
+    @property
+    def num_unreserved(self) -> int:
+        """Blocks that no active row has reserved."""
+        return self._num_blocks - sum(_blocks_of(row.capacity) for row in self._active)
 
     def acquire(self, prompt: NDArray[np.int32], length: int, owner: Any = None) -> CacheRow | None:
         """Returns a row for `prompt` of `length` tokens, filled with the longest stored prefix; None if blocks lack.
 
         At least the last prompt token is left to compute, because its hidden state predicts the first sampled token.
         """
-        spare = self._num_blocks - self._reserved - _blocks_of(length)
+        spare = self.num_unreserved - _blocks_of(length)
         if spare < 0:
             return None
         source, shared = self._longest_prefix(prompt[:-1], owner)
@@ -104,7 +111,7 @@ class KeyValueCache:
             row = CacheRow(tokens, owner)
             self._copy(source, row, shared)
         row.set_tokens(prompt)
-        self._activate(row)
+        self._active[row] = None
         return row
 
     def awaits_prefix(self, prompt: NDArray[np.int32], owner: Any = None) -> bool:
@@ -112,10 +119,12 @@ class KeyValueCache:
 
         Waiting for that row is cheaper than computing the prefix twice.
         """
-        filling = [row for row in self._active if row.filled < row.length - 1 and row.owner is owner]
-        if not filling:
-            return False
-        soon = max(_common_prefix(row.tokens[: row.length - 1], prompt[:-1]) for row in filling)
+        shared = [
+            common_prefix(row.tokens[: row.length - 1], prompt[:-1])
+            for row in self._active
+            if self._shares_prefixes and row.num_missing > 1 and row.owner is owner
+        ]
+        soon = max(shared, default=0)
         return soon >= MIN_PREFIX_TO_AWAIT and soon >= self._longest_prefix(prompt[:-1], owner)[1] + MIN_PREFIX_TO_AWAIT
 
     def extend(self, row: CacheRow, length: int) -> None:
@@ -125,20 +134,21 @@ class KeyValueCache:
 
     def branch(self, row: CacheRow) -> CacheRow | None:
         """Returns a copy of a row, for a completion that continues differently; None if blocks lack."""
-        if _blocks_of(row.capacity) > self._num_blocks - self._reserved:
+        if _blocks_of(row.capacity) > self.num_unreserved:
             return None
         twin = CacheRow(np.zeros(row.capacity, np.int32), row.owner)
         self._copy(row, twin, row.filled)
         twin.set_tokens(row.tokens[: row.length])
-        self._activate(twin)
+        self._active[twin] = None
         return twin
 
     def release(self, row: CacheRow) -> None:
         """Make a row idle: its sequence ended. Its keys stay as a prefix until their blocks are needed."""
         del self._active[row]
-        self._reserved -= _blocks_of(row.capacity)
         row.length = row.filled
         self._idle[row] = None
+        if not self._shares_prefixes:
+            self._evict()
 
     def clear(self, owner: Any = None) -> None:
         """Drop the keys and values of an owner. Its active rows must be computed again from their tokens."""
@@ -146,10 +156,6 @@ class KeyValueCache:
             if row.owner is owner:
                 self._trim(row, 0)
                 self._idle.pop(row, None)
-
-    def _activate(self, row: CacheRow) -> None:
-        self._active[row] = None
-        self._reserved += _blocks_of(row.capacity)
 
     def _copy(self, source: CacheRow | None, target: CacheRow, count: int) -> None:
         """Copy the first `count` keys and values of `source` to `target`; marks `source` as recently used."""
@@ -162,7 +168,7 @@ class KeyValueCache:
             part = slice(min(BLOCK, count - at * BLOCK))
             self.keys[:, new, :, part] = self.keys[:, old, :, part]
             self.values[:, new, :, part] = self.values[:, old, :, part]
-        target.filled = count
+        target.filled, target.state = count, copy.deepcopy(source.state)
         if is_idle:
             self._idle[source] = None
 
@@ -176,7 +182,7 @@ class KeyValueCache:
 
     def _trim(self, row: CacheRow, filled: int) -> None:
         """Drop the keys and values after the first `filled`, and free the blocks that held only those."""
-        row.filled = filled
+        row.filled, row.state = filled, None
         whole, rest = divmod(filled, BLOCK)
         if rest:
             self._clear_block(row.blocks[whole], rest)
@@ -197,26 +203,14 @@ class KeyValueCache:
     def _longest_prefix(self, prompt: NDArray[np.int32], owner: Any = None) -> tuple[CacheRow | None, int]:
         """Returns the owner's row that shares most tokens (idle rows first) and the number of shared tokens."""
         best, shared = None, 0
-        for row in (*self._idle, *self._active):
-            if row.owner is not owner:
-                continue
-            n = _common_prefix(row.tokens[: row.filled], prompt)
-            if n > shared:
+        for row in (*self._idle, *self._active) if self._shares_prefixes else ():
+            if row.owner is owner and (n := common_prefix(row.tokens[: row.filled], prompt)) > shared:
                 best, shared = row, n
         return best, shared
 
 
 def _blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK)
-
-
-def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    n = min(len(a), len(b))
-    if n == 0 or a[0] != b[0]:
-        return 0
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax())
-    return first if differ[first] else n
 
 
 class StepPlan:
@@ -253,21 +247,18 @@ class _Span:
         self.num_tokens = count
         self._stop = row.filled + count
         self._blocks = torch.tensor(row.blocks, device=cache.keys.device)
-        self._mask = causal_tail_mask(count, self._stop, cache.keys.device)
+        positions = torch.arange(self._stop, device=cache.keys.device)
+        self._mask = positions[None, :] <= positions[row.filled :, None]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Returns [N, H, D] for queries [N, H, D] over one layer of the cache."""
-        heads, kv_heads = query.shape[1], keys.shape[1]
-        past = (x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2) for x in (keys, values))
-        key, value = (x[None, :, : self._stop] for x in past)
-        out = F.scaled_dot_product_attention(
-            fold_query_heads(query, kv_heads)[None],
-            key,
-            value,
-            attn_mask=self._mask.repeat(heads // kv_heads, 1),
-            scale=scale,
+        key, value = (
+            x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2)[None, :, : self._stop] for x in (keys, values)
         )
-        return unfold_query_heads(out[0], heads)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key, value, attn_mask=self._mask, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
 
 
 class _Singles:
@@ -290,7 +281,7 @@ class _Singles:
         self._width = int(visible.max())
         hidden = np.arange(self._width) >= visible[order][:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        self._masks = torch.split(mask.to(device), BLOCKS_PER_CALL)
+        self._masks = torch.split(mask.to(device)[:, None, None], BLOCKS_PER_CALL)
         ascending = blocks[order]
         self._blocks = [
             _place(ascending[at : at + BLOCKS_PER_CALL], device) for at in range(0, len(ascending), BLOCKS_PER_CALL)
@@ -302,7 +293,7 @@ class _Singles:
         kv_heads = keys.shape[1]
         queries = torch.split(query.view(rows, kv_heads, heads // kv_heads, dim)[self._owner], BLOCKS_PER_CALL)
         found = [
-            attend_blocks(q, _at(keys, where, self._width), _at(values, where, self._width), scale, mask)
+            attend_part(q, _at(keys, where, self._width), _at(values, where, self._width), scale, mask)
             for q, where, mask in zip(queries, self._blocks, self._masks, strict=True)
         ]
         out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))

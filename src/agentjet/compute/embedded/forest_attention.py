@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentjet.compute.embedded.attention import AttentionPlan, Gradients, attend_part, attend_part_backward
+from agentjet.compute.embedded.attention import AttentionPlan, attend_part, attend_part_backward
 from agentjet.timeline.forest import Forest
 
 BLOCK_TOKENS = 256
@@ -48,15 +48,11 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Nodes `start:stop` that attend to each other: under the interval mask if `branched`, else causally.
-
-    `ancestors` are the runs above all of them, root first.
-    """
+    """Nodes `start:stop` that attend to each other: under the interval mask if `branched`, else causally."""
 
     start: int
     stop: int
     branched: bool
-    ancestors: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,109 +68,82 @@ def cut(
     forest: Forest, block_tokens: int = BLOCK_TOKENS, crossing_tokens: int = MIN_CROSSING_TOKENS
 ) -> tuple[list[AttentionBlock], list[Crossing]]:
     """Returns the parts of a forest. Through them, every node attends to its path to the root exactly once."""
-    cutting = _Cutting(forest, block_tokens, crossing_tokens)
-    pending: list[_Siblings] = [_Siblings(0, forest.num_nodes, (), 0)]
+    blocks: list[AttentionBlock] = []
+    crossings: list[Crossing] = []
+    run_stops = forest.run_stops()
+
+    def run_stop(start: int) -> int:
+        return int(run_stops[np.searchsorted(run_stops, start, side="right")])
+
+    def add_block(start: int, stop: int, above: tuple[Interval, ...]) -> None:
+        if start < stop:
+            blocks.append(AttentionBlock(start, stop, run_stop(start) < stop))
+            if above:
+                crossings.append(Crossing(start, stop, above))
+
+    # Sibling subtrees `packed:last`, and the runs above them that have no crossing yet.
+    pending: list[tuple[int, int, tuple[Interval, ...]]] = [(0, forest.num_nodes, ())]
     while pending:
-        pending += cutting.siblings(pending.pop())
-    return cutting.blocks, cutting.crossings
-
-
-@dataclass(frozen=True, slots=True)
-class _Siblings:
-    """Sibling subtrees `start:stop` below `ancestors`. The last `uncrossed` runs have no crossing yet."""
-
-    start: int
-    stop: int
-    ancestors: tuple[Interval, ...]
-    uncrossed: int
-
-    @property
-    def open_runs(self) -> tuple[Interval, ...]:
-        return self.ancestors[len(self.ancestors) - self.uncrossed :]
-
-
-class _Cutting:
-    """Collects the parts of a forest."""
-
-    def __init__(self, forest: Forest, block_tokens: int, crossing_tokens: int) -> None:
-        self._end = forest.end
-        self._block_tokens = block_tokens
-        self._crossing_tokens = crossing_tokens
-        self._run_stops = forest.run_stops()
-        self.blocks: list[AttentionBlock] = []
-        self.crossings: list[Crossing] = []
-
-    def siblings(self, group: _Siblings) -> list[_Siblings]:
-        """Cut one group; returns the groups below it. Small neighbours share a block."""
-        below: list[_Siblings] = []
-        child = packed = group.start
-        while child < group.stop:
-            end = int(self._end[child])
-            if end - packed > self._block_tokens:
-                self._block(group, packed, child)
+        packed, last, above = pending.pop()
+        child = packed
+        while child < last:  # Small neighbours share a block. The first run of a large subtree is a block.
+            end = int(forest.end[child])
+            if end - packed > block_tokens:
+                add_block(packed, child, above)
                 packed = child
-            if end - child > self._block_tokens:
-                below += self._large(group, child, end)
-                packed = end
+            if end - child > block_tokens:
+                packed, stop = end, run_stop(child)
+                add_block(child, stop, above)
+                below = (*above, (child, stop))
+                if stop < end and sum(b - a for a, b in below) >= crossing_tokens:
+                    crossings.append(Crossing(stop, end, below))
+                    below = ()
+                pending.append((stop, end, below))
             child = end
-        self._block(group, packed, group.stop)
-        return below
-
-    def _large(self, group: _Siblings, start: int, end: int) -> list[_Siblings]:
-        """Cut a subtree that is too large for a block: its first run is a block; returns the groups below."""
-        stop = self._run_stop(start)
-        self._block(group, start, stop)
-        if stop == end:
-            return []
-        below = _Siblings(stop, end, (*group.ancestors, (start, stop)), group.uncrossed + 1)
-        if sum(b - a for a, b in below.open_runs) < self._crossing_tokens:
-            return [below]
-        self.crossings.append(Crossing(stop, end, below.open_runs))
-        return [_Siblings(stop, end, below.ancestors, 0)]
-
-    def _block(self, group: _Siblings, start: int, stop: int) -> None:
-        if start == stop:
-            return
-        self.blocks.append(AttentionBlock(start, stop, self._run_stop(start) < stop, group.ancestors))
-        if group.uncrossed:
-            self.crossings.append(Crossing(start, stop, group.open_runs))
-
-    def _run_stop(self, start: int) -> int:
-        """Returns the end of the unbranched run that contains `start`."""
-        return int(self._run_stops[np.searchsorted(self._run_stops, start, side="right")])
+        add_block(packed, last, above)
+    return blocks, crossings
 
 
 KeyValues = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [P, K, D] of P nodes, by layer."""
 
 
-class ForestParts:
-    """The parts of a forest with their masks: everything that the backward pass needs.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries that attend to some keys: all to all, causally, or under a mask [Q, L] of 0 and -inf.
 
-    It must not hold computed tensors. Each layer's gradient function holds this object, and the keys and values hold
-    the layers below. A plan in its place would keep itself alive, because no collector sees cycles through autograd.
+    A part must not hold computed tensors. Each layer's gradient function holds the parts, and the keys and values hold
+    the layers below. A plan in their place would keep itself alive, because no collector sees cycles through autograd.
     """
 
-    def __init__(self, forest: Forest, device: torch.device) -> None:
-        blocks, crossings = cut(forest)
-        self._forest = forest
-        self._device = device
-        self._masks: dict[torch.dtype, list[Tensor | None]] = {}
-        self.blocks = blocks
-        self.crossings = [(slice(c.start, c.stop), _keys(c.runs, device)) for c in crossings]
+    queries: slice
+    keys: slice | Tensor
+    mask: Tensor | None = None
+    causal: bool = False
 
-    def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """Returns the mask of each block, [Q, Q] of 0 and -inf; None for causal blocks."""
-        if dtype not in self._masks:
-            self._masks[dtype] = [self._mask(block, dtype) if block.branched else None for block in self.blocks]
-        return self._masks[dtype]
 
-    def _mask(self, block: AttentionBlock, dtype: torch.dtype) -> Tensor:
-        nodes = np.arange(block.start, block.stop)
-        end = self._forest.end[block.start : block.stop]
-        visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < end[None, :])
-        mask = torch.zeros(visible.shape, dtype=dtype)
-        return mask.masked_fill_(~torch.from_numpy(visible), -torch.inf).to(self._device)
+def _parts(forest: Forest, num_past: int, device: torch.device) -> list[_Part]:
+    """Returns the parts of a forest. All of its nodes see the `num_past` nodes whose keys stand before its own."""
+    blocks, crossings = cut(forest)
+    parts = []
+    for block in blocks:
+        own, mask = slice(block.start, block.stop), None
+        if block.branched:
+            nodes = torch.arange(block.start, block.stop)
+            end = torch.from_numpy(forest.end[own])
+            hidden = (nodes[None, :] > nodes[:, None]) | (nodes[:, None] >= end[None, :])
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(device)
+        keys = slice(num_past + block.start, num_past + block.stop)
+        parts.append(_Part(own, keys, mask, causal=mask is None))
+    parts += [_Part(slice(c.start, c.stop), _keys(c.runs, num_past, device)) for c in crossings]
+    return [*parts, _Part(slice(None), slice(num_past))] if num_past else parts
+
+
+def _keys(runs: tuple[Interval, ...], num_past: int, device: torch.device) -> slice | Tensor:
+    """Returns the indices of the runs' nodes: for a single run a slice, which needs no copy."""
+    if len(runs) == 1:
+        return slice(num_past + runs[0][0], num_past + runs[0][1])
+    return torch.from_numpy(num_past + np.concatenate([np.arange(*run) for run in runs])).to(device)
 
 
 class ForestPlan:
@@ -182,89 +151,61 @@ class ForestPlan:
 
     def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
         """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them."""
-        self._parts = ForestParts(forest, device)
         self._past = past or {}
+        self._parts = _parts(forest, len(next(iter(self._past.values()))[0]) if self._past else 0, device)
         self.computed: KeyValues = {}
         """Keys and values of the forest's own nodes."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
         self.computed[layer] = key, value
-        past = self._past.get(layer, (None, None))
-        out: Tensor = _ForestAttention.apply(query, key, value, *past, scale, self._parts)  # type: ignore[no-untyped-call]
+        if layer in self._past:
+            key, value = (torch.cat(pair) for pair in zip(self._past[layer], (key, value), strict=True))
+        out: Tensor = _ForestAttention.apply(query, key, value, scale, self._parts)  # type: ignore[no-untyped-call]
         return out
 
 
-def _keys(runs: tuple[Interval, ...], device: torch.device) -> slice | Tensor:
-    """Returns the indices of the runs' nodes: for a single run a slice, which needs no copy."""
-    if len(runs) == 1:
-        return slice(*runs[0])
-    return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs])).to(device)
-
-
 class _ForestAttention(torch.autograd.Function):
-    """Maps [N, H, D] queries, [N, K, D] keys and values and an optional [P, K, D] past to [N, H, D], part by part."""
+    """Maps queries [N, H, D] and keys and values [P + N, K, D] to [N, H, D], part by part."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        past_key: Tensor | None,
-        past_value: Tensor | None,
-        scale: float,
-        parts: ForestParts,
-    ) -> Tensor:
-        keys, values = _expand(key, query), _expand(value, query)
-        accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
-        out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=accurate)
-        lse = query.new_empty(query.shape[:2], dtype=accurate)
-        for block, mask in zip(parts.blocks, parts.masks(query.dtype), strict=True):
-            own = slice(block.start, block.stop)
-            out[own], lse[own] = attend_part(query[own], keys[own], values[own], scale, mask, causal=mask is None)
-        for own, seen in parts.crossings:
-            _merge(out[own], lse[own], *attend_part(query[own], keys[seen], values[seen], scale))
-        if past_key is not None and past_value is not None:
-            _merge(out, lse, *attend_part(query, _expand(past_key, query), _expand(past_value, query), scale))
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, parts: list[_Part]) -> Tensor:
+        q, k, v = _heads_first(query, _expand(key, query), _expand(value, query))
+        accurate = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros((*query.shape[:2], value.shape[2]), dtype=accurate)
+        (merged,) = _heads_first(out)
+        lse = query.new_full(q.shape[:3], -torch.inf, dtype=accurate)
+        for part in parts:
+            own, mask = part.queries, None if part.mask is None else part.mask.to(query.dtype)
+            found = attend_part(q[:, :, own], k[:, :, part.keys], v[:, :, part.keys], scale, mask, causal=part.causal)
+            _merge(merged[:, :, own], lse[:, :, own], *found)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, past_key, past_value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.scale, ctx.parts = scale, parts
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, past_key, past_value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse = ctx.saved_tensors
         keys, values = _expand(key, query), _expand(value, query)
-        grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=lse.dtype) for x in (query, keys, values))
-        heads_of_past: tuple[Tensor | None, Tensor | None] = (None, None)
-
-        def part(own: slice, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Gradients:
-            return attend_part_backward(
-                grad_outputs[0][own], query[own], k, v, out[own], lse[own], ctx.scale, mask, causal=causal
+        gradients = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, keys, values)]
+        grad, q, k, v, merged = _heads_first(grad_outputs[0], query, keys, values, out)
+        for part in ctx.parts:
+            own, seen = part.queries, part.keys
+            found = attend_part_backward(
+                *(grad[:, :, own], q[:, :, own], k[:, :, seen], v[:, :, seen], merged[:, :, own], lse[:, :, own]),
+                *(ctx.scale, part.mask),
+                causal=part.causal,
             )
-
-        for block, mask in zip(ctx.parts.blocks, ctx.parts.masks(query.dtype), strict=True):
-            own = slice(block.start, block.stop)
-            grad_q[own], grad_k[own], grad_v[own] = part(own, keys[own], values[own], mask, mask is None)
-        for own, seen in ctx.parts.crossings:
-            q, k, v = part(own, keys[seen], values[seen])
-            grad_q[own] += q
-            _add(grad_k, seen, k)
-            _add(grad_v, seen, v)
-        if past_key is not None:
-            q, k, v = part(slice(None), _expand(past_key, query), _expand(past_value, query))
-            grad_q += q
-            heads_of_past = _contract(k, past_key), _contract(v, past_value)
-        own_gradients = grad_q.to(query.dtype), _contract(grad_k, key), _contract(grad_v, value)
-        return *own_gradients, *heads_of_past, None, None
+            for total, where, gradient in zip(_heads_first(*gradients), (own, seen, seen), found, strict=True):
+                total[:, :, where] += gradient
+        grad_q, grad_k, grad_v = gradients
+        return grad_q.to(query.dtype), _contract(grad_k, key), _contract(grad_v, value), None, None
 
 
-def _add(total: Tensor, seen: slice | Tensor, gradient: Tensor) -> None:
-    if isinstance(seen, slice):
-        total[seen] += gradient
-    else:
-        total.index_add_(0, seen, gradient.to(total.dtype))
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Reshape [N, H, D] to [1, H, N, D]."""
+    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
 
 
 def _expand(heads: Tensor, query: Tensor) -> Tensor:
@@ -275,11 +216,11 @@ def _expand(heads: Tensor, query: Tensor) -> Tensor:
 def _contract(grad: Tensor, like: Tensor) -> Tensor:
     """Returns the gradient of `_expand`."""
     n, k, d = like.shape
-    return grad.reshape(n, k, -1, d).sum(2, dtype=torch.promote_types(grad.dtype, torch.float32)).to(like.dtype)
+    return grad.reshape(n, k, -1, d).sum(2).to(like.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part's output [Q, H, D] and log-sum-exp [Q, H] into those of the same queries, in place."""
+    """Merge a part's output [B, H, Q, D] and log-sum-exp [B, H, Q] into those of the same queries, in place."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1)).add_(part * (part_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
@@ -304,27 +245,15 @@ class FlexPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
-        out = cast(
-            Tensor,
-            self._flex(
-                self._heads_first(query),
-                self._heads_first(key),
-                self._heads_first(value),
-                block_mask=self._tiles,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            ),
-        )
-        return out[0].transpose(0, 1)[: self._num_nodes]
-
-    def _heads_first(self, tensor: Tensor) -> Tensor:
-        """Reshape [N, H, D] to [1, H, padded N, D]."""
-        return F.pad(tensor, (0, 0, 0, 0, 0, self._padding)).transpose(0, 1)[None]
+        inputs = (F.pad(x, (0, 0, 0, 0, 0, self._padding)) for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        out = self._flex(*_heads_first(*inputs), block_mask=self._tiles, scale=scale, enable_gqa=grouped)
+        return cast(Tensor, out[0].transpose(0, 1)[: self._num_nodes])
 
 
-def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
-    """Returns the attention plan of a forest for a device."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device)
+def forest_plan(forest: Forest, device: torch.device, past: KeyValues | None = None) -> AttentionPlan:
+    """Returns the attention plan of a forest for a device. On CUDA nothing is computed before."""
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device, past)
 
 
 def interval_mask(end: Tensor) -> MaskMod:

@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -40,9 +39,9 @@ from agentjet.compute.embedded.policy import (
     locate_model,
     model_fingerprint,
     probe_tokens,
-    rename_or_discard,
     resolve_device,
     resolve_dtype,
+    save_once,
     tolerance,
     why_not_loaded,
 )
@@ -75,7 +74,7 @@ class BaseModel:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
-        dtype = resolve_dtype(config.dtype, device, hf_config)
+        dtype = resolve_dtype(config.dtype, device)
         torch.manual_seed(LOADING_SEED)
         model: Any = load_pretrained(config.name, folder, hf_config, dtype)
         self._random_state = torch.get_rng_state()
@@ -241,10 +240,8 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
     if own.exists() and _pipeline(Tokenizer.from_file(str(own)).to_str()) == _pipeline(text):
         return str(own.parent.resolve())
     target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if not target.exists():  # A worker beside this one may read or write it: it appears whole.
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        tokenizer.save_pretrained(partial)
-        rename_or_discard(partial, target)
+    if not target.exists():
+        save_once(target, tokenizer)
     return str(target)
 
 

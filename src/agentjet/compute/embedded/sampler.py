@@ -1,8 +1,7 @@
-"""Two samplers with one interface: `PrefixSampler` shares prefixes between requests, `RowSampler` shares nothing.
+"""The sampler: continuous batching that computes every token-in-context once, also between completions.
 
-`PrefixSampler` does continuous batching and computes every token-in-context once, also between completions.
 Completions of one prompt share a cache row while they have sampled the same tokens. The row branches where they
-differ. `RowSampler` serves models that do not support prefix sharing, with one cache of the library per request.
+differ. A model that does not share prefixes has a cache of `transformers` in each row, and a pass for each row.
 
 Each request has its own parameters, random numbers and end. The worker's loop calls `step`. Nothing here blocks or
 runs in a thread. A sampler serves one policy of full weights, or any number of adapters over one base model. Call
@@ -15,8 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -39,7 +37,7 @@ PROMPT_TOKENS = 2048
 
 @dataclass(slots=True, eq=False)
 class RunningCompletion:
-    """A request to the `PrefixSampler`. `tokens` is the prompt; after an eviction, prompt and sampled tokens."""
+    """A request to the sampler. `tokens` is the prompt; after an eviction, prompt and sampled tokens."""
 
     id: int
     tokens: np.ndarray
@@ -49,13 +47,7 @@ class RunningCompletion:
     guide: Guide | None
     uniforms: np.random.Generator
     policy: Policy
-    row: CacheRow | None = None
     num_sampled: int = 0
-
-    @property
-    def place(self) -> CacheRow:
-        assert self.row is not None
-        return self.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +63,34 @@ class NewToken:
     """The reason why the completion ends here with an error; None if the completion may continue."""
 
 
-@dataclass(slots=True)
-class PrefixSampler:
-    """Samples completions, up to `max_concurrent` at a time. `policy` is the policy of full weights, or the base model.
+class ModelSampler:
+    """Samples completions, up to `max_concurrent` at a time.
 
     A step computes the tokens of all adapters in one forward pass of the base model.
     """
 
-    policy: Policy
-    max_concurrent: int
-    cache_tokens: int
-    _cache: KeyValueCache = field(init=False)
-    _grammars: Grammars = field(init=False)
-    _waiting: deque[RunningCompletion] = field(default_factory=deque)
-    _running: dict[int, RunningCompletion] = field(default_factory=dict)
-    _paused: set[Policy] = field(default_factory=set)
-    _mixture: AdapterMixture | None = None
-    _may_admit: bool = False
-    """True if an event since the last attempt may allow a waiting request to start."""
-    num_computed: int = 0
-    """Tokens computed since the start."""
-
-    def __post_init__(self) -> None:
-        self._grammars = Grammars(self.policy.info, self.policy.vocabulary)
-        shape = self.policy.shape
-        self._cache = KeyValueCache(
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            context=self.policy.info.context_length,
-            max_tokens=self.cache_tokens,
-            dtype=self.policy.dtype,
-            device=self.policy.device,
-        )
+    def __init__(self, policy: Policy, max_concurrent: int, cache_tokens: int) -> None:
+        """`policy` is the policy of full weights, or the base model."""
+        self.policy = policy
+        self.num_computed = 0
+        """Tokens computed since the start."""
+        self._max_concurrent = max_concurrent
+        self._cache_tokens = cache_tokens
+        self._grammars = Grammars(policy.info, policy.vocabulary)
+        shape = policy.shape if policy.info.shares_prefixes else None
+        self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device)
+        self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
+        self._waiting: deque[RunningCompletion] = deque()
+        self._running: dict[CacheRow, list[RunningCompletion]] = {}
+        self._paused: set[Policy] = set()
+        self._mixture: AdapterMixture | None = None
+        self._may_admit = False
+        """True if an event since the last attempt may allow a waiting request to start."""
 
     @property
     def is_idle(self) -> bool:
         """True if a step would do nothing. Paused completions may wait."""
-        if any(c.policy not in self._paused for c in self._running.values()):
+        if any(row.owner not in self._paused for row in self._running):
             return False
         return not (self._may_admit and any(c.policy not in self._paused for c in self._waiting))
 
@@ -117,32 +99,29 @@ class PrefixSampler:
 
         Raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar.
         """
-        length = len(prompt) + params.max_tokens
-        if not self._cache.fits(length):
+        length, context = len(prompt) + params.max_tokens, self.policy.info.context_length
+        if length > min(context, self._cache.max_tokens):
             raise OutOfCache(
                 f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
-                f"(context {self.policy.info.context_length}, sampler.cache_tokens = {self.cache_tokens})"
+                f"(context {context}, sampler.cache_tokens = {self._cache_tokens})"
             )
-        guide = self._grammars.guide(params.grammar)
-        uniforms = np.random.default_rng(params.seed)
+        guide, uniforms = self._grammars.guide(params.grammar), np.random.default_rng(params.seed)
         self._waiting.append(RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy))
         self._may_admit = True
 
     def cancel(self, id: int) -> None:
         """Drop a request. Unknown ids are ignored, because the request may just have ended."""
-        running = self._running.pop(id, None)
-        if running is not None:
-            self._leave(running)
-        else:
-            self._waiting = deque(c for c in self._waiting if c.id != id)
-            self._may_admit = True
+        self._may_admit = True
+        self._waiting = deque(c for c in self._waiting if c.id != id)
+        for row, completions in [*self._running.items()]:
+            self._keep(row, [c for c in completions if c.id != id])
 
     def pause(self, policy: Policy) -> None:
         """Sample nothing of this policy until `invalidate`."""
         self._paused.add(policy)
 
     def invalidate(self, policy: Policy | None = None) -> None:
-        """Drop the cached keys of a policy, and resume it: its weights changed."""
+        """Drop the cached state of a policy, and resume it: its weights changed, or it was removed."""
         policy = policy or self.policy
         self._cache.clear(policy)
         self._paused.discard(policy)
@@ -150,27 +129,18 @@ class PrefixSampler:
             self._mixture.invalidate()
         self._may_admit = True
 
-    def remove(self, policy: Policy) -> None:
-        """Forget a policy without requests."""
-        assert all(c.policy is not policy for c in (*self._running.values(), *self._waiting))
-        self.invalidate(policy)
-
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
-        """Run one forward pass; returns one sampled token for every completion whose row is complete.
+        """Compute what the rows miss; returns one sampled token for every completion whose row is complete.
 
         A row that was just sampled from misses one token. A new prompt misses the part that no other row holds. Long
         prompts are spread over several steps, so that they do not delay running completions.
         """
         self._admit()
-        users: dict[int, list[RunningCompletion]] = {}
-        for c in self._running.values():
-            if c.policy not in self._paused:
-                users.setdefault(id(c.place), []).append(c)
         found: list[Tensor] = []
-        ready: list[list[RunningCompletion]] = []
-        for rows in _passes([completions[0].place for completions in users.values()]):
-            spans = _spans(rows)
+        complete: list[CacheRow] = []
+        for rows in _passes([row for row in self._running if row.owner not in self._paused]):
+            spans = self._spans(rows)
             hidden = self._forward(spans)
             indices: list[int] = []
             last = -1
@@ -179,9 +149,9 @@ class PrefixSampler:
                 row.filled += count
                 if row.filled == row.length:
                     indices.append(last)
-                    ready.append(users[id(row)])
+                    complete.append(row)
             found.append(hidden[indices])
-        return self._sample(torch.cat(found), ready) if ready else []
+        return self._sample(torch.cat(found), complete) if complete else []
 
     def _admit(self) -> None:
         """Start waiting requests in order of arrival. No request overtakes one that waits for free blocks.
@@ -191,9 +161,10 @@ class PrefixSampler:
         if not (self._waiting and self._may_admit):
             return
         self._may_admit = False
-        same = {(c.policy, c.place.tokens[: c.place.length].tobytes()): c.place for c in self._running.values()}
+        same = {(row.owner, row.tokens[: row.length].tobytes()): row for row in self._running}
+        num_free = self._max_concurrent - sum(map(len, self._running.values()))
         postponed: deque[RunningCompletion] = deque()
-        while self._waiting and len(self._running) < self.max_concurrent:
+        while self._waiting and num_free > 0:
             completion = self._waiting.popleft()
             if completion.policy in self._paused:
                 postponed.append(completion)
@@ -210,66 +181,29 @@ class PrefixSampler:
                 self._waiting.appendleft(completion)
                 break
             same[key] = row
-            self._join(completion, row)
+            self._running.setdefault(row, []).append(completion)
+            num_free -= 1
         self._waiting = postponed + self._waiting
 
-    def _join(self, completion: RunningCompletion, row: CacheRow) -> None:
-        row.users += 1
-        completion.row = row
-        self._running[completion.id] = completion
+    def _spans(self, rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
+        """Returns the number of tokens that a step computes for each row.
 
-    def _leave(self, completion: RunningCompletion) -> None:
-        row = completion.place
-        row.users -= 1
-        self._may_admit = True
-        if not row.users:
-            self._cache.release(row)
-
-    def _sample(self, hidden: Tensor, shared: list[list[RunningCompletion]]) -> list[NewToken]:
-        """Sample one token for each completion; `shared` holds the completions of each row of `hidden`."""
-        everyone = [c for completions in shared for c in completions]
-        of = [i for i, completions in enumerate(shared) for _ in completions]
-        chosen, logprobs, sets = sample_tokens(
-            _logits(self.policy, hidden, [completions[0].policy for completions in shared]),
-            of,
-            [c.params for c in everyone],
-            [c.guide.mask if c.guide else b"" for c in everyone],
-            [c.uniforms.random() for c in everyone],
-        )
-        new: list[NewToken] = []
-        continuing: dict[int, dict[int, list[RunningCompletion]]] = {}
-        for c, token, logprob, support in zip(everyone, chosen, logprobs, sets, strict=True):
-            c.num_sampled += 1
-            reason = finish_reason(c.policy, c.params, token, c.num_sampled)
-            error = dead_end(c.guide, token, logprob, reason)
-            new.append(NewToken(c.id, token, logprob, support, reason, error))
-            if reason is None and error is None:
-                continuing.setdefault(id(c.place), {}).setdefault(token, []).append(c)
-            else:
-                del self._running[c.id]
-                self._leave(c)
-        for by_token in continuing.values():
-            self._branch(next(iter(by_token.values()))[0].place, by_token)
-        return new
-
-    def _branch(self, row: CacheRow, by_token: dict[int, list[RunningCompletion]]) -> None:
-        """Continue a row's completions: those with the first token keep the row, the others get copies of it."""
-        for token, completions in list(by_token.items())[1:]:
-            twin = self._cache.branch(row)
-            for c in completions:
-                self._leave(c)
-                if twin is not None:
-                    self._join(c, twin)
-                else:  # no free blocks: the completion waits, with all its tokens so far
-                    del self._running[c.id]
-                    c.row, c.tokens = None, np.append(row.tokens[: row.length], np.int32(token))
-                    self._waiting.appendleft(c)
-            if twin is not None:
-                twin.append(token)
-        row.append(next(iter(by_token)))
+        Rows that miss one token come first, then prompts in order of arrival, `PROMPT_TOKENS` in total. A prompt is
+        cut only if the model shares prefixes: recurrent layers continue a state token by token.
+        """
+        spans = [(row, 1) for row in rows if row.num_missing == 1]
+        budget = PROMPT_TOKENS
+        for row in rows:
+            if row.num_missing > 1 and budget > 0:
+                count = min(row.num_missing, budget) if self.policy.info.shares_prefixes else row.num_missing
+                spans.append((row, count))
+                budget -= count
+        return spans
 
     def _forward(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
-        """Compute the next tokens of each row and store their keys; returns their hidden states in order."""
+        """Compute the next tokens of each row and store their state; returns their hidden states in order."""
+        if not self.policy.info.shares_prefixes:
+            return torch.cat([self._forward_row(row, n) for row, n in spans])
         device = self.policy.device
         for row, n in spans:
             self._cache.extend(row, row.filled + n)
@@ -288,6 +222,63 @@ class PrefixSampler:
             self._mixture = AdapterMixture(self.policy)
         return self._mixture.forward(*inputs, owners)
 
+    def _forward_row(self, row: CacheRow, count: int) -> Tensor:
+        """Compute a row by the model's own attention: after its state, or all of it if there is none."""
+        tokens = row.tokens[0 if row.state is None else row.filled : row.filled + count]
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.policy.device)[None]
+        self.num_computed += len(tokens)
+        hidden, row.state = _continued(row.owner, self._state_name, ids, row.state)
+        return hidden[0, -count:]
+
+    def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> list[NewToken]:
+        """Sample one token for each completion of the rows, whose last tokens have these hidden states."""
+        sampled = [(i, c) for i, row in enumerate(rows) for c in self._running[row]]
+        chosen = sample_tokens(
+            _logits(self.policy, hidden, rows),
+            [i for i, _ in sampled],
+            [c.params for _, c in sampled],
+            [c.guide.mask if c.guide else b"" for _, c in sampled],
+            [c.uniforms.random() for _, c in sampled],
+        )
+        new: list[NewToken] = []
+        continuing: list[dict[int, list[RunningCompletion]]] = [{} for _ in rows]
+        for (i, c), token, logprob, support in zip(sampled, *chosen, strict=True):
+            c.num_sampled += 1
+            reason = finish_reason(c.policy, c.params, token, c.num_sampled)
+            error = dead_end(c.guide, token, logprob, reason)
+            new.append(NewToken(c.id, token, logprob, support, reason, error))
+            if reason is None and error is None:
+                continuing[i].setdefault(token, []).append(c)
+            else:
+                self._may_admit = True
+        for row, by_token in zip(rows, continuing, strict=True):
+            self._branch(row, by_token)
+        return new
+
+    def _branch(self, row: CacheRow, by_token: dict[int, list[RunningCompletion]]) -> None:
+        """Continue a row's completions: those with the first token keep the row, the others get copies of it."""
+        for token, completions in list(by_token.items())[1:]:
+            twin = self._cache.branch(row)
+            if twin is not None:
+                twin.append(token)
+                self._running[twin] = completions
+                continue
+            for c in completions:  # no free blocks: the completion waits, with all its tokens so far
+                c.tokens = np.append(row.tokens[: row.length], np.int32(token))
+                self._waiting.appendleft(c)
+                self._may_admit = True
+        token, keeping = next(iter(by_token.items()), (0, []))
+        self._keep(row, keeping)
+        if keeping:
+            row.append(token)
+
+    def _keep(self, row: CacheRow, completions: list[RunningCompletion]) -> None:
+        """Reduce the completions of a row to these; without any, the row is released."""
+        self._running[row] = completions
+        if not completions:
+            del self._running[row]
+            self._cache.release(row)
+
 
 def _passes(rows: list[CacheRow]) -> list[list[CacheRow]]:
     """Returns the rows of each forward pass. Adapters that cannot be mixed with others have a pass alone."""
@@ -297,194 +288,40 @@ def _passes(rows: list[CacheRow]) -> list[list[CacheRow]]:
     return list(passes.values())
 
 
-def _logits(base: Policy, hidden: Tensor, policies: Sequence[Policy]) -> Tensor:
-    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its policy."""
-    if not any(policy.adapts_head for policy in policies):
+def _logits(base: Policy, hidden: Tensor, rows: list[CacheRow]) -> Tensor:
+    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its row's policy."""
+    if not any(row.owner.adapts_head for row in rows):
         return base.head(hidden)
-    return torch.cat([policy.head(row[None]) for policy, row in zip(policies, hidden, strict=True)])
+    return torch.cat([row.owner.head(one[None]) for row, one in zip(rows, hidden, strict=True)])
 
 
-def _spans(rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
-    """Returns the number of tokens that a step computes for each row.
-
-    Rows that miss one token come first, then prompts in order of arrival, `PROMPT_TOKENS` in total.
-    """
-    spans = [(row, 1) for row in rows if row.length - row.filled == 1]
-    budget = PROMPT_TOKENS
-    for row in rows:
-        count = min(row.length - row.filled, budget)
-        if row.length - row.filled > 1 and count:
-            spans.append((row, count))
-            budget -= count
-    return spans
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request to the `RowSampler`. `cache` holds the state after all `tokens` except the last `num_missing`."""
-
-    id: int
-    tokens: list[int]
-    length: int
-    """Tokens of the prompt plus `max_tokens`."""
-    params: SamplingParams
-    guide: Guide | None
-    uniforms: np.random.Generator
-    policy: Policy
-    cache: Any = None
-    num_sampled: int = 0
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.tokens) if self.cache is None else 1
-
-
-@dataclass(slots=True)
-class RowSampler:
-    """Samples completions, up to `max_concurrent` and `cache_tokens` at a time. `policy` as in `PrefixSampler`."""
-
-    policy: Policy
-    max_concurrent: int
-    cache_tokens: int
-    _waiting: deque[_Request] = field(default_factory=deque)
-    _running: dict[int, _Request] = field(default_factory=dict)
-    _paused: set[Policy] = field(default_factory=set)
-    _grammars: Grammars = field(init=False)
-    _cache_name: str | None = field(init=False)
-    """Name of the model's cache argument and result; None: every token is computed from the full sequence."""
-    num_computed: int = 0
-    """Tokens computed since the start."""
-
-    def __post_init__(self) -> None:
-        self._grammars = Grammars(self.policy.info, self.policy.vocabulary)
-        self._cache_name = _cache_name(self.policy)
-        if self._cache_name is None:
-            log.warning(
-                "%s: no usable cache between tokens; sampling computes each sequence again", self.policy.info.name
-            )
-
-    @property
-    def is_idle(self) -> bool:
-        """True if a step would do nothing. Paused completions may wait."""
-        return all(request.policy in self._paused for request in self._running.values()) and not self._may_admit()
-
-    def submit(self, id: int, prompt: np.ndarray, params: SamplingParams, policy: Policy | None = None) -> None:
-        """See `PrefixSampler.submit`."""
-        length = len(prompt) + params.max_tokens
-        if length > min(self.policy.info.context_length, self.cache_tokens):
-            raise OutOfCache(
-                f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
-                f"(context {self.policy.info.context_length}, sampler.cache_tokens = {self.cache_tokens})"
-            )
-        guide = self._grammars.guide(params.grammar)
-        uniforms = np.random.default_rng(params.seed)
-        self._waiting.append(_Request(id, prompt.tolist(), length, params, guide, uniforms, policy or self.policy))
-
-    def cancel(self, id: int) -> None:
-        """Drop a request. Unknown ids are ignored, because the request may just have ended."""
-        if self._running.pop(id, None) is None:
-            self._waiting = deque(request for request in self._waiting if request.id != id)
-
-    def pause(self, policy: Policy) -> None:
-        """See `PrefixSampler.pause`."""
-        self._paused.add(policy)
-
-    def invalidate(self, policy: Policy | None = None) -> None:
-        """Drop the cached state of a policy, and resume it: its weights changed."""
-        policy = policy or self.policy
-        self._paused.discard(policy)
-        for request in self._running.values():
-            if request.policy is policy:
-                request.cache = None
-
-    def remove(self, policy: Policy) -> None:
-        """See `PrefixSampler.remove`."""
-        self.invalidate(policy)
-
-    @torch.inference_mode()
-    def step(self) -> list[NewToken]:
-        """Sample one token for every running completion, except those whose prompt waits for a later step."""
-        self._admit()
-        ready: list[_Request] = []
-        budget = PROMPT_TOKENS
-        for request in self._running.values():
-            if request.policy in self._paused or (request.cache is None and budget <= 0):
-                continue
-            budget -= request.num_missing if request.cache is None else 0
-            ready.append(request)
-        if not ready:
-            return []
-        hidden = torch.stack([self._advance(request) for request in ready])
-        return self._sample(hidden, ready)
-
-    def _admit(self) -> None:
-        """Start waiting requests in order of arrival, within `max_concurrent` and `cache_tokens`."""
-        while self._may_admit():
-            request = self._waiting.popleft()
-            self._running[request.id] = request
-
-    def _may_admit(self) -> bool:
-        """True if the first waiting request may start. It may be of a paused policy."""
-        if not self._waiting or len(self._running) >= self.max_concurrent:
-            return False
-        taken = sum(request.length for request in self._running.values())
-        return taken + self._waiting[0].length <= self.cache_tokens
-
-    def _advance(self, request: _Request) -> Tensor:
-        """Compute the tokens that the request's state misses; returns the hidden state [hidden] of its last token."""
-        missing = request.tokens[-request.num_missing :]
-        ids = torch.tensor([missing], device=self.policy.device)
-        hidden, request.cache = _advance(request.policy, self._cache_name, ids, request.cache)
-        self.num_computed += len(missing)
-        return hidden[0, -1]
-
-    def _sample(self, hidden: Tensor, ready: list[_Request]) -> list[NewToken]:
-        chosen, logprobs, sets = sample_tokens(
-            _logits(self.policy, hidden, [request.policy for request in ready]),
-            range(len(ready)),
-            [request.params for request in ready],
-            [request.guide.mask if request.guide else b"" for request in ready],
-            [request.uniforms.random() for request in ready],
-        )
-        new: list[NewToken] = []
-        for request, token, logprob, support in zip(ready, chosen, logprobs, sets, strict=True):
-            request.tokens.append(token)
-            request.num_sampled += 1
-            reason = finish_reason(request.policy, request.params, token, request.num_sampled)
-            error = dead_end(request.guide, token, logprob, reason)
-            new.append(NewToken(request.id, token, logprob, support, reason, error))
-            if reason is not None or error is not None:
-                del self._running[request.id]
-        return new
-
-
-def _advance(policy: Policy, cache_name: str | None, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Returns hidden states [1, T, hidden] of `ids`, which follow `cache`, and the cache after them, if any."""
-    if cache_name is None:
-        return cast(Any, policy.decoder)(input_ids=ids, use_cache=False).last_hidden_state, None
-    known = {} if cache is None else {cache_name: cache}
-    out: Any = cast(Any, policy.decoder)(input_ids=ids, use_cache=True, **known)
-    return out.last_hidden_state, out[cache_name]
+def _continued(policy: Policy, state_name: str | None, ids: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Returns hidden states [1, T, hidden] of `ids`, which follow `state`, and the state after them, if any."""
+    decoder = cast(Any, policy.decoder)
+    if state_name is None:
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state, None
+    out = decoder(input_ids=ids, use_cache=True, **({} if state is None else {state_name: state}))
+    return out.last_hidden_state, out[state_name]
 
 
 @torch.inference_mode()
-def _cache_name(policy: Policy) -> str | None:
-    """Returns the name of the model's cache argument; None if the model has no cache, or an inexact one.
+def _state_name(policy: Policy) -> str | None:
+    """Returns the name of the model's cache argument and result; None if it has no cache, or an inexact one.
 
     A cache is inexact if continuing from it gives other logits than a pass over all tokens. The learner would then find
-    other log-probabilities than the sampler reported.
+    other log-probabilities than the sampler reported. Without a cache, each token computes its sequence again.
     """
     accepted = inspect.signature(policy.decoder.forward).parameters
     name = next((name for name in ("cache_params", "past_key_values") if name in accepted), None)
-    if name is None:
-        return None
-    ids = probe_tokens(policy, PROBE_TOKENS)[None]
-    whole, _ = _advance(policy, None, ids, None)
-    hidden, cache = _advance(policy, name, ids[:, : PROBE_TOKENS // 2], None)
-    parts = [hidden]
-    for i in range(PROBE_TOKENS // 2, PROBE_TOKENS):
-        hidden, cache = _advance(policy, name, ids[:, i : i + 1], cache)
-        parts.append(hidden)
-    wanted = policy.head(whole[0]).float()
-    difference = float((policy.head(torch.cat(parts, 1)[0]).float() - wanted).abs().max())
-    return name if difference <= tolerance(policy.dtype, wanted) else None
+    if name is not None:
+        ids = probe_tokens(policy, PROBE_TOKENS)[None]
+        wanted = policy.head(_continued(policy, None, ids, None)[0]).float()
+        state, parts = None, []
+        for part in torch.split(ids, [PROBE_TOKENS // 2] + [1] * (PROBE_TOKENS // 2), 1):
+            hidden, state = _continued(policy, name, part, state)
+            parts.append(hidden)
+        difference = float((policy.head(torch.cat(parts, 1)).float() - wanted).abs().max())
+        if difference <= tolerance(policy.dtype, wanted):
+            return name
+    log.warning("%s: no usable cache between tokens; sampling computes each sequence again", policy.info.name)
+    return None
