@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentjet import __version__
 from agentjet.compute import Compute
-from agentjet.config import JobConfig, ServeConfig, parse_config, parse_job
+from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
 from agentjet.gateway import observability, views
 from agentjet.gateway.call_path import CallPath
@@ -285,8 +285,7 @@ class Gateway:
                 code="job_revision_changed",
             )
         try:
-            job: JobConfig = parse_job(body.job)
-            parse_config({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
+            job = parse_config({**self.config.model_dump(exclude={"job"}), "job": body.job}).job
             self.engine.check_job(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
