@@ -270,7 +270,7 @@ class PrefixPass(Pass):
             level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
         self._close(level)
         past = self._past(num_cached)
-        plan = ForestPlan(forest, self._policy.device, past)
+        plan = ForestPlan(forest, past)
         tokens, positions = (self._ids(values) for values in (forest.tokens, forest.depth))
         states = flat_forward(self._policy.decoder, tokens, positions, plan)
         predicting, rows = np.unique(forest.parent[forest.node], return_inverse=True)
