@@ -40,7 +40,7 @@ class Workload:
 
     model: str = MODEL
     rank: int = 8
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     batch_size: int = 1
     group_size: int = 4
     max_tokens: int = 64
