@@ -92,7 +92,7 @@ def demo(
     else:
         check_empty(files)
         files.make()
-        load_example("digits", "model").make_random_model(out / "model")
+        load_example("digits", "random_model").make_random_model(out / "model")
         plan = demo_plan(out / "model", seed or 0)
         files.write(plan.study, plan.to_markdown())
     carry_out(out, local_slots(local))
