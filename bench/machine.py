@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentjet.compute.embedded.worker_process import THREAD_WAIT, THREAD_WAIT_VARIABLES, WORKER_VARIABLES
+from agentjet.compute.embedded.backend import WORKER_VARIABLES
 
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SERVED = "as served"
 """The product's own way of waiting."""
 WAITS = {
-    SERVED: THREAD_WAIT,
+    SERVED: {"OMP_WAIT_POLICY": WORKER_VARIABLES["OMP_WAIT_POLICY"]},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
@@ -45,9 +46,10 @@ class Finished:
 
 def environment(threads: int, waiting: str = SERVED, **extra: str) -> dict[str, str]:
     """The served worker's environment, with a number of threads and a way of waiting. The caller's own is ignored."""
-    kept = {name: value for name, value in os.environ.items() if name not in THREAD_WAIT_VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+    served = {name: value for name, value in WORKER_VARIABLES.items() if name not in WAIT_VARIABLES}
     count = str(threads)
-    return {**kept, **WORKER_VARIABLES, **WAITS[waiting], "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, **extra}
+    return {**kept, **served, **WAITS[waiting], "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, **extra}
 
 
 def run_contender(name: str, module: Sequence[str], environment: dict[str, str]) -> Finished:

@@ -14,7 +14,6 @@ import time
 import numpy as np
 import torch
 
-from agentjet.compute.embedded.hosted_policy import Fingerprints
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
@@ -39,7 +38,6 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
     settings = SamplerConfig()
     sampler = ModelSampler(policy, settings.max_concurrent, settings.cache_tokens)
     learner = PolicyLearner(policy)
-    fingerprints = Fingerprints(learner, policy)
     job = JobConfig(
         batch_size=workload.num_prompts,
         group_size=workload.repeats,
@@ -58,7 +56,7 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
         scored = time.perf_counter()
         forest = _forest(prompts, completions, rewards, workload.repeats, step)
         learner.learn(forest, job, step)
-        fingerprints.changed()
+        learner.weights_changed()
         sampler.invalidate()
         trim_malloc()
         _synchronise(policy)

@@ -1,7 +1,7 @@
 """The first example of the README, run as it is printed: `python -m bench.readme`.
 
 The commands and `train.py` are read from README.md and executed unchanged, in an empty folder that has only a link to
-the virtual environment. If port 8400 is in use, AGENTJET_PORT and AGENTJET_URL select another one.
+the virtual environment. If port 8400 is in use, `--set server.port` and AGENTJET_URL select another one.
 
 Prints a table, then one JSON object as the last line: `before` and `after` are the held-out success that the example
 prints, `seconds` counts from the start of the server to the end of the last command. The exit code is 1 if the success
@@ -84,7 +84,7 @@ def run(example: Example, folder: Path, *, port: int, echo: bool = False) -> Run
     (folder / "train.py").write_text(example.train, encoding="utf-8")
     own = {name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")}
     started = time.monotonic()
-    with _served(example.serve, folder, {**own, "AGENTJET_PORT": str(port)}):
+    with _served(f"{example.serve.strip()} --set server.port={port}", folder, own):
         ready = time.monotonic() - started
         output = []
         with subprocess.Popen(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agentjet.compute.embedded.token_sampling import Grammars
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.errors import ComputeError
-from agentjet.recipes.recipe import recipe_of
+from agentjet.recipes.recipe import Recipe
 from agentjet.timeline import Forest
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import Op, SamplingParams
@@ -83,8 +83,7 @@ class Policy:
         forward_backward = compute.forward_backward
 
         async def learn_and_keep(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-            columns = recipe_of(loss.algorithm).columns(batch, {})
-            self.learned.append(batch.forest.with_columns(**columns.values))
+            self.learned.append(Recipe(loss.algorithm).prepared(batch)[0])
             return await forward_backward(op, batch, loss)
 
         compute.forward_backward = learn_and_keep  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentjet.compute.embedded.checkpoint import seal, verified_state
+from agentjet.compute.operations import body_digest
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import OutOfCache, PolicyRemoved, WorkerDied
@@ -122,7 +123,7 @@ class ScriptedCompute:
     Every log-probability is -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
-    capabilities = Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
+    capabilities = Capabilities(support_sets=True, adapters=True)
 
     def __init__(self, card: ModelInfo, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
         """Completions come in pieces of `piece` tokens."""
@@ -137,8 +138,6 @@ class ScriptedCompute:
         self.asked: list[Asked] = []
         self.starts = 0
         """Workers that were started, or were to be."""
-        self.dtype = ""
-        """Which the last added policy was told to keep."""
         self.may_sample = asyncio.Event()
         """Clear it, and samples stop before their next piece."""
         self.stuck: Callable[[int, int], bool] = lambda request, piece: False
@@ -190,10 +189,9 @@ class ScriptedCompute:
     def running(self) -> bool:
         return bool(self.workers)
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
         await self.may_start.wait()
         await self.remove(policy)
-        self.dtype = dtype
         if worker not in self.workers:
             self.starts += 1
             if self.fail_start:
@@ -274,7 +272,7 @@ class ScriptedCompute:
             raise self.fail_learn.pop(0)
         if (op.run, batch.id) in self.deadly:
             raise self._killed("out of memory", op)
-        body = f"{batch.id}/{loss.step}/{sorted(batch.forest.to_wire().items())}/{batch.facts}"
+        body = f"{batch.id}/{loss.step}/{body_digest(batch)}"
         if (result := known.repeated(op, body)) is not None:
             return Outputs(result, self.num_steps)
         assert batch.id == known.version, f"batch {batch.id} given to version {known.version}"
@@ -295,9 +293,6 @@ class ScriptedCompute:
         metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, **self.metrics}
         self._apply("optim_step", op, body, metrics)
         return metrics
-
-    async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
-        raise AssertionError("the gateway does not ask for log-probabilities")
 
     async def publish(self, policy: PolicyId, version: int) -> None:
         known = await self._alive(policy)

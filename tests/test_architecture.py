@@ -25,8 +25,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "agentjet"
 MAX_LINES = 500
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
-PRIMITIVES = {"forward_backward", "optim_step", "logprobs"}
-"""Operations that the gateway asks for through `protocol.learn`, or that only a remote training API asks for."""
+PRIMITIVES = {"forward_backward", "optim_step"}
+"""Operations that the gateway asks for through `operations.learn`."""
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -58,7 +58,7 @@ PACKAGES = {
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
     "gateway": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm compute.protocol",
+        f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),

@@ -10,7 +10,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,10 @@ def rows(journal: Path) -> dict[str, Row]:
     """Every episode."""
     with sqlite3.connect(journal) as db:
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-        batches = dict(db.execute("SELECT episode_id, batch_id FROM batch_members"))
-        settled = [json.loads(body) for (body,) in db.execute("SELECT body FROM settled_episodes ORDER BY seq")]
+        episodes = [json.loads(body) for (body,) in db.execute("SELECT body FROM episodes ORDER BY seq")]
     with closing(Journal.open_read_only(journal)) as opened:
-        unsettled = [asdict(episode) for episode in opened.read_state().episodes.values()]
-    return {episode["id"]: _row(episode, batches.get(episode["id"])) for episode in [*settled, *unsettled]}
+        batches = {episode: batch.id for batch in opened.batches(0) for episode in batch.episode_ids}
+    return {episode["id"]: _row(episode, batches.get(episode["id"])) for episode in episodes}
 
 
 def _row(episode: Mapping[str, Any], batch: int | None) -> Row:
@@ -137,7 +136,7 @@ def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[
 
 def _learned(journal: Path) -> list[int]:
     with sqlite3.connect(journal) as db:
-        return [row[0] for row in db.execute("SELECT batch_id FROM steps ORDER BY batch_id")]
+        return [row[0] for row in db.execute("SELECT id FROM batches WHERE metrics IS NOT NULL ORDER BY id")]
 
 
 def _lost(episodes: Mapping[str, Row], books: Books) -> list[str]:
@@ -233,7 +232,8 @@ def stuck(journal: Path, books: Books, since: float, offset: float) -> list[Stuc
             composed = None
             if mates:
                 batch = mates[0].batch
-                (composed,) = db.execute("SELECT composed FROM batches WHERE id = ?", (batch,)).fetchone()
+                (body,) = db.execute("SELECT body FROM batches WHERE id = ?", (batch,)).fetchone()
+                composed = json.loads(body)["composed"]
                 last_reward = max(mate.finished or 0.0 for mate in episodes.values() if mate.batch == batch)
             waited = 0.0 if composed is None else max(0.0, composed - max(last_reward, last_life))
             found.append(Stuck(id, row.lost - last_life, waited))

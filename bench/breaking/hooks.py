@@ -149,12 +149,12 @@ class MortalCompute(EmbeddedCompute):
         os.kill(pid, self._signal)
 
     def _has_others_first(self, policy: PolicyId) -> bool:
-        waiting = [request.policy for request in self._hosts[policy]._requests.values()]
+        waiting = [one.policy for one in self._hosts[policy]._pending.values() if one.op != "sample"]
         return policy in waiting and waiting[0] != policy
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
         self._strike("start", policy)
-        info = await super().add(policy, model, worker=worker, dtype=dtype)
+        info = await super().add(policy, model, worker=worker)
         self.say(worker=self.pid(policy))
         return info
 

@@ -17,9 +17,9 @@ RUNS: dict[str, tuple[str, ...]] = {"default": ("policy",), TEAM: ("planner", "c
 """The runs of the server, and their policies. All policies have the same worker."""
 WHOLE = 150
 TRANSITIONS = (
-    "add_facts",
-    "put_snapshot",
-    "add_settled",
+    "put_state",
+    "put_episode",
+    "put_group",
     "add_call",
     "add_undelivered",
     "add_batch",

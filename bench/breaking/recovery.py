@@ -27,7 +27,6 @@ from agentjet.compute.operations import OperationLog
 from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
-from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import DEFAULT_RUN, ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, TEAM_NEWEST, Damage, ordered
 from bench.breaking.plan import RUNS, TEAM
@@ -49,12 +48,11 @@ class LocalWorker(EmbeddedCompute):
         self._first: dict[PolicyId, tuple[ModelInfo, Any]] = {}
         """Each policy's model, and its learner's state of version 0."""
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
         """Load the policy, or give it its first weights back."""
         self.num_starts[policy] += 1
         if policy not in self._first:
-            settings, sampler = (section.model_dump(mode="json") for section in (model, self._config.sampler))
-            info = ModelInfo(**self.worker.handle("add", policy, model=settings, dtype=dtype, sampler=sampler))
+            info = self.worker.handle("add", policy, model, self._config.sampler)
             self._first[policy] = info, copy.deepcopy(self.worker.policies[policy].learner.state())
         info, state = self._first[policy]
         hosted = self.worker.policies[policy]
@@ -80,12 +78,10 @@ class LocalWorker(EmbeddedCompute):
         """Never."""
         return await asyncio.Future()
 
-    async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:
+    async def _ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""
         try:
-            if isinstance(batch := arguments.get("batch"), TrainingBatch):
-                arguments["batch"] = batch.to_wire()
-            return self.worker.handle(op, policy, **arguments)
+            return self.worker.handle(op, policy, *args)
         except AgentJetError:
             raise
         except Exception as error:

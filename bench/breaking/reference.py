@@ -5,17 +5,15 @@ Also makes the tiny model that a run starts with.
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.compute.protocol import learn
+from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import Op, PolicyId
 from bench.breaking.victims import ROOT, environment
 
@@ -38,9 +36,9 @@ async def undisturbed(
         await compute.add(policy, config.model)
         op = Op.of(policy, 0)
         for batch_id in range(num_batches):
-            kept = msgpack.unpackb((forests / f"{batch_id:06d}.msgpack").read_bytes())
+            kept = pickle.loads((forests / f"{batch_id:06d}.pickle").read_bytes())
             job = JobConfig.model_validate_json(kept["job"])
-            _, op = await learn(compute, op, TrainingBatch.from_wire(kept["batches"][policy.policy]), job)
+            _, op = await learn(compute, op, kept["batches"][policy.policy], job)
             await compute.publish(policy, batch_id + 1)
         await compute.export(policy, folder / "export")
     finally:

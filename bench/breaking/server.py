@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from agentjet.cli import server_process
 from agentjet.compute import Compute
+from agentjet.compute.operations import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
 from agentjet.gateway import Gateway, runs
@@ -86,15 +86,15 @@ class ForestKeeper:
         kept = {
             "members": list(batch.episode_ids),
             "job": batch.job.model_dump_json(),
-            "batches": {policy: of_policy.to_wire() for policy, of_policy in training.items()},
+            "batches": training,
         }
-        path = self._folder / f"{batch.id:06d}.msgpack"
+        path = self._folder / f"{batch.id:06d}.pickle"
         if path.exists():
-            known = msgpack.unpackb(path.read_bytes())
-            if known["members"] == kept["members"] and known != kept:
+            known = pickle.loads(path.read_bytes())
+            if known["members"] == kept["members"] and body_digest(known) != body_digest(kept):
                 say(drifted=batch.id, run=self._run)
         whole = path.with_suffix(".part")
-        whole.write_bytes(msgpack.packb(kept))
+        whole.write_bytes(pickle.dumps(kept))
         whole.replace(path)
         return training
 

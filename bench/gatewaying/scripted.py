@@ -60,14 +60,14 @@ def answer_tokens(card: ModelInfo) -> tuple[int, ...]:
 class ScriptedCompute:
     """See `compute.protocol.Compute`. A completion takes `seconds`, its tokens evenly spread over them."""
 
-    capabilities = Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
+    capabilities = Capabilities(support_sets=True, adapters=True)
 
     def __init__(self, card: ModelInfo, seconds: float) -> None:
         self._card = card
         self._answer = answer_tokens(card)
         self._seconds = seconds
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
         return self._card
 
     async def remove(self, policy: PolicyId) -> None:
@@ -92,9 +92,6 @@ class ScriptedCompute:
         raise AssertionError("the bench fills no batch")
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        raise AssertionError("the bench fills no batch")
-
-    async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
         raise AssertionError("the bench fills no batch")
 
     async def publish(self, policy: PolicyId, version: int) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, ModelConfig
-from agentjet.config.job import OptimizerConfig
 from agentjet.timeline import Row
+from agentjet.timeline.batch import TrainingBatch
 from bench.merging.modes import lay_out, make_learner
 
 
@@ -28,16 +29,10 @@ def gradient_error(rows: Sequence[Row], folder: Path, budget: int) -> float:
 def _gradient(policy: Policy, mode: str, rows: Sequence[Row], budget: int) -> Tensor:
     """The gradient that the optimiser would receive."""
     learner = make_learner(policy, mode)
-    taken: list[Tensor] = []
-
-    def take(optimizer: OptimizerConfig) -> float:
-        taken.append(torch.cat([master.grad.flatten() for master in learner._masters.values()]))
-        learner._optimizer.zero_grad()
-        return 0.0
-
-    learner._apply = take  # type: ignore[method-assign]
-    learner.learn(lay_out(mode, rows), JobConfig(micro_batch_tokens=budget), 0)
-    return taken[0]
+    learner.forward_backward(TrainingBatch(0, lay_out(mode, rows)), LossSpec.of(JobConfig(micro_batch_tokens=budget)))
+    gradient = torch.cat([master.grad.flatten() for master in learner.masters() if master.grad is not None])
+    learner._optimizer.zero_grad()
+    return gradient
 
 
 def _in_double(policy: Policy) -> None:

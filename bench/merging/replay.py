@@ -20,7 +20,7 @@ import numpy as np
 from agentjet.gateway.prompts import Prompt, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree, Row, call_row
-from agentjet.timeline.identity import context_digest
+from agentjet.timeline.identity import context_hash
 from agentjet.types import Call, Conversation, Message, ModelInfo, ToolCall
 
 LOGPROB = -10.0
@@ -131,7 +131,7 @@ def _call(id_: str, prompt: Prompt, completion: tuple[int, ...], response: Messa
         created=0.0,
         ask=prompt.ask,
         fork=prompt.fork,
-        context=context_digest(prompt.tokens, completion),
+        context=context_hash(prompt.tokens, completion).digest(),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.compute.protocol import learn
+from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.timeline import build_forest
 from agentjet.timeline.batch import TrainingBatch

@@ -49,7 +49,7 @@ class Demo:
         Raises `AgentJetError`. After Ctrl-C the server has saved a checkpoint and exited when this returns.
         """
         started = time.monotonic()
-        config = load_config(SETTINGS, self._overrides(), environ={})
+        config = load_config(SETTINGS, self._overrides())
         job = config.job
         self._clear()
         _print(f"starting a server for {config.model.name}; its log is {self._server_dir / 'serve.log'}")
@@ -81,7 +81,7 @@ class Demo:
         write_report(self.out / "report.html", config.model.name, result, before, after, picture)
         (self.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         _print(f"{result['seconds']:.0f} s in all. See {picture} and {self.out / 'report.html'}, then try:")
-        _print(f"  agentjet eval {shlex.quote(str(self.out / 'model'))} --greedy")
+        _print(f"  agentjet eval {shlex.quote(str(self.out / 'model'))} --temperature 0")
 
     @property
     def _server_dir(self) -> Path:

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """The whole run; returns what it wrote to `result.json`."""
     options = _parser().parse_args(arguments)
     overrides = [f"job.seed={options.seed}", *options.set]
-    job = load_config(SETTINGS, overrides, environ={}).job
+    job = load_config(SETTINGS, overrides).job
     started = time.monotonic()
     server_dir = options.out / "server"
     if server_dir.exists():

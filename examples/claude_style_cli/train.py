@@ -53,7 +53,7 @@ def share_solved(swarm: Swarm, repeats: int) -> float:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """The whole run; returns what it wrote to `result.json`."""
     options = _parser().parse_args(arguments)
-    job = load_config(SETTINGS, options.set, environ={}).job
+    job = load_config(SETTINGS, options.set).job
     with (
         raise_on_signals(),
         ChildServer(SETTINGS, options.set, options.out / "server") as server,

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     pythons = {name: make_environment(name, options.out) for name in sorted(set(ENVIRONMENTS.values()))}
     with raise_on_signals(), ChildServer(SETTINGS, options.set, server_dir) as server, server.connect():
         clients = run_clients(server.url, server_dir, {name: pythons[env] for name, env in ENVIRONMENTS.items()})
-    result = summary(load_config(SETTINGS, options.set, environ={}).job.task_weights, clients)
+    result = summary(load_config(SETTINGS, options.set).job.task_weights, clients)
     (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     return result

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """The whole run; returns what it wrote to `result.json`."""
     options = _parser().parse_args(arguments)
     overrides = [f"job.seed={options.seed}", *options.set]
-    job = load_config(SETTINGS, overrides, environ={}).job
+    job = load_config(SETTINGS, overrides).job
     if options.out.exists():
         raise SystemExit(f"{options.out} is there already: give another folder with --out, or remove it")
     concurrency = job.batch_size * job.group_size

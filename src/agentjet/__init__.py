@@ -9,39 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentjet.client import (
-        AsyncEpisode,
-        AsyncSwarm,
-        Endpoint,
-        Episode,
-        EvalReport,
-        Swarm,
-        TrainReport,
-    )
+    from agentjet.client import AsyncEpisode, AsyncSwarm, Endpoint, Episode, EvalReport, Swarm, TrainReport
     from agentjet.errors import AgentJetError
     from agentjet.types import Reward, Task
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "AgentJetError": "agentjet.errors",
-    "AsyncEpisode": "agentjet.client",
-    "AsyncSwarm": "agentjet.client",
-    "Episode": "agentjet.client",
-    "Endpoint": "agentjet.client",
-    "EvalReport": "agentjet.client",
-    "Reward": "agentjet.types",
-    "Swarm": "agentjet.client",
-    "Task": "agentjet.types",
-    "TrainReport": "agentjet.client",
-}
-
 __all__ = [
     "AgentJetError",
     "AsyncEpisode",
     "AsyncSwarm",
-    "Episode",
     "Endpoint",
+    "Episode",
     "EvalReport",
     "Reward",
     "Swarm",
@@ -49,13 +28,15 @@ __all__ = [
     "TrainReport",
     "__version__",
 ]
+_MODULES = {"AgentJetError": "errors", "Reward": "types", "Task": "types"}
+"""Modules of the names that are not in `client`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(f"agentjet.{_MODULES.get(name, 'client')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

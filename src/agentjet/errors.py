@@ -1,26 +1,7 @@
-"""The exception tree. Messages to users name the setting or parameter, its value and the way out.
+"""The exception tree: `ConfigError`, `RequestError`, `ComputeError`, `CheckpointError` and `Unreachable`.
 
-    AgentJetError
-    ├── ConfigError          a setting is unknown, malformed or impossible. The process must not start
-    ├── RequestError         a request is refused. `status` and `code` are stable; clients match on `code`
-    │   ├── InvalidRequest   400 or 422   malformed or impossible
-    │   │   └── ContextOverflow           the prompt leaves no room for an answer
-    │   ├── Unauthorized     401          missing, wrong or expired key
-    │   ├── Forbidden        403          the key is valid but not for this
-    │   ├── NotFound         404
-    │   ├── Conflict         409          the present state does not allow it
-    │   ├── TooLarge         413
-    │   └── Later            429 or 503   retry after `retry_after` seconds
-    ├── ComputeError         the backend failed
-    │   ├── OutOfCache       the sequence is too long for the sampler's cache
-    │   ├── GrammarError     the sampler cannot follow a grammar
-    │   └── WorkerDied       the worker process ended. The gateway starts another
-    │       ├── WorkerHung   it made no progress and was killed
-    │       └── PolicyRemoved it did not crash: the policy was removed from it
-    ├── CheckpointError      a checkpoint could not be written, or is not the expected one
-    └── Unreachable          (client) the server did not answer within the retries
-
-An exception inside an agent is not part of this tree: it aborts that agent's episode and is counted.
+Messages to users name the setting or parameter, its value and the way out. An exception inside an agent is not part of
+this tree: it aborts that agent's episode and is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +12,7 @@ class AgentJetError(Exception):
 
 
 class ConfigError(AgentJetError):
-    """A setting is unknown, malformed or impossible."""
+    """A setting is unknown, malformed or impossible. The process must not start."""
 
 
 def _encodable(text: str) -> str:
@@ -42,8 +23,8 @@ def _encodable(text: str) -> str:
 class RequestError(AgentJetError):
     """A refused request.
 
-    `message` is one sentence for people. `code` is stable and for programs. `param` is the name of the wrong field, or
-    None.
+    `message` is one sentence for people. `code` and the HTTP `status` are stable and for programs. `param` is the name
+    of the wrong field, or None.
     """
 
     status: int = 400
@@ -55,14 +36,12 @@ class RequestError(AgentJetError):
         self.message = _encodable(message)
         self.param = None if param is None else _encodable(param)
         super().__init__(self.message)
-        if code is not None:
-            self.code = code
-        if status is not None:
-            self.status = status
+        self.code = code or self.code
+        self.status = status or self.status
 
 
 class InvalidRequest(RequestError):
-    """The request is malformed or impossible."""
+    """The request is malformed or impossible: 400 or 422."""
 
 
 class ContextOverflow(InvalidRequest):
@@ -88,29 +67,25 @@ class ContextOverflow(InvalidRequest):
 class Unauthorized(RequestError):
     """No key, a wrong key or an expired key."""
 
-    status = 401
-    code = "unauthorized"
+    status, code = 401, "unauthorized"
 
 
 class Forbidden(RequestError):
     """A valid key, but not for this."""
 
-    status = 403
-    code = "forbidden"
+    status, code = 403, "forbidden"
 
 
 class NotFound(RequestError):
     """The requested object does not exist."""
 
-    status = 404
-    code = "not_found"
+    status, code = 404, "not_found"
 
 
 class Conflict(RequestError):
     """The present state does not allow the request."""
 
-    status = 409
-    code = "conflict"
+    status, code = 409, "conflict"
 
 
 class OperationConflict(Conflict):
@@ -122,15 +97,13 @@ class OperationConflict(Conflict):
 class TooLarge(RequestError):
     """The request is larger than the server accepts."""
 
-    status = 413
-    code = "too_large"
+    status, code = 413, "too_large"
 
 
 class Later(RequestError):
-    """The request cannot be served now: retry after `retry_after` seconds."""
+    """The request cannot be served now: retry after `retry_after` seconds. 429 or 503."""
 
-    status = 429
-    code = "later"
+    status, code = 429, "later"
 
     def __init__(self, message: str, *, retry_after: float, code: str | None = None, status: int | None = None) -> None:
         super().__init__(message, code=code, status=status)
@@ -150,7 +123,7 @@ class GrammarError(ComputeError):
 
 
 class WorkerDied(ComputeError):
-    """The worker process ended unexpectedly.
+    """The worker process ended unexpectedly; the gateway starts another.
 
     `during` is the policy whose operation the worker applied, or a policy of the only run that it sampled for, as
     `RUN/POLICY`; else empty.
@@ -166,7 +139,7 @@ class WorkerHung(WorkerDied):
 
 
 class PolicyRemoved(WorkerDied):
-    """The policy was removed from its worker, or no worker has it. No crash of the worker."""
+    """The policy was removed from its worker, or no worker has it. The worker did not crash."""
 
 
 class CheckpointError(AgentJetError):

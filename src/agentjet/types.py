@@ -26,22 +26,14 @@ another role. `branch`: a legitimate second continuation (a vote, a sub-agent, b
 """
 
 ESCAPE = b"\xff"
-"""First byte of a control token in encoded text. Its id follows in three bytes (big-endian).
-
-Other text is UTF-8, which never contains this byte. A sampled byte token ff is written as `ESCAPED_BYTE`, so that
-encoded text is unambiguous.
-"""
-
+"""First byte of a control token in encoded text; its id follows in three bytes (big-endian). The rest is UTF-8."""
 ESCAPED_BYTE = b"\xff\xff\xff\xff"
-
+"""A sampled byte token ff, so that encoded text is unambiguous."""
 
 MAX_NAME = 256
 """Maximum characters of a task id and of a task set's name."""
 MAX_NESTING = 256
-"""Maximum nesting depth for arguments to count as JSON.
-
-Fixed, not the interpreter's recursion limit, so that the same text always parses the same way.
-"""
+"""Maximum nesting depth for arguments to count as JSON. Fixed, so that the same text always parses the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +85,10 @@ class ToolCall:
 
 def _is_nested_deeply(value: Any) -> bool:
     layer = [value]
-    for _ in range(MAX_NESTING):
+    for _ in range(MAX_NESTING + 1):
         nested = [item for item in layer if isinstance(item, dict | list)]
         layer = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
-    return any(isinstance(item, dict | list) for item in layer)
+    return bool(nested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +112,7 @@ class Conversation:
     prompt: str | tuple[int, ...] | None = None
     """Raw text or token ids to continue without the chat template. `messages` is then empty."""
     instructed: bool = False
-    """True if the first message is this request's `instructions`.
-
-    A later request that continues with `previous_response_id` does not include it.
-    """
+    """True if the first message is this request's `instructions`, which `previous_response_id` does not continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +135,8 @@ class Constraint:
 
 ANY_ANSWER = Constraint()
 
-
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10.0
-"""Allowed temperature range. 0 means greedy.
-
-Between 0 and 0.01 sampling is effectively greedy, and the log-probabilities overflow.
-"""
+"""Allowed range, beside 0 for greedy. Between 0 and 0.01 the log-probabilities overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +144,9 @@ class SamplingParams:
     """The sampling parameters of one completion.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 truncate nothing. `grammar` (Lark in the syntax of `llguidance`,
-    empty for none) restricts the tokens before temperature and truncation. It ends a completion that satisfies it.
-    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The reported
-    log-probabilities belong to the distribution sampled from, after temperature and truncation.
-    The same seed, prompt and weights give the same tokens, independent of other calls, up to rounding in batches.
+    empty for none) restricts the tokens before temperature and truncation, and ends a completion that satisfies it.
+    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The same seed, prompt and
+    weights give the same tokens, independent of other calls, up to rounding in batches.
     """
 
     max_tokens: int
@@ -176,7 +160,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`."""
+    """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`.
+
+    Log-probabilities belong to the distribution sampled from, after grammar, temperature and truncation.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -195,15 +182,12 @@ SOLE_POLICY = "policy"
 
 
 def policy_of(role: str, policies: Sequence[str]) -> str:
-    """Returns the policy of a role. `policies` are those that the settings of the run name, perhaps none.
-
-    With named policies, a role is `POLICY` or `POLICY/NAME`.
-    """
+    """Returns the policy of a role, which is `POLICY` or `POLICY/NAME` in a run whose settings name `policies`."""
     return role.partition("/")[0] if policies else SOLE_POLICY
 
 
 def metrics_prefix(policy: str, policies: Sequence[str]) -> str:
-    """Returns the start of the names of a policy's metrics: empty in a run whose settings name no policies."""
+    """Returns the start of the names of a policy's metrics."""
     return f"{policy}/" if policies else ""
 
 
@@ -264,11 +248,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStamp:
-    """A checkpoint that the backend wrote or verified."""
+    """A checkpoint that the backend wrote or verified. `digest` is that of the whole checkpoint."""
 
     policy_version: int
     digest: str
-    """Digest of the whole checkpoint. Empty for a checkpoint of AgentJet 0.1."""
     operation: int = 0
     """Number of the policy's next operation."""
 
@@ -283,7 +266,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The facts about a model that the gateway needs. It does not load the model itself."""
+    """The facts that the gateway needs about a model."""
 
     name: str
     tokenizer_path: str
@@ -314,7 +297,7 @@ class NewContext:
     messages: tuple[Message, ...] = ()
     """The messages after the response of call `after`. All messages if that is None."""
     after: str | None = None
-    """The newest call whose response the request contains. This proves that the response arrived."""
+    """The newest call whose response the request contains, which proves that it arrived."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools, if `after` is None. Else the tools of that call apply."""
     fingerprint: str = ""

@@ -101,7 +101,8 @@ def test_tags_on_the_command_line(served: Served) -> None:
             run("checkpoints", "tag", "0", name, *at(served))
     with pytest.raises(NotFound, match="no checkpoint of policy version 7; there are: 0"):
         run("checkpoints", "tag", "7", "new", *at(served))
-    served.run.gateway.store.tags.put("taken", 3)
+    tags = served.run.gateway.store.tags
+    tags.write({**tags.read(), "taken": 3})
     with pytest.raises(Conflict, match="'taken' belongs to policy version 3: remove it first"):
         run("checkpoints", "tag", "0", "taken", *at(served))
     run("checkpoints", "untag", "good", *at(served))
@@ -269,7 +270,7 @@ async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -
     assert digest(data) == before
     state.write_text(whole)
     (checkpoint(data, 3) / "x").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"step_000003 exists .*: move it away"):
+    with pytest.raises(ConfigError, match=r"step_000003 exists: move it away"):
         roll_back(data, "1")
     shutil.rmtree(checkpoint(data, 3))
     async with running(data) as up:
@@ -282,13 +283,10 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     await trained(data, 2)
     roll_back(data, "1")
     whole = checkpoint(data, 3).rename(folder(data) / "checkpoints" / ".step_000003.new")
-    async with running(data) as up:
-        assert up.compute.weights == weights(data, 1), "it gets its name"
-    assert not whole.exists()
-    shutil.rmtree(checkpoint(data, 3))
     with pytest.raises(CheckpointError, match="cannot replay"):
         async with running(data):
             pass
+    assert not whole.exists()
     assert roll_back(data, "1")[0].policy_version == 4
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1) and up.gateway.swarm.queries.status_counts()["dropped"] == 4
@@ -354,7 +352,7 @@ async def test_a_branch_begins_at_the_version(tmp_path: Path) -> None:
     assert branch(data, "2", new) == 2
     assert digest(data) == before, "the original is only read"
     async with running(data) as up:
-        up.gateway.store.tags.put("named", 1)
+        up.gateway.store.tags.write({"named": 1})
         assert branch(data, "named", tmp_path / "other") == 1, "its server may be running"
     async with running(new, card=None) as up:
         assert (up.gateway.swarm.policy_version, up.compute.weights) == (2, weights(data, 2))
@@ -417,7 +415,7 @@ async def test_the_policies_of_a_run_go_back_and_branch_together(tmp_path: Path)
 async def test_what_cannot_be_branched(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 1)
-    with pytest.raises(ConfigError, match="exists: name a folder that does not"):
+    with pytest.raises(ConfigError, match="d exists: move it away"):
         branch(data, "1", data)
     with pytest.raises(CheckpointError, match="has no checkpoint '5'; it has versions 1"):
         branch(data, "5", tmp_path / "new")

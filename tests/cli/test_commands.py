@@ -16,10 +16,7 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, episode_lines
 from agentjet.cli.main import app, main
 from agentjet.client import Swarm
-from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import (
-    AgentJetError,
-    CheckpointError,
     ConfigError,
     InvalidRequest,
     NotFound,
@@ -86,49 +83,6 @@ def test_checkpoints_and_export(served: Served, tmp_path: Path) -> None:
         run("export", str(tmp_path / "adapter"), "--adapter", *at(served))
 
 
-def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
-    policy = tmp_path / "step_000001" / "policy"
-    policy.mkdir(parents=True)
-    with pytest.raises(AgentJetError, match="not a whole checkpoint"):
-        run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
-    (policy / "config.json").write_text("{}")
-    seal(policy.parent, {})
-    mine = tmp_path / "out.unfinished"
-    mine.mkdir()
-    run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
-    assert (tmp_path / "out" / "config.json").is_file()
-    assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "out", mine.name}, (
-        "the user's own folders stay"
-    )
-    (policy / "config.json").write_text("{ }")
-    with pytest.raises(CheckpointError, match=r"damaged: policy/config\.json: it has 3 bytes instead of 2"):
-        run("export", str(tmp_path / "another"), "--checkpoint", str(policy.parent))
-    (policy / "config.json").rename(policy / "adapter_config.json")
-    with pytest.raises(AgentJetError, match=r"LoRA adapter.* --adapter"):
-        run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
-    seal(policy.parent, {})
-    assert "PeftModel" in run("export", str(tmp_path / "other"), "--adapter", "--checkpoint", str(policy.parent))
-    assert (tmp_path / "other" / "adapter_config.json").is_file()
-    (policy / "adapter_config.json").rename(policy / "config.json")
-    with pytest.raises(AgentJetError, match=r"model\.lora\.rank = 0.*without --adapter"):
-        run("export", str(tmp_path / "third"), "--adapter", "--checkpoint", str(policy.parent))
-
-
-def test_export_of_one_policy_of_a_checkpoint(tmp_path: Path) -> None:
-    step = tmp_path / "step_000001"
-    for name in ("planner", "coder"):
-        (step / name / "policy").mkdir(parents=True)
-        (step / name / "policy" / "config.json").write_text(f'{{"{name}": 1}}')
-        seal(step / name, {})
-    for options in ([], ["--policy", "planer"]):
-        with pytest.raises(CheckpointError, match=r"has policies coder, planner: --policy '(planer)?' is not one"):
-            run("export", str(tmp_path / "out"), "--checkpoint", str(step), *options)
-    run("export", str(tmp_path / "out"), "--checkpoint", str(step), "--policy", "planner")
-    assert (tmp_path / "out" / "config.json").read_text() == '{"planner": 1}'
-    with pytest.raises(CheckpointError, match="is of a run without named policies: --policy 'coder'"):
-        run("export", str(tmp_path / "two"), "--checkpoint", str(step / "coder"), "--policy", "coder")
-
-
 def test_what_the_disk_refuses_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,13 +101,15 @@ def test_no_reward_is_at_least_nan(tmp_path: Path) -> None:
         run("episodes", "export", str(tmp_path / "e.jsonl"), "--min-reward", "nan")
 
 
-def test_export_into_what_is_no_folder(tmp_path: Path) -> None:
-    policy = tmp_path / "step_000001" / "policy"
-    policy.mkdir(parents=True)
-    (policy / "config.json").write_text("{}")
-    seal(policy.parent, {})
+def test_export_into_what_is_no_folder(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="out cannot be written"):
-        run("export", str(policy / "config.json" / "out"), "--checkpoint", str(policy.parent))
+        run("export", str(tmp_path / "file" / "out"), *at(served))
+    mine = tmp_path / "out.unfinished"
+    mine.mkdir()
+    run("export", str(tmp_path / "out"), *at(served))
+    assert mine.is_dir(), "the user's own folders stay"
+    assert not list(tmp_path.glob(".out*"))
 
 
 @pytest.mark.parametrize("every", ["inf", "nan", "1e30", "0"])
@@ -276,30 +232,16 @@ def test_a_demo_with_a_misspelt_setting_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path) -> None:
-    check_data_dir(tmp_path / "not there yet")
-    check_data_dir(tmp_path)
-    for name in ("token", "admin-token", "serve.log", "journal.sqlite.lock"):
-        (tmp_path / name).touch()
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "checkpoints").mkdir()
-    check_data_dir(tmp_path)
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match=r"server\.data_dir = .*thesis\.txt.*give an empty folder"):
-        check_data_dir(tmp_path)
-    (tmp_path / "journal.sqlite").touch()
-    check_data_dir(tmp_path)  # of an older AgentJet
-    (tmp_path / "runs" / "default").mkdir(parents=True)
-    (tmp_path / "journal.sqlite").rename(tmp_path / "runs" / "default" / "journal.sqlite")
-    check_data_dir(tmp_path)
-
-
 @pytest.mark.parametrize("place", ["", "runs/default"])
 def test_a_data_dir_without_its_journal_has_a_way_out(place: str, tmp_path: Path) -> None:
     (tmp_path / place / "checkpoints").mkdir(parents=True)
     (tmp_path / place / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"has checkpoints and no journal.*move only checkpoints/ to a new"):
+    with pytest.raises(
+        ConfigError, match=r"has checkpoints and no journal.*only checkpoints/ to runs/default/ of a new"
+    ):
         check_data_dir(tmp_path)
+    (tmp_path / place / "journal.sqlite").touch()
+    check_data_dir(tmp_path)
 
 
 def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""`agentjet episodes export`: each conversation of an episode and role once, from a server or its data dir."""
+"""`agentjet episodes export`: each conversation of an episode and role once."""
 
 from __future__ import annotations
 
@@ -81,9 +81,6 @@ def test_conversations_with_rewards(served: Served, tmp_path: Path) -> None:
     assert out.stat().st_mode & 0o777 == 0o600
     columns = [[(key, type(value)) for key, value in row.items() if value is not None] for row in found]
     assert all(row == columns[0] for row in columns), "readers of JSON lines take the columns from the first row"
-    data_dir = served.run.gateway.config.server.data_dir
-    run("episodes", "export", str(tmp_path / "same.jsonl"), "--data-dir", str(data_dir))
-    assert read(tmp_path / "same.jsonl") == found
     run("episodes", "export", str(tmp_path / "good.jsonl"), "--min-reward", "0.5", *at(served))
     assert read(tmp_path / "good.jsonl") == found[:2]
     run("episodes", "export", str(tmp_path / "eval.jsonl"), "--mode", "eval", *at(served))
@@ -94,13 +91,11 @@ def test_conversations_with_rewards(served: Served, tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
     (tmp_path / "there").touch()
-    with pytest.raises(ConfigError, match="exists: give the name of a file that does not"):
+    with pytest.raises(ConfigError, match="exists: move it away"):
         run("episodes", "export", str(tmp_path / "there"), *at(served))
     with pytest.raises(ConfigError, match="nothing to export: of 0 episodes"):
         run("episodes", "export", str(tmp_path / "none.jsonl"), *at(served))
     assert [path.name for path in tmp_path.iterdir() if "none" in path.name] == []
-    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no runs/default/journal\.sqlite"):
-        run("episodes", "export", str(tmp_path / "none.jsonl"), "--data-dir", str(tmp_path))
     with Swarm(served.url, TOKEN) as swarm, pytest.raises(NotFound):
         swarm.episodes(before="nothing")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
 from agentjet.client import Swarm
-from agentjet.client.inputs import ATTEMPTS, change, edited
-from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest
-from agentjet.protocol import JobBody
+from agentjet.client.inputs import edited
+from agentjet.errors import ConfigError, Forbidden, InvalidRequest
 from tests.cli.test_commands import at, run
 from tests.server.serving import ADMIN, Served
 
@@ -69,39 +67,6 @@ def test_python_changes_a_setting_too(served: Served) -> None:
     with Swarm(served.url, ADMIN) as swarm:
         assert swarm.change_job({"job.seed": 7}).job["seed"] == 7
     assert served.run.gateway.swarm.job.seed == 7
-
-
-def test_a_change_that_came_between_is_kept() -> None:
-    """Another client changes the seed between the first read and the first write."""
-    held = JobBody(revision=1, job={"seed": 0, "batch_size": 2})
-    reads = 0
-
-    async def read() -> JobBody:
-        nonlocal held, reads
-        reads += 1
-        seen = held
-        if reads == 1:
-            held = JobBody(revision=2, job=held.job | {"seed": 9})
-        return seen
-
-    async def write(body: JobBody) -> JobBody:
-        nonlocal held
-        if body.revision != held.revision:
-            raise Conflict("changed", code="job_revision_changed")
-        held = JobBody(revision=held.revision + 1, job=body.job)
-        return held
-
-    assert asyncio.run(change(read, write, {"batch_size": 4})).job == {"seed": 9, "batch_size": 4}
-
-    async def always_late(body: JobBody) -> JobBody:
-        nonlocal reads
-        reads += 1
-        raise Conflict("changed", code="job_revision_changed")
-
-    reads = 100
-    with pytest.raises(Conflict):
-        asyncio.run(change(read, always_late, {"batch_size": 4}))
-    assert reads == 100 + 2 * ATTEMPTS
 
 
 def test_editing_leaves_the_original_alone() -> None:

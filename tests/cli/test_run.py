@@ -128,9 +128,9 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
         ('{"id": "a"}\n{"id": "b" "c"}\n', r"tasks.jsonl line 2, column 12: Expecting ',' delimiter"),
         ('{"id": "a"}\n\n["b"]\n', r"line 3: a task is a JSON object .*, not \[\"b\"\]"),
         ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is also that of line 1"),
-        ('{"id": ""}', "line 1: id = '': it must be text"),
-        ('{"id": true}', "line 1: id = True"),
-        ('{"task_set": 3}', "line 1: task_set = 3"),
+        ('{"id": ""}', "line 1: the task id '' must be text"),
+        ('{"id": true}', "line 1: the task id 'True' must be text"),
+        ('{"task_set": 3}', "line 1: the task set '3' must be text"),
         ("\n \n", "the file has no tasks"),
         (json.dumps({"text": "x" * 200_000}), "line 1: the row has 200012 bytes"),
         ('{"id": "a"}\n{"board": ' + "[" * 40_000 + "]" * 40_000 + "}", "line 2: maximum recursion depth"),
@@ -187,8 +187,8 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
         ('{"reward": "1"}', "expected a number"),
         ('{"planner": 1, "coder": "good"}', "expected a number"),
         ("{}", "expected a number"),
-        ('{"reward": 1, "rewards": {}}', "has the unknown key 'rewards': expected reward, by_role and metrics"),
-        ('{"reward": 1, "metrics": {"turns": "many"}}', "expected an object of numbers"),
+        ('{"reward": 1, "rewards": {}}', r"rewards: Extra inputs are not permitted"),
+        ('{"reward": 1, "metrics": {"turns": "many"}}', r"metrics\.turns: Input should be a valid number"),
     ],
 )
 def test_a_reward_that_cannot_be_read_is_not_zero(tmp_path: Path, stdout: str, error: str) -> None:
@@ -220,20 +220,20 @@ def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
     )
     source = CommandLine(words, folder, check_source([Path("data")], folder))
     here = str(folder)
-    assert source.resolved() == [
+    assert source.resolved(folder) == [
         *(f"{here}/interpreter", f"{here}/agent.py", f"--with={here}/reward.py"),
         *("data", f"{here}/data", "word", "-m", f"{here}/x", "{task}"),
     ]
     (folder / "data" / "words.txt").write_text("a")
     (folder / "data" / ".hidden").write_text("a")
     assert source.files() == [folder / "agent.py", folder / "reward.py", folder / "data" / "words.txt"]
-    version = source.version("")
+    version = source.version(folder, "")
     (folder / "data" / "words.txt").write_text("b")
-    assert source.version("") != version != source.version("another reward")
-    version = source.version("")
-    assert replace(source, arguments=("python", *words[1:])).version("") != version, "another program"
-    assert replace(source, arguments=(f"{here}/interpreter", *words[1:])).version("") == version
-    assert replace(source, arguments=(*words, "--terse")).version("") != version
+    assert source.version(folder, "") != version != source.version(folder, "another reward")
+    version = source.version(folder, "")
+    assert replace(source, arguments=("python", *words[1:])).version(folder, "") != version, "another program"
+    assert replace(source, arguments=(f"{here}/interpreter", *words[1:])).version(folder, "") == version
+    assert replace(source, arguments=(*words, "--terse")).version(folder, "") != version
 
 
 def test_a_version_runs_from_a_copy_in_which_everything_else_is_found(folder: Path, tmp_path: Path) -> None:
@@ -249,18 +249,19 @@ def test_a_version_runs_from_a_copy_in_which_everything_else_is_found(folder: Pa
     source = CommandLine(arguments, folder, check_source([Path("lib/words.py")], folder))
     copies = tmp_path / "copies"
     copies.mkdir()
-    code = CommandSource(source, Command(source.resolved(), lambda task, result: 0.0), None, copies)
+    code = CommandSource(source, Command(source.resolved(folder), lambda task, result: 0.0), None, copies)
     first = code.load()
     stamp = code.stamp()
     (folder / "lib" / "words.py").write_text("WORD = 'second'")
     (outside / "settings").write_text("two")
     assert code.stamp() != stamp
     second = code.load()
-    assert first.code_version != second.code_version == source.version("")
-    for version, word, setting in ((first, "first", "one"), (second, "second", "two")):
+    assert first.code_version != second.code_version == source.version(folder, "")
+    for version, word in ((first, "first"), (second, "second")):
         assert isinstance(version.agent, Command)
         _, script, settings, plain = version.agent.arguments
-        assert Path(settings).read_text() == setting and Path(plain).read_text() == "plain"
+        assert Path(settings) == outside / "settings", "what is outside the folder is not copied"
+        assert Path(plain).read_text() == "plain"
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd="/")
         assert done.stdout.strip() == f"{word} other", done.stderr
 
@@ -363,11 +364,11 @@ def test_an_option_that_would_do_nothing_is_refused(options: tuple[str, ...], se
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
-        ("echo none", "expected a number.*: correct the program, or its --reward"),
-        ("echo 1", "no call of the policy.*: the program must call the model at OPENAI_BASE_URL"),
+        ("echo none", "expected a number.*: fix the agent or its reward"),
+        ("echo 1", "no call of the policy.*a program: OPENAI_BASE_URL and OPENAI_API_KEY"),
     ],
 )
-def test_the_error_of_a_failing_program_names_shell_options(
+def test_the_error_of_a_failing_program_has_the_way_out(
     served: Served, folder: Path, program: str, sentence: str
 ) -> None:
     asked = ["run", "--task-file", "tasks.jsonl", "--reward", "stdout", "--concurrency", "2", "--url", served.url]

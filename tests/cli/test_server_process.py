@@ -49,8 +49,6 @@ def test_a_line_for_each_policy_and_for_each_step_of_every_run(
     facts = plain.removeprefix("Ready: ").removesuffix(", policy version 0.")
     assert f"  planner: tiny, {facts}, all weights" in lines
     assert f"  coder: tiny, {facts}, adapter of rank 4" in lines
-    [model] = [line for line in lines if line.startswith("The model's chat template renders the message 'Hello'")]
-    assert model.replace("The model's chat template", "The chat template of planner, coder") in lines
     steps = [line.partition("  ")[::2] for line in lines if "step " in line]
     assert [step for step, _ in steps] == ["step 1", "team: step 1", "step 2"]
     assert steps[1][1] == "reward 0.500 (planner 0.500, coder 0.500)"

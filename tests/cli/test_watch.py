@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentjet.cli.status import frames, status_lines
+from agentjet.cli.status import changes, status_lines
 from agentjet.protocol import StatusResponse
 
 
@@ -41,6 +41,6 @@ def test_a_run_with_policies_has_a_line_for_each() -> None:
 
 def test_a_file_gets_a_text_for_each_change() -> None:
     looks = [seen(clients={"a": age}) for age in (1.0, 2.0)] + [seen(step=1), seen(step=1), seen()]
-    texts = list(frames(looks))
-    assert [text.split("step")[1].split()[0] for text in texts] == ["0", "1", "0"]
-    assert "a (seen 1 s ago)" in texts[0]
+    texts = list(changes(map(status_lines, looks)))
+    assert [dict(lines)["step"] for lines in texts] == ["0", "1", "0"]
+    assert dict(texts[0])["clients"] == "a (seen 1 s ago)"

@@ -86,7 +86,7 @@ def test_an_agent_that_fails_on_held_out_tasks_is_named_so() -> None:
         raise AgentFailing("the first 4 episodes all failed")
 
     held_out = HeldOutEvaluations(failing, every=1)
-    with pytest.raises(AgentFailing, match=r"held-out evaluation: the first 4 .*evaluate\(agent, eval_tasks\[:1\]\)"):
+    with pytest.raises(AgentFailing, match="held-out evaluation: the first 4 episodes"):
         asyncio.run(held_out.run(AgentVersion("v", len), print))
 
 

@@ -105,9 +105,9 @@ def test_tasks_may_come_from_an_iterator() -> None:
     [
         (10**25, "x", r"policy_version = 1000.*less than"),
         (-1, "x", r"policy_version = -1: .*greater than or equal to 0"),
-        (1, "", "The tag '' is not a name"),
-        (1, "../x", r"The tag '\.\./x' is not a name: give a letter"),
-        (1, "a/b", "The tag 'a/b' is not a name"),
+        (1, "", "'' is not the name of a tag"),
+        (1, "../x", r"'\.\./x' is not the name of a tag: give a letter"),
+        (1, "a/b", "'a/b' is not the name of a tag"),
     ],
 )
 def test_a_tag_that_cannot_be(version: int, name: str, sentence: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 
 import pytest
@@ -138,15 +139,11 @@ def test_an_evaluation_reports_each_policy() -> None:
 
 
 def test_progress_shows_each_policy() -> None:
-    class Shown(Progress):
-        def _show(self, text: str) -> None:
-            shown.append(text)
-
-    shown: list[str] = []
-    progress = Shown(1)
+    shown = io.StringIO()
+    progress = Progress("training", 1, out=shown)
     progress.policies = POLICIES
     progress.step({"reward/mean": 0.75, "planner/reward/mean": 1.0, "coder/reward/mean": 0.5})
-    assert shown == ["reward 0.750  planner 1.000  coder 0.500"]
+    assert shown.getvalue() == "training 1/1  reward 0.750  planner 1.000  coder 0.500\n"
 
 
 def test_a_program_gets_the_names_of_the_policies() -> None:

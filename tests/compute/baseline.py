@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from agentjet.compute.protocol import LossSpec
+from agentjet.config import AlgorithmConfig, JobConfig
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.conftest import tokens
@@ -50,16 +52,11 @@ def learner_gradient(
     """The flat gradient of one mini-batch, as the learner computes it."""
     learner = PolicyLearner(policy)
     learner._reference = reference
-    captured: list[Tensor] = []
-
-    def capture(optimizer: OptimizerConfig) -> float:
-        captured.append(_flat(m.grad for m in learner._masters.values()))
-        learner._optimizer.zero_grad()
-        return 1.0
-
-    learner._apply = capture  # type: ignore[method-assign]
-    learner.learn(forest, JobConfig(algorithm=algorithm, micro_batch_tokens=micro_batch_tokens), 0)
-    return captured[0]
+    loss = LossSpec.of(JobConfig(algorithm=algorithm, micro_batch_tokens=micro_batch_tokens))
+    learner.forward_backward(TrainingBatch(0, forest), loss)
+    gradient = _flat(m.grad for m in learner.masters())
+    learner._optimizer.zero_grad()
+    return gradient
 
 
 class Baseline:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.hosted_policy import Fingerprints
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy, fingerprint
 from agentjet.config import JobConfig, OptimizerConfig
@@ -71,17 +70,15 @@ def test_opposite_changes_of_two_rows_or_two_tensors_do_not_cancel() -> None:
 def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank: int) -> None:
     policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
     learner = PolicyLearner(policy)
-    seen = Fingerprints(learner, policy)
-    assert seen.changed() == NEITHER
+    assert learner.weights_changed() == NEITHER
     learner.learn(batch(policy, math.inf), job(), 0)
-    assert seen.changed() == NEITHER, "a gradient that is no number changes nothing"
+    assert learner.weights_changed() == NEITHER, "a gradient that is no number changes nothing"
     learner.learn(batch(policy), job(), 1)
-    assert seen.changed() == BOTH
+    assert learner.weights_changed() == BOTH
     checkpoint.save(tmp_path / "step_000002", policy, learner, {"policy_version": 2})
     learner.learn(batch(policy), job(), 2)
     checkpoint.load(tmp_path / "step_000002", policy, learner)
-    seen.reset()
-    assert seen.changed() == NEITHER
+    assert learner.weights_changed() == NEITHER
 
 
 def test_a_sampler_that_does_not_take_the_weights_up_is_told_apart(policy: Policy) -> None:
@@ -89,11 +86,11 @@ def test_a_sampler_that_does_not_take_the_weights_up_is_told_apart(policy: Polic
     for module in policy.model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(weight.detach().clone()))
-    seen = Fingerprints(learner, policy)
+    learner.weights_changed()
     with torch.no_grad():
         for master in learner.masters():
             master.add_(1e-3)
-    assert seen.changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
+    assert learner.weights_changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
 
 
 def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
@@ -102,9 +99,8 @@ def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
         for weight in policy.trainable().values():
             weight[weight.abs() < 1e-3] = 1e-3  # what is nearly 0 rounds finer
     learner = PolicyLearner(policy)
-    seen = Fingerprints(learner, policy)
     learner.learn(batch(policy), job(lr=1e-8), 0)
-    assert seen.changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
+    assert learner.weights_changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
 
 
 def test_a_card_tells_the_weights_of_models_apart(tiny_folder: Path, tmp_path: Path) -> None:

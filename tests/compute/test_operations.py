@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import queue
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute.embedded.backend import Request
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
@@ -26,7 +26,7 @@ from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, OperationConflict
-from agentjet.recipes.recipe import recipe_of
+from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
@@ -39,27 +39,21 @@ POLICY = PolicyId()
 def test_operations_are_applied_once_and_in_order() -> None:
     log = OperationLog()
     first, second = Op.of(POLICY, 0), Op.of(POLICY, 1)
-    assert log.repeated(first, "a") is None
+    applied: list[str] = []
+
+    def apply(op: Op, body: str) -> int:
+        return log.apply(op, (body,), lambda: len(applied) if applied.append(body) is None else -1)
+
     with pytest.raises(OperationConflict, match=r"operation 1 .* the next one is 0"):
-        log.repeated(second, "b")
-    log.record(first, "a", {"x": 1.0})
-    assert log.repeated(first, "a") == {"x": 1.0} and log.repeated(second, "b") is None
+        apply(second, "b")
+    assert apply(first, "a") == 1 == apply(first, "a") and applied == ["a"] and log.next == 1
     with pytest.raises(OperationConflict, match="another body"):
-        log.repeated(first, "c")
+        apply(first, "c")
     for number in range(1, MAX_RESULTS + 2):
-        log.record(Op.of(POLICY, number), "d", {})
+        assert apply(Op.of(POLICY, number), "d") == number + 1
     with pytest.raises(OperationConflict, match="no longer stored"):
-        log.repeated(first, "a")
-
-
-def test_a_log_survives_a_checkpoint() -> None:
-    log = OperationLog()
-    for number in range(20):
-        log.record(Op.of(POLICY, number), f"digest {number}", {"number": number})
-    restored = OperationLog.restored({"policy_version": 10, **log.state()})
-    assert restored.next == 20
-    assert restored.repeated(Op.of(POLICY, 19), "digest 19") == {"number": 19}
-    assert OperationLog.restored({"policy_version": 7}).next == 14, "a checkpoint of edition 1"
+        apply(first, "a")
+    assert applied == ["a", *"d" * (MAX_RESULTS + 1)]
 
 
 def test_gradients_accumulate_until_the_optimiser_step(tiny_folder: Path) -> None:
@@ -140,11 +134,9 @@ def test_advantages_compare_groups_and_roles(
     role_rewards = np.full((4, 2), np.nan)
     for at, reward in named.items():
         role_rewards[at] = reward
-    recipe = recipe_of(AlgorithmConfig(advantage="dr_grpo", by_role=by_role))
+    recipe = Recipe(AlgorithmConfig(advantage="dr_grpo", by_role=by_role))
     batch = TrainingBatch(0, seven_calls(), facts(role_rewards=role_rewards))
-    again = TrainingBatch.from_wire(batch.to_wire())
-    for one in (batch, again):
-        assert recipe.columns(one, {}).values["advantage"].tolist() == np.repeat(expected, 2).tolist()
+    assert recipe.prepared(batch)[0]["advantage"].tolist() == np.repeat(expected, 2).tolist()
 
 
 def test_a_target_need_not_have_been_sampled(tiny_folder: Path) -> None:
@@ -182,27 +174,26 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
         {"model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1}}
     )
     worker = Worker(io.BytesIO())
-    sampler = config.sampler.model_dump(mode="json")
-    worker.handle("add", POLICY, model=config.model.model_dump(mode="json"), dtype="", sampler=sampler)
-    params = asdict(SamplingParams(max_tokens=50, temperature=3.0))
-    worker.handle("sample", POLICY, id=1, tokens=tokens(1, 5).tobytes(), params=params)
-    assert worker._next_frame(0.0) is None, "time for a step of the sampler"
+    worker.handle("add", POLICY, config.model, config.sampler)
+    worker.handle("sample", POLICY, 1, tokens(1, 5), SamplingParams(max_tokens=50, temperature=3.0))
+    assert worker._next_request(0.0) is None, "time for a step of the sampler"
     hosted = worker.policies[POLICY]
     batch = TrainingBatch(0, build_forest(sampled_rows(hosted.policy)))
-    hosted.forward_backward(0, batch.to_wire(), LossSpec.of(JobConfig()).to_wire())
-    assert worker._next_frame(0.0) is None, "a gradient changes no weights"
+    hosted.forward_backward(Op.of(POLICY, 0), batch, LossSpec.of(JobConfig()))
+    assert worker._next_request(0.0) is None, "a gradient changes no weights"
     with pytest.raises(OperationConflict, match="pending gradient"):
-        hosted.save(str(tmp_path / "never"))
-    hosted.optim_step(1, OptimizerConfig().model_dump(mode="json"))
-    worker._inbox.put({"op": "publish"})
-    assert worker._next_frame(0.0) == {"op": "publish"}
+        hosted.save(tmp_path / "never")
+    hosted.optim_step(Op.of(POLICY, 1), OptimizerConfig())
+    publish = Request("publish", 2, POLICY, (1,))
+    worker._inbox.put(publish)
+    assert worker._next_request(0.0) == publish
     worker._inbox = queue.SimpleQueue()
     hosted.publish(1)
-    assert worker._next_frame(0.0) is None and hosted.version == 1
+    assert worker._next_request(0.0) is None and hosted.version == 1
 
 
 def test_a_setting_that_needs_a_missing_capability_is_refused() -> None:
-    capabilities = Capabilities(support_sets=False, adapters=False, prefix_sharing=True, bit_equal_replay=False)
+    capabilities = Capabilities(support_sets=False, adapters=False)
     config = ServeConfig.model_validate({"model": {"lora": {"rank": 8}}})
     with pytest.raises(ConfigError, match=r"model\.lora\.rank = 8: this backend trains no adapters"):
         check_capabilities(capabilities, config, config.job)

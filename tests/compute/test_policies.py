@@ -13,10 +13,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import io
 import os
+import pickle
 import signal
 import weakref
 from pathlib import Path
@@ -27,17 +27,18 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.embedded.backend import Request, WorkerProcess
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.embedded.worker_process import WorkerProcess, read_frame
-from agentjet.compute.protocol import LossSpec, learn
+from agentjet.compute.operations import learn
+from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import build_forest
-from agentjet.types import Op, PolicyId, SamplingParams
+from agentjet.types import Op, PolicyId, Sampled, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.conftest import make_policy, sampled_rows, tokens
 from tests.compute.test_locks import digest
@@ -53,21 +54,18 @@ def model_of(folder: Path, rank: int = 4, **changes: Any) -> ModelConfig:
 
 
 def add(worker: Worker, policy: PolicyId, model: ModelConfig) -> None:
-    sampler = SamplerConfig(cache_tokens=4096).model_dump(mode="json")
-    worker.handle("add", policy, model=model.model_dump(mode="json"), dtype="", sampler=sampler)
+    worker.handle("add", policy, model, SamplerConfig(cache_tokens=4096))
 
 
 def sample(worker: Worker, policy: PolicyId, id: int, max_tokens: int = 6) -> None:
-    params = {"max_tokens": max_tokens, "seed": id, "temperature": 2.0}
-    worker.handle("sample", policy, id=id, tokens=tokens(1, 30).tobytes(), params=params)
+    params = SamplingParams(max_tokens=max_tokens, seed=id, temperature=2.0)
+    worker.handle("sample", policy, id, tokens(1, 30), params)
 
 
-def train(worker: Worker, policy: PolicyId, version: int, batch: dict[str, Any], job: JobConfig) -> None:
-    loss = LossSpec.of(job).to_wire()
-    worker.handle("forward_backward", policy, number=2 * version, batch=batch, loss=loss)
-    optimizer = job.optimizer.model_dump(mode="json")
-    worker.handle("optim_step", policy, number=2 * version + 1, optimizer=optimizer)
-    worker.handle("publish", policy, version=version + 1)
+def train(worker: Worker, policy: PolicyId, version: int, batch: TrainingBatch, job: JobConfig) -> None:
+    worker.handle("forward_backward", policy, Op.of(policy, 2 * version), batch, LossSpec.of(job))
+    worker.handle("optim_step", policy, Op.of(policy, 2 * version + 1), job.optimizer)
+    worker.handle("publish", policy, version + 1)
 
 
 def with_random_adapter(policy: Policy, seed: int) -> Policy:
@@ -98,7 +96,7 @@ def completions(
 def test_training_beside_other_policies_is_bit_equal_to_training_alone(tiny_folder: Path, dtype: str) -> None:
     job = JobConfig(optimizer=OptimizerConfig(lr=1e-2))
     batches = [
-        TrainingBatch(version, build_forest(sampled_rows(make_policy(tiny_folder), seed=version))).to_wire()
+        TrainingBatch(version, build_forest(sampled_rows(make_policy(tiny_folder), seed=version)))
         for version in range(3)
     ]
 
@@ -169,15 +167,15 @@ def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: 
     assert sampler is worker.policies[B].sampler
     assert {new.id for new in sampler.step()} == {0, 1}
     before = sampler.num_computed
-    worker.handle("optim_step", A, number=0, optimizer=OptimizerConfig().model_dump(mode="json"))
+    worker.handle("optim_step", A, Op.of(A, 0), OptimizerConfig())
     assert {new.id for new in sampler.step()} == {1} and not sampler.is_idle
     sample(worker, A, 2)
     assert {new.id for new in sampler.step()} == {1}, "a waiting completion is paused, too"
-    worker.handle("publish", A, version=1)
+    worker.handle("publish", A, 1)
     assert {new.id for new in sampler.step()} >= {0, 1}
     assert sampler.num_computed - before == 3 + (31 if kind == "llama" else 31 + 30), "keys of the other were dropped"
     worker._cancel(B, 1)
-    worker.handle("optim_step", A, number=1, optimizer=OptimizerConfig().model_dump(mode="json"))
+    worker.handle("optim_step", A, Op.of(A, 1), OptimizerConfig())
     assert sampler.is_idle and sampler.step() == []
 
 
@@ -245,7 +243,9 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="target_modules"):
         add(worker, A, refused)
     worker.handle("remove", A)
-    assert worker._shared_base is None, "a failed `add` leaves nothing behind"
+    alive = [one for one in gc.get_objects() if isinstance(one, BaseModel)]
+    assert len(alive) == 1, "a failed `add` leaves nothing behind"
+    del alive
     add(worker, A, model_of(other))
 
 
@@ -276,7 +276,7 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, algo
         call_role=none,
         call_turn=none,
     )
-    batch = TrainingBatch(0, build_forest([]), facts).to_wire()
+    batch = TrainingBatch(0, build_forest([]), facts)
     train(worker, A, 0, batch, JobConfig.model_validate({"algorithm": algorithm}))
     after = worker.policies[A].policy.trainable()
     assert all(torch.equal(weight, after[name]) for name, weight in weights.items())
@@ -286,15 +286,15 @@ def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
     worker = Worker(io.BytesIO())
     for policy in (A, B):
         add(worker, policy, model_of(tiny_folder))
-    batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder)))).to_wire()
+    batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
     train(worker, A, 0, batch, job := JobConfig())
     with pytest.raises(OperationConflict, match="operation 2 of policy other/b is out of order: the next one is 0"):
         train(worker, B, 1, batch, job)
     train(worker, B, 0, batch, job)
-    first = worker.handle("forward_backward", A, number=2, batch=batch, loss=LossSpec.of(job).to_wire())
-    assert worker.handle("forward_backward", A, number=2, batch=batch, loss=LossSpec.of(job).to_wire()) == first
+    first = worker.handle("forward_backward", A, Op.of(A, 2), batch, LossSpec.of(job))
+    assert worker.handle("forward_backward", A, Op.of(A, 2), batch, LossSpec.of(job)) == first
     with pytest.raises(OperationConflict, match="operation 0 of policy other/b was applied with another body"):
-        worker.handle("forward_backward", B, number=0, batch={}, loss={})
+        worker.handle("forward_backward", B, Op.of(B, 0), None, None)
 
 
 async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
@@ -353,7 +353,7 @@ def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: 
         compute = EmbeddedCompute(config)
         await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
-        failing = asyncio.ensure_future(compute._ask("forward_backward", A, number=0, batch={}, loss={}))
+        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 0), None, None))
         waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
         failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
         assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
@@ -373,17 +373,24 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
     add(worker, A, model_of(tiny_folder))
     monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        worker._answer({"op": "remove", "id": 1, "policy": dataclasses.asdict(A)})
-    output.seek(0)
-    answer = read_frame(output)
-    assert answer is not None and answer["error"] == "ComputeError" and answer["ends"]
+        worker._answer(Request("remove", 1, A, ()))
+    output.seek(8)
+    answer = pickle.load(output)
+    assert isinstance(answer.error, ComputeError) and answer.ends
 
 
 class Silent(WorkerProcess):
-    """A process that takes every frame and answers none."""
+    """A process that takes every request and answers none."""
 
-    def _write(self, encoded: bytes) -> None:
+    def _write(self, request: Request) -> None:
         pass
+
+
+async def begun(process: WorkerProcess, policy: PolicyId) -> asyncio.Task[Sampled]:
+    """A completion that waits for its first piece."""
+    completion = asyncio.ensure_future(anext(process.sample(policy)))
+    await asyncio.sleep(0)
+    return completion
 
 
 def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) -> None:
@@ -391,13 +398,14 @@ def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) 
         process = Silent(tmp_path / "worker.log", 1.0)
         assert process._reason(-9).during == ""
         for policy in OTHERS[:2]:
-            process.open_stream(policy)
+            _ = await begun(process, policy)
         assert process._reason(-9).during == "other/b"
         process._unpublished.add(B)
         assert process._reason(-9).during == "other/c", "the completions of B pause"
-        id, _ = process.open_stream(A)
+        completion = await begun(process, A)
         assert process._reason(-9).during == "", "it may be the fault of either run"
-        process.close_stream(A, id)
+        completion.cancel()
+        await asyncio.sleep(0)
         scoring = asyncio.ensure_future(process.ask("score", A))
         await asyncio.sleep(0)
         assert process._reason(-9).during == "default/a"

@@ -12,8 +12,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import pickle
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +27,12 @@ from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.embedded.worker_process import read_frame
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError, OutOfCache
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import build_forest, call_row
-from agentjet.types import PolicyId, SamplingParams
+from agentjet.timeline.forest import ancestors, build_forest, call_row
+from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import BRANCHING, ROWS, make_architecture
 from tests.compute.baseline import (
     Baseline,
@@ -149,9 +148,9 @@ def test_rows_are_timelines_within_the_budget(folders: dict[str, Path]) -> None:
         seen = np.zeros(forest.num_targets, int)
         found: list[tuple[int, ...]] = []
         for piece, targets in one_pass.pieces(forest, budget):
-            starts = np.flatnonzero(piece.parent < 0)
-            assert len(starts) == 1 or one_pass.num_computed(piece) <= budget
-            found += [tuple(piece.tokens[start : piece.end[start]].tolist()) for start in starts]
+            leaves = np.flatnonzero(piece.end == np.arange(piece.num_nodes) + 1)
+            assert len(leaves) == 1 or one_pass.num_computed(piece) <= budget
+            found += [tuple(piece.tokens[[*ancestors(piece, leaf), leaf]]) for leaf in leaves]
             seen[targets] += 1
             logprobs = PolicyLearner(policy).logprobs(piece)
             assert torch.allclose(logprobs, expected[torch.from_numpy(targets)], atol=1e-5)
@@ -308,28 +307,26 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> N
     model = ModelConfig(name=str(folders["mamba"]), device="cpu", dtype="float32", threads=1)
     output = io.BytesIO()
     worker, policy = Worker(output), PolicyId()
-    sampler = SamplerConfig().model_dump(mode="json")
-    info = worker.handle("add", policy, model=model.model_dump(mode="json"), dtype="", sampler=sampler)
-    assert not info["shares_prefixes"] and info["context_length"] == 8192
+    info = worker.handle("add", policy, model, SamplerConfig())
+    assert not info.shares_prefixes and info.context_length == 8192
 
     def sample() -> tuple[list[float], set[int]]:
         start = output.tell()
-        params = asdict(SamplingParams(max_tokens=5, seed=3))
-        worker.handle("sample", policy, id=1, tokens=tokens(1, 9).tobytes(), params=params)
+        worker.handle("sample", policy, 1, tokens(1, 9), SamplingParams(max_tokens=5, seed=3))
         while worker._pieces:
             worker._sample_step()
         output.seek(start)
-        frames = iter(lambda: read_frame(output), None)
-        pieces = [piece for frame in frames for piece in frame["tokens"]]
-        return [logp for _, _, _, logprobs, *_ in pieces for logp in logprobs], {version for _, version, *_ in pieces}
+        pieces = []
+        while output.read(8):
+            pieces += [piece for _, piece in pickle.load(output)]
+        return [logp for piece in pieces for logp in piece.logprobs], {piece.policy_version for piece in pieces}
 
     before = sample()
     forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
-    batch, loss = TrainingBatch(0, forest).to_wire(), LossSpec.of(JobConfig()).to_wire()
-    outputs = worker.handle("forward_backward", policy, number=0, batch=batch, loss=loss)
-    assert outputs["metrics"]["forest/tokens_computed"] >= forest.num_nodes
-    optimizer = OptimizerConfig(lr=1e-2).model_dump(mode="json")
-    worker.handle("optim_step", policy, number=1, optimizer=optimizer)
-    worker.handle("publish", policy, version=1)
+    batch, loss = TrainingBatch(0, forest), LossSpec.of(JobConfig())
+    outputs = worker.handle("forward_backward", policy, Op.of(policy, 0), batch, loss)
+    assert outputs.metrics["forest/tokens_computed"] >= forest.num_nodes
+    worker.handle("optim_step", policy, Op.of(policy, 1), OptimizerConfig(lr=1e-2))
+    worker.handle("publish", policy, 1)
     after = sample()
     assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]

@@ -13,14 +13,14 @@ import os
 
 import pytest
 
-from agentjet.compute.embedded.worker_process import Activity, Watchdog, activity_of
+from agentjet.compute.embedded.backend import Watchdog, cpu_seconds_of
 
 TIMEOUT = 100.0
-SILENT = Activity(7.0)
+SILENT = 7.0
 
 
 def looks_until_it_hangs(
-    dog: Watchdog, *, work: Activity | None = SILENT, has_work: bool = True, most: int = 50
+    dog: Watchdog, *, work: float | None = SILENT, has_work: bool = True, most: int = 50
 ) -> int | None:
     """Number of the look that finds it hanging, in looks that come on time."""
     looks = range(1, most + 1)
@@ -46,10 +46,10 @@ def test_a_sign_of_work_begins_the_time_anew(sign: str) -> None:
     if sign == "frame":
         dog.reset()
     elif sign == "cpu":
-        assert not dog.hangs(dog.interval, lambda: Activity(7.05), has_work=True)
+        assert not dog.hangs(dog.interval, lambda: 7.05, has_work=True)
         assert not dog.hangs(dog.interval, lambda: SILENT, has_work=True), "less, because a child ended"
     elif sign == "disk":
-        assert not dog.hangs(dog.interval, lambda: Activity(7.0, waits_for_disk=True), has_work=True)
+        assert not dog.hangs(dog.interval, lambda: None, has_work=True)
     else:
         dog.hangs(dog.interval, lambda: SILENT, has_work=False)
     assert looks_until_it_hangs(dog, most=9) is None
@@ -64,9 +64,9 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
 
 
 def test_work_of_a_process() -> None:
-    before = activity_of(os.getpid())
+    before = cpu_seconds_of(os.getpid())
     assert before is not None
     sum(i * i for i in range(2_000_000))
-    after = activity_of(os.getpid())
-    assert after is not None and after.cpu_seconds > before.cpu_seconds
-    assert activity_of(2**22 + 1) is None
+    after = cpu_seconds_of(os.getpid())
+    assert after is not None and after > before
+    assert cpu_seconds_of(2**22 + 1) is None

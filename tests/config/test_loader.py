@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.config import JobConfig, ServeConfig, load_config, parse_job, server_token, setting_names, settings_table
+from agentjet.config import JobConfig, ServeConfig, load_config, parse_job, server_token, settings_table
 from agentjet.config.loader import parse_value
 from agentjet.errors import ConfigError
+from tests.setting_names import setting_names
 
 
-def load(*overrides: str, file: Path | None = None, **environ: str) -> ServeConfig:
-    return load_config(file, overrides, environ=environ)
+def load(*overrides: str, file: Path | None = None) -> ServeConfig:
+    return load_config(file, overrides)
 
 
-def complaint(*overrides: str, file: Path | None = None, **environ: str) -> str:
+def complaint(*overrides: str, file: Path | None = None) -> str:
     with pytest.raises(ConfigError) as refused:
-        load(*overrides, file=file, **environ)
+        load(*overrides, file=file)
     return str(refused.value)
 
 
@@ -25,11 +26,11 @@ def test_without_anything_the_defaults_hold() -> None:
     assert load() == ServeConfig()
 
 
-def test_file_then_environment_then_set(tmp_path: Path) -> None:
+def test_file_then_set(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("[server]\nport = 1\ndata_dir = 'here'\n[job]\nbatch_size = 3\n[job.optimizer]\nlr = 1e-4\n")
-    config = load("server.port=3", "job.optimizer.lr=2e-4", file=file, AGENTJET_PORT="2", AGENTJET_DATA_DIR="there")
-    assert (config.server.port, config.server.data_dir) == (3, Path("there"))
+    config = load("server.port=3", "job.optimizer.lr=2e-4", file=file)
+    assert (config.server.port, config.server.data_dir) == (3, Path("here"))
     assert (config.job.batch_size, config.job.optimizer.lr, config.job.group_size) == (3, 2e-4, 8)
 
 
@@ -133,10 +134,6 @@ def test_a_table_can_be_set_whole_or_in_parts() -> None:
 
 def test_every_mistake_is_named_at_once() -> None:
     assert complaint("job.batch_size=0", "job.seed=x").count("\n") == 1
-
-
-def test_the_environment_is_named_as_the_origin() -> None:
-    assert "server.port = 'x' (AGENTJET_PORT)" in complaint(AGENTJET_PORT="x")
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -49,17 +49,35 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "agentjet.cli", *arguments]
 
 
-def evaluate(target: str, *arguments: str) -> dict[str, Any]:
+RECORDING = """
+import json, os, pathlib
+from examples.arithmetic.agent import FirstAnswer, held_out_tasks
+
+examiner = FirstAnswer(seed=5)
+
+def agent(task, episode):
+    reward = examiner(task, episode)
+    pathlib.Path(os.environ["ANSWERS"]).write_text(json.dumps(examiner.answers))
+    return reward
+"""
+
+
+def evaluate(folder: Path, target: str, *arguments: str) -> dict[str, Any]:
+    """The answers to eight held-out sums."""
+    agent, answers = folder / "recording.py", folder / "answers.json"
+    agent.write_text(RECORDING)
+    chosen = ("--agent", f"{agent}:agent", "--task-file", f"{agent}:held_out_tasks", "--tasks", "8")
     ended = subprocess.run(
-        command("eval", target, "--json", "--tasks", "8", "--concurrency", "1", *arguments),
+        command("eval", target, "--json", "--concurrency", "1", *chosen, *arguments),
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment() | {"ANSWERS": str(answers)},
         timeout=PATIENCE,
     )
     assert ended.returncode == 0, ended.stderr
-    answers: dict[str, Any] = json.loads(ended.stdout)["answers"]
-    return answers
+    found: dict[str, Any] = json.loads(answers.read_text())
+    assert len(found) == 8
+    return found
 
 
 def demo(model: Path, out: Path) -> None:
@@ -100,9 +118,9 @@ def test_the_exported_model_answers_as_the_server_does(model: Path, tmp_path: Pa
     demo(model, out)
     with Server(model, out / "server", job__max_steps=2) as server:
         assert server.get("/status")["policy_version"] == 2
-        for how in (["--greedy"], ["--seed", "5"]):
-            answers = evaluate(server.url, "--token", server.token, *how)
-            assert evaluate(str(out / "model"), *PLAIN, *how) == answers
+        for how in (["--temperature", "0"], []):
+            answers = evaluate(tmp_path, server.url, "--token", server.token, *how)
+            assert evaluate(tmp_path, str(out / "model"), *PLAIN, *how) == answers
 
 
 @pytest.mark.thorough

@@ -64,7 +64,7 @@ def test_an_answer_is_the_equation_and_nothing_else(answer: str, formed: bool, r
 
 
 def test_the_shipped_settings_load() -> None:
-    config = load_config(SETTINGS, environ={})
+    config = load_config(SETTINGS)
     assert config.job.max_steps > 0
     assert config.model.name == "smollm2-135m"
 

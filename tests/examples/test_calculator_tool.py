@@ -79,7 +79,7 @@ def test_the_last_number_of_an_answer_counts(answer: str, right: bool) -> None:
 
 
 def test_the_shipped_settings_load() -> None:
-    job = load_config(SETTINGS, environ={}).job
+    job = load_config(SETTINGS).job
     assert job.max_steps > 0 and job.group_size > 1
 
 

@@ -240,7 +240,7 @@ def test_the_tests_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_shipped_settings_load() -> None:
-    job = load_config(train.SETTINGS, environ={}).job
+    job = load_config(train.SETTINGS).job
     assert job.max_steps > 0 and job.group_size > 1
 
 

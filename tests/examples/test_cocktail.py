@@ -18,7 +18,7 @@ from tests.tiny import make_model, overrides
 
 
 def test_every_task_set_has_a_weight_and_an_environment() -> None:
-    weights = load_config(SETTINGS, environ={}).job.task_weights
+    weights = load_config(SETTINGS).job.task_weights
     assert weights.keys() == TASK_SETS.keys() == ENVIRONMENTS.keys()
     assert {f"{name}.txt" for name in ENVIRONMENTS.values()} == {path.name for path in HERE.glob("environments/*.txt")}
 

@@ -53,7 +53,7 @@ def test_the_random_player_makes_legal_moves_only() -> None:
 
 
 def test_the_shipped_settings_load() -> None:
-    assert load_config(SETTINGS, environ={}).job.max_steps > 0
+    assert load_config(SETTINGS).job.max_steps > 0
 
 
 def first_free(prompt: str) -> str:

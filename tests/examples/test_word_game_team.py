@@ -35,7 +35,7 @@ def test_a_guess_is_letters_only() -> None:
 
 
 def test_the_shipped_settings_load() -> None:
-    config = load_config(SETTINGS, environ={})
+    config = load_config(SETTINGS)
     assert (config.policy_names, config.job.max_steps) == ((DESCRIBER, GUESSER), 15)
 
 

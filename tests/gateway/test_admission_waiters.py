@@ -29,17 +29,17 @@ class Counted:
         self.run = run
         self.begins = self.looks = 0
         swarm = run.gateway.swarm
-        self._begin, self._next_deadline = swarm.begin, swarm.next_deadline
+        self._begin, self._reap = swarm.begin, swarm.reap
         swarm.begin = self.begin  # type: ignore[method-assign]
-        swarm.next_deadline = self.next_deadline  # type: ignore[method-assign]
+        swarm.reap = self.reap  # type: ignore[method-assign]
 
     def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         self.begins += 1
         return self._begin(request, idempotency_key=idempotency_key)
 
-    def next_deadline(self) -> float | None:
+    def reap(self) -> list[Episode]:
         self.looks += 1
-        return self._next_deadline()
+        return self._reap()
 
     async def settled(self) -> tuple[int, int]:
         """Begins and looks since the last time, once the events of what was done are out."""

@@ -4,7 +4,7 @@
 2. Without a good one the journal is replayed from version 0 if it reaches there. Else every start is refused.
 3. A checkpoint that the journal did not record never counts, unless the journal begins at it or AgentJet 0.1 wrote it.
 4. Only checkpoints that this server wrote or loaded are returned as written, displace older ones, or release calls.
-5. An interrupted write leaves no checkpoint that counts, unless the journal had recorded it.
+5. An interrupted write leaves no checkpoint that counts, even if the journal had recorded it.
 6. A stop while the journal refuses a published batch writes no checkpoint, and the batch is learned later.
 7. An incomplete journal is refused, and no checkpoint is renamed.
 """
@@ -98,8 +98,8 @@ async def test_an_empty_journal_beside_damaged_checkpoints_does_not_begin_at_zer
     async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
         await run.batch()
     (folder(tmp_path / "a", 1) / "state.json").write_text("{")
-    (tmp_path / "d").mkdir()
-    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (tmp_path / "d" / RUN).mkdir(parents=True)
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / RUN / "checkpoints")
     for _ in range(2):
         with pytest.raises(CheckpointError, match="the checkpoint of version 1 covers them"):
             async with running(tmp_path / "d"):
@@ -139,9 +139,12 @@ async def test_a_journal_that_lost_its_end_is_refused(tmp_path: Path, end: int) 
     shutil.copy(tmp_path / "early.sqlite", data / RUN / "journal.sqlite")
     with (data / RUN / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')  # A line that was cut off counts for nothing.
-    await refused(data, rf"metrics\.jsonl has policy version 3, .* ends at {end}: .*move only checkpoints/ to a new")
-    (tmp_path / "new").mkdir()
-    (data / RUN / "checkpoints").rename(tmp_path / "new" / "checkpoints")
+    await refused(
+        data,
+        rf"metrics\.jsonl has policy version 3, .* ends at {end}: .*move only checkpoints/ to runs/default/ of a new",
+    )
+    (tmp_path / "new" / RUN).mkdir(parents=True)
+    (data / RUN / "checkpoints").rename(tmp_path / "new" / RUN / "checkpoints")
     check_data_dir(tmp_path / "new")
     async with running(tmp_path / "new") as run:
         assert run.gateway.swarm.policy_version == 3, "the way out"
@@ -180,28 +183,19 @@ async def test_a_checkpoint_of_another_run_is_set_aside(tmp_path: Path) -> None:
         await run.batch()
         weights = run.compute.weights
     shutil.rmtree(tmp_path / "d" / RUN / "checkpoints")
-    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / RUN / "checkpoints")
     async with running(tmp_path / "d") as run:
         assert run.compute.weights == weights and len(run.gateway.store.unusable()) == 1
 
 
-@pytest.mark.parametrize("known", [True, False])
-async def test_a_checkpoint_without_a_digest_counts_where_agentjet_0_1_may_have_written_it(
-    tmp_path: Path, known: bool
-) -> None:
+async def test_a_checkpoint_that_the_journal_did_not_record_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await run.batch()
         await run.batch()
         swarm = run.gateway.swarm
-        if known:
-            swarm._journal.file.set_meta("undigested_until", "1")
-        for version, counts in ((1, known), (2, False)):
-            stamp = CheckpointStamp(version, "")
-            if counts:
-                swarm.batches.check_checkpoint(stamp)
-            else:
-                with pytest.raises(CheckpointError, match="did not record a checkpoint of policy version"):
-                    swarm.batches.check_checkpoint(stamp)
+        for version in (1, 2):
+            with pytest.raises(CheckpointError, match="did not record a checkpoint of policy version"):
+                swarm.batches.check_checkpoint(CheckpointStamp(version, ""))
         swarm.batches.record_checkpoint(CheckpointStamp(1, "d1"))
         with pytest.raises(CheckpointError, match="has another digest"):
             swarm.batches.check_checkpoint(CheckpointStamp(1, ""))
@@ -250,18 +244,20 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
         assert (await run.gateway.versions.save()).policy_version == 1
 
 
-async def test_a_checkpoint_that_was_recorded_gets_its_name(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_was_recorded_and_not_named_is_written_again(tmp_path: Path) -> None:
     """The server was killed between the two."""
     data = tmp_path / "d"
     async with running(data, job={"checkpoint_every": 1}) as run:
         await run.batch()
         await run.batch()
         weights = run.compute.weights
-    shutil.copytree(folder(data, 1), data / RUN / "checkpoints" / ".step_000003.new")
     folder(data, 2).rename(data / RUN / "checkpoints" / ".step_000002.new")
     async with running(data) as run:
+        assert (run.compute.learned, run.compute.weights, versions(run)) == ([1], weights, [1])
+        assert not (data / RUN / "checkpoints" / ".step_000002.new").exists()
+        await run.gateway.versions.save()
+    async with running(data) as run:
         assert (run.compute.learned, run.compute.weights, versions(run)) == ([], weights, [1, 2])
-    assert not (data / RUN / "checkpoints" / ".step_000003.new").exists()
 
 
 async def test_the_sweep_takes_what_was_not_finished_and_nothing_else(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def breaking(run: Running, where: str, error: Exception) -> None:
     if where == "the code":
         run.gateway.swarm.store.commit = fails  # type: ignore[method-assign]
     elif where == "the thread":
-        run.gateway._journal.file._log.wait = fails  # type: ignore[method-assign, union-attr]
+        run.gateway._journal.file.sync = fails  # type: ignore[method-assign]
     else:
         real = run.gateway._journal.file.db
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import Conflict
-from agentjet.gateway import CallChunk, CallRequest
+from agentjet.gateway import CallChunk
 from agentjet.protocol import BeginRequest, FinishRequest
-from agentjet.types import Conversation, Message
+from agentjet.swarm import Episode
 from tests.fakes import Running, running, saying
 
 pytestmark = pytest.mark.anyio
@@ -34,16 +34,16 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
     monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
     async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        swarm, real, looks = run.gateway.swarm, run.gateway.swarm.next_deadline, 0
+        swarm, real, looks = run.gateway.swarm, run.gateway.swarm.reap, 0
 
-        def failing() -> float | None:
+        def failing() -> list[Episode]:
             nonlocal looks
             looks += 1
             if looks < 4:
                 raise AssertionError("a bug")
             return real()
 
-        swarm.next_deadline = failing  # type: ignore[method-assign]
+        swarm.reap = failing  # type: ignore[method-assign]
         run.clock.advance(11)
         await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
         assert swarm.queries.recent_episodes(1)[0].id == episode.id
@@ -79,27 +79,14 @@ async def test_a_held_call_keeps_its_lease(tmp_path: Path) -> None:
         assert (await call).response.content == "hi"
 
 
-class Reader:
-    """An agent that takes its answer chunk by chunk and records a closed connection."""
-
-    def __init__(self, run: Running, episode_id: str) -> None:
-        self.hung_up = False
-        conversation = Conversation((Message("user", "hello"),))
-        request = CallRequest(conversation, stream=True)
-        self.chunks: AsyncGenerator[CallChunk] = run.gateway.call(episode_id, "", request, hang_up=self._hang_up)
-
-    def _hang_up(self) -> None:
-        self.hung_up = True
-
-
-async def reading(run: Running) -> tuple[str, Reader]:
-    """An episode and its agent, which took the first chunk of an answer that is sampled."""
+async def reading(run: Running) -> tuple[str, AsyncGenerator[CallChunk]]:
+    """An episode and its answer, which is sampled and of which its agent took the first chunk."""
     episode = await run.gateway.begin(BeginRequest(task_id="t"))
-    reader = Reader(run, episode.id)
-    await anext(reader.chunks)
+    chunks = run.stream(episode.id)
+    await anext(chunks)
     swarm, lease = run.gateway.swarm, run.gateway.swarm.job.lease_seconds
     await run.until(lambda: swarm.expires_at(swarm.episode(episode.id)) == run.clock.now + lease)
-    return episode.id, reader
+    return episode.id, chunks
 
 
 def lost(run: Running, episode_id: str) -> list[str]:
@@ -108,39 +95,36 @@ def lost(run: Running, episode_id: str) -> list[str]:
 
 async def test_a_slow_reader_lives_and_a_stalled_one_does_not(tmp_path: Path) -> None:
     async with running(tmp_path / "d", saying(lambda _: "one two"), job={"lease_seconds": 10}) as run:
-        episode_id, reader = await reading(run)
-        async with aclosing(reader.chunks):
+        episode_id, chunks = await reading(run)
+        async with aclosing(chunks):
             for _ in range(3):
                 run.clock.advance(9)
-                await anext(reader.chunks)
-            assert run.gateway.swarm.episode(episode_id).status == "live" and not reader.hung_up
+                await anext(chunks)
+            assert run.gateway.swarm.episode(episode_id).status == "live"
             run.clock.advance(11)
             await run.until(lambda: run.gateway.swarm.episode(episode_id).status == "expired")
-            await run.until(lambda: reader.hung_up)
-            assert run.gateway.status().calls_active == 0, "whether or not the agent reads on"
+            await run.until(lambda: run.gateway.status().calls_active == 0)  # Whether or not the agent reads on.
             assert lost(run, episode_id) == ["undelivered"]
             with pytest.raises(Conflict, match="has ended: expired"):
-                await anext(reader.chunks)
+                await anext(chunks)
 
 
 async def test_an_answer_has_arrived_once_all_of_it_was_taken(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        taken, reader = await reading(run)
-        assert [chunk async for chunk in reader.chunks][-1].call is not None
-        read_to_the_last, other = await reading(run)
-        while (await anext(other.chunks)).call is None:
+        taken, chunks = await reading(run)
+        assert [chunk async for chunk in chunks][-1].call is not None
+        read_to_the_last, others = await reading(run)
+        while (await anext(others)).call is None:
             pass
         for episode_id in (taken, read_to_the_last):
             await run.gateway.finish(episode_id, FinishRequest(reward=1.0))
         assert (lost(run, taken), lost(run, read_to_the_last)) == ([], ["undelivered"])
-        assert (reader.hung_up, other.hung_up) == (False, True)
-        await other.chunks.aclose()
+        await others.aclose()
 
 
 async def test_what_is_still_read_when_the_gateway_closes_is_marked(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        episode_id, reader = await reading(run)
-    assert reader.hung_up
-    await reader.chunks.aclose()
+        episode_id, chunks = await reading(run)
+    await chunks.aclose()
     async with running(tmp_path / "d") as run:
         assert lost(run, episode_id) == ["undelivered"]

@@ -3,12 +3,10 @@
 1. Other base weights end the start, or the run if a worker is replaced: nothing is loaded, learned or tried again.
 2. A checkpoint of other settings does so, too, even if an older one or a replay would serve.
 3. If no checkpoint can be read and the journal does not reach back, the message begins with that.
-4. The dtype that was found at the first start is kept, and that of copied checkpoints.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,26 +73,3 @@ async def test_why_a_checkpoint_is_of_no_use_is_said_first(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"step_000001 cannot be read: .*; The journal cannot replay"):
         async with running(tmp_path / "d"):
             pass
-
-
-async def test_the_type_found_at_the_first_start_is_kept(tmp_path: Path) -> None:
-    card = replace(make_model_info(tmp_path / "tokenizer"), dtype="bfloat16")
-    async with running(tmp_path / "d", card=card) as run:
-        assert run.compute.dtype == ""
-        await run.batch()
-        run.compute.die()
-        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "sampling")
-        assert run.compute.dtype == "bfloat16"
-    async with running(tmp_path / "d", card=card) as run:
-        assert run.compute.dtype == "bfloat16"
-
-
-async def test_a_copied_checkpoint_brings_its_type(tmp_path: Path) -> None:
-    """A timing of this machine may choose another type, and the checkpoint would be refused."""
-    card = replace(make_model_info(tmp_path / "tokenizer"), dtype="bfloat16")
-    async with running(tmp_path / "old", card=card, job={"checkpoint_every": 1}) as run:
-        await run.batch()
-    shutil.copytree(tmp_path / "old" / RUN / "checkpoints", tmp_path / "new" / "checkpoints")
-    async with running(tmp_path / "new", card=card) as run:
-        assert run.compute.dtype == "bfloat16"
-        assert run.gateway.swarm.policy_version == 1

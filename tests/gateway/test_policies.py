@@ -99,9 +99,8 @@ async def test_one_damaged_policy_makes_a_checkpoint_unusable(tmp_path: Path) ->
             await run.batch()
     states = {path.name: (path / "state.json").exists() for path in (checkpoints / "step_000003").iterdir()}
     assert states == {"planner": True, "coder": True}
-    (checkpoints / "step_000003").rename(checkpoints / ".step_000003.new")
     async with running(tmp_path / "d", policies=TEAM) as run:
-        assert run.compute.policies[CODER].learned == [], "it was recorded: it gets its name"
+        assert run.compute.policies[CODER].learned == []
     (checkpoints / "step_000003" / "coder" / "state.json").write_text("{")
     async with running(tmp_path / "d", policies=TEAM) as run:
         assert [run.compute.policies[policy].learned for policy in (PLANNER, CODER)] == [[2], [2]]
@@ -244,8 +243,8 @@ async def test_a_first_start_that_failed_fixes_nothing(tmp_path: Path) -> None:
 async def test_checkpoints_of_other_policies_keep_their_names(tmp_path: Path, theirs: dict[str, Any]) -> None:
     async with running(tmp_path / "theirs", policies=theirs, job={"checkpoint_every": 1}) as run:
         await run.batch()
-    shutil.copytree(tmp_path / "theirs" / RUN / "checkpoints", tmp_path / "d" / "checkpoints")
-    with pytest.raises(ConfigError, match=r"step_000001 is of a run with .* settings have the policies planner"):
+    shutil.copytree(tmp_path / "theirs" / RUN / "checkpoints", tmp_path / "d" / RUN / "checkpoints")
+    with pytest.raises(ConfigError, match=r"step_000001 has the policies .* settings have planner"):
         async with running(tmp_path / "d", policies=TEAM):
             pass
     async with running(tmp_path / "d", policies=theirs) as run:

@@ -7,7 +7,7 @@
 5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
 6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
 7. A request that began before the end of its run and acts after it is refused with a 503.
-8. The run of a data dir of edition 1 is moved, also if the move was killed at any point. Relative links are refused.
+8. Files of a run directly in the data dir are refused with the way out, and stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import pytest
 
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
 from agentjet.gateway import CallRequest, Gateway
-from agentjet.gateway.runs import FIRST_EDITION, move_first_edition
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest, RunSettings
 from agentjet.swarm.store import Store
 from agentjet.types import Conversation, Message, PolicyId
@@ -221,56 +220,21 @@ async def test_a_run_that_cannot_be_opened_is_shown(tmp_path: Path, file: str) -
         assert (await run.runs.put("a", RunSettings())).is_open
 
 
-async def test_the_run_of_edition_1_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before and after each of the renames."""
+@pytest.mark.parametrize(("name", "message"), [("journal.sqlite", "is of AgentJet 0.1"), ("checkpoints", "move it to")])
+async def test_files_of_a_run_directly_in_the_data_dir_are_refused(tmp_path: Path, name: str, message: str) -> None:
     data = tmp_path / "d"
     async with running(data, job={"checkpoint_every": 1}) as run:
         await run.batch()
         weights = run.compute.weights
-    (data / RUN / "journal.sqlite-wal").touch()
-    for path in (data / RUN).iterdir():
-        path.rename(data / path.name)
-    (data / "lease.json").write_text("{}")
-    (data / "token").write_text("secret")
-    names = {path.name for path in data.iterdir()} & set(FIRST_EDITION)
-    rename = Path.rename
-
-    class Killed(Exception):
-        pass
-
-    def killed(path: Path, target: Path) -> Path:
-        rename(path, target)
-        raise Killed
-
-    monkeypatch.setattr(Path, "rename", killed)
-    for _ in names:
-        assert (data / "journal.sqlite").exists(), "moved last"
-        with pytest.raises(Killed):
-            move_first_edition(data)
-    move_first_edition(data)
-    monkeypatch.undo()
-    assert {path.name for path in data.iterdir()} <= {"runs", "token", "journal.sqlite.lock"}
-    async with running(data) as run:
-        assert (run.gateway.swarm.policy_version, run.compute.weights) == (1, weights)
-    (data / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match="a run has only one of them"):
+    (data / RUN / name).rename(data / name)
+    before = sorted(data.rglob("*"))
+    with pytest.raises(ConfigError, match=message):
         async with running(data):
             pass
-
-
-def test_a_relative_link_of_edition_1_is_refused(tmp_path: Path) -> None:
-    data, disk = tmp_path / "d", tmp_path / "disk"
-    data.mkdir()
-    disk.mkdir()
-    (data / "journal.sqlite").touch()
-    (data / "checkpoints").symlink_to("../disk")
-    with pytest.raises(ConfigError, match=rf"ln -sfn {disk} {data}/checkpoints"):
-        move_first_edition(data)
-    assert not (data / "runs").exists()
-    (data / "checkpoints").unlink()
-    (data / "checkpoints").symlink_to(disk)
-    move_first_edition(data)
-    assert (data / RUN / "checkpoints").samefile(disk)
+    assert sorted(data.rglob("*")) == before
+    (data / name).rename(data / RUN / name)
+    async with running(data) as run:
+        assert run.compute.weights == weights
 
 
 async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> None:

@@ -1,48 +1,16 @@
-"""The table of the engine's states.
-
-1. Every state can be reached and left. No transition exists outside the table.
-2. After a stop during a maintenance task no batch begins.
-"""
+"""The engine's states and its maintenance tasks: after a stop during a task no batch begins."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from agentjet.errors import Later
-from agentjet.gateway.engine import DEMANDS, NEXT, Demand, IllegalInState, check_demand, check_transition
+from agentjet.errors import Conflict, Later
 from agentjet.gateway.observability import StepTimer
 from agentjet.protocol import BeginRequest
-from agentjet.types import EngineState
 from tests.fakes import Clock, running
-
-STATES: tuple[EngineState, ...] = get_args(EngineState)
-
-
-def test_the_table_is_whole() -> None:
-    assert set(NEXT) == set(DEMANDS) == set(STATES)
-    assert {following for ways in NEXT.values() for following in ways} == set(STATES)
-    assert all(ways - {state} for state, ways in NEXT.items())
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_only_what_the_table_names_follows(state: EngineState) -> None:
-    for following in STATES:
-        if following in NEXT[state]:
-            check_transition(state, following)
-        else:
-            with pytest.raises(AssertionError, match=f"{state} to {following}"):
-                check_transition(state, following)
-
-
-def test_a_refusal_says_what_is_legal() -> None:
-    check_demand("checkpoint", "sampling")
-    with pytest.raises(IllegalInState, match="legal now: start") as refused:
-        check_demand("export", "offline")
-    assert (refused.value.status, refused.value.state, refused.value.legal) == (409, "offline", ("start",))
 
 
 @pytest.mark.anyio
@@ -55,7 +23,7 @@ async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: p
             await go_on.wait()
             return "done"
 
-        saving = asyncio.create_task(run.gateway.engine.between_batches("export", task))
+        saving = asyncio.create_task(run.gateway.engine.between_batches(task))
         await under_way.wait()
         last = run.gateway.swarm.queries.events()[-1].seq
         run.gateway.swarm.batches.ready = lambda: True  # type: ignore[method-assign]
@@ -66,17 +34,20 @@ async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: p
         await stopping
         entered = [event.body["state"] for event in run.gateway.swarm.queries.events(last) if event.kind == "state"]
         assert entered == ["draining", "offline"] and "the worker failed" not in caplog.text
-        with pytest.raises(IllegalInState):
+        with pytest.raises(Conflict, match="The engine is offline"):
             await run.gateway.versions.save()
 
 
-@pytest.mark.parametrize("wanted", ["checkpoint", "export"])
-def test_what_would_wait_for_the_model_is_refused_while_it_loads(wanted: Demand) -> None:
-    with pytest.raises(IllegalInState, match=f"{wanted} is not possible while the engine is loading; legal now: stop"):
-        check_demand(wanted, "loading")
-
-
 @pytest.mark.anyio
+async def test_what_would_wait_for_the_model_is_refused_while_it_loads(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", wait_ready=False, prepare=lambda compute: compute.may_start.clear()) as run:
+        versions = run.gateway.versions
+        for request in (versions.save(), versions.export()):
+            with pytest.raises(Conflict, match="The engine is loading") as refused:
+                await request
+            assert (refused.value.status, refused.value.code) == (409, "illegal_in_state")
+
+
 @pytest.mark.anyio
 async def test_an_errand_whose_turn_never_comes_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
@@ -109,7 +80,7 @@ async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path)
                 if ends == "badly":
                     raise ValueError("of nobody's concern")
 
-            caller = asyncio.create_task(engine.between_batches("checkpoint", task))
+            caller = asyncio.create_task(engine.between_batches(task))
             await begun.wait()
             caller.cancel()
             await asyncio.wait([caller])

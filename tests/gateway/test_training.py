@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
-from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
 from tests.fakes import RUN, ScriptedCompute, running
@@ -164,10 +163,10 @@ async def test_an_empty_journal_beside_a_checkpoint_starts_there(tmp_path: Path,
         for _ in range(2):
             await run.batch()
         weights = run.compute.weights
-    (tmp_path / "d").mkdir()
-    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (tmp_path / "d" / RUN).mkdir(parents=True)
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / RUN / "checkpoints")
     if damaged:
-        (tmp_path / "d" / "checkpoints" / "step_000002" / "state.json").write_text("{")
+        (tmp_path / "d" / RUN / "checkpoints" / "step_000002" / "state.json").write_text("{")
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.policy_version == (1 if damaged else 2)
         assert damaged or run.compute.weights == weights
@@ -177,8 +176,8 @@ async def test_an_empty_journal_beside_a_checkpoint_starts_there(tmp_path: Path,
 async def test_an_episode_that_begins_before_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
         await run.batch()
-    (tmp_path / "d").mkdir()
-    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (tmp_path / "d" / RUN).mkdir(parents=True)
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / RUN / "checkpoints")
     async with running(tmp_path / "d", wait_ready=False, prepare=lambda compute: compute.may_start.clear()) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         assert episode.policy_version == 1
@@ -326,7 +325,7 @@ async def test_stop_and_start(tmp_path: Path) -> None:
             with pytest.raises(Later) as refusal:
                 await ask
             assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
-        with pytest.raises(IllegalInState):
+        with pytest.raises(Conflict):
             await run.gateway.versions.save()
         await run.gateway.start_engine()
         await run.gateway.ready()

@@ -203,5 +203,5 @@ def test_all_schemas_together_are_bounded(tmp_path: Path) -> None:
     long = {"type": "object", "properties": {"x": {"type": "string", "description": "d" * 100_000}}}
     tools = tuple(function(f"f{i}", long) for i in range(6))
     strict = Constraint(strict=frozenset(f"f{i}" for i in range(6)))
-    with pytest.raises(InvalidRequest, match="above the limit of 524288"):
+    with pytest.raises(InvalidRequest, match="above the limit of 131072"):
         renderer.grammar(Conversation((Message("user", "x"),), tools), strict)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.config import setting_names
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Subject
@@ -22,6 +21,7 @@ from agentjet.research.planner.priors import base_value, check_job, knob, priors
 from agentjet.research.planner.topics import TopicKind, parse_topic
 from agentjet.research.scheduler import conduct, estimate_cost
 from tests.research.world import STUDY, Formula
+from tests.setting_names import setting_names
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
 

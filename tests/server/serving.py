@@ -69,7 +69,7 @@ class Served:
 async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Served]:
     """See `tests.fakes.running`."""
     async with running(data_dir, *args, **kwargs) as run:
-        keys = Keys(token=TOKEN, admin_token=ADMIN, viewer_token=VIEWER, clock=run.clock)
+        keys = Keys({"client": TOKEN, "admin": ADMIN, "viewer": VIEWER}, clock=run.clock)
         server_config = run.gateway.config.server
         listener = listen("127.0.0.1", 0)
         app = create_app(run.runs, keys)

@@ -57,7 +57,7 @@ def test_an_emptied_token_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_opens_its_episode_until_it_expires(clock: Clock) -> None:
-    keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
+    keys = Keys({"client": "c" * 20, "admin": "a" * 20}, clock=clock)
     key = keys.sign("ep1", 1000.0)
     assert keys.episode(key, AGE) == "ep1" and keys.control(key, episode_id="ep1", max_age=AGE) == "episode"
     with pytest.raises(Forbidden):
@@ -70,8 +70,8 @@ def test_a_key_opens_its_episode_until_it_expires(clock: Clock) -> None:
 
 
 def test_keys_of_another_server_and_changed_keys_are_refused(clock: Clock) -> None:
-    keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
-    other = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
+    keys = Keys({"client": "c" * 20, "admin": "a" * 20}, clock=clock)
+    other = Keys({"client": "c" * 20, "admin": "a" * 20}, clock=clock)
     key = keys.sign("ep1", 1000.0)
     forged = other.sign("ep1", 1000.0)
     for wrong in (forged, key[:-1], key + "A", "ajk-", "ajk-W10.x", "é", key.replace("ajk-", "ajk-x")):
@@ -80,26 +80,26 @@ def test_keys_of_another_server_and_changed_keys_are_refused(clock: Clock) -> No
 
 
 def test_only_the_admin_token_administers() -> None:
-    keys = Keys(token="c" * 20, admin_token="a" * 20)
-    keys.admin("a" * 20)
+    keys = Keys({"client": "c" * 20, "admin": "a" * 20})
+    keys.control("a" * 20, "admin")
     with pytest.raises(Forbidden):
-        keys.admin("c" * 20)
+        keys.control("c" * 20, "admin")
     with pytest.raises(Unauthorized):
-        keys.admin("x" * 20)
+        keys.control("x" * 20, "admin")
     with pytest.raises(Unauthorized):
-        keys.admin("")
+        keys.control("", "admin")
 
 
 def test_a_viewer_reads_only() -> None:
-    keys = Keys(token="c" * 20, admin_token="a" * 20, viewer_token="v" * 20)
+    keys = Keys({"client": "c" * 20, "admin": "a" * 20, "viewer": "v" * 20})
     assert keys.control("v" * 20) == "viewer"
     for allowed in ("c" * 20, "a" * 20):
-        keys.client(allowed)
+        keys.control(allowed, "client")
     with pytest.raises(Forbidden) as refused:
-        keys.client("v" * 20)
+        keys.control("v" * 20, "client")
     assert refused.value.code == "client_token_needed"
     with pytest.raises(Forbidden) as refused:
-        keys.admin("v" * 20)
+        keys.control("v" * 20, "admin")
     assert refused.value.code == "admin_token_needed"
     with pytest.raises(Forbidden) as refused:
         keys.episode("v" * 20, AGE)
@@ -146,7 +146,7 @@ def test_a_secret_others_can_read_is_logged_without_it(tmp_path: Path, caplog: p
     assert str(path) in caplog.text and "not-so-secret" not in caplog.text
 
 
-KEYS = Keys(token="c" * 20, admin_token="a" * 20, viewer_token="v" * 20, clock=lambda: 0.0)
+KEYS = Keys({"client": "c" * 20, "admin": "a" * 20, "viewer": "v" * 20}, clock=lambda: 0.0)
 KEY = KEYS.sign("ep000042", 0.0)
 
 

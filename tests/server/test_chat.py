@@ -258,9 +258,7 @@ async def test_roles_hold_conversations_of_their_own(tmp_path: Path) -> None:
         episode = await served.begin()
         client = served.openai(episode)
         await client.chat.completions.create(model="policy@planner", messages=HELLO)
-        await client.chat.completions.create(
-            model=episode["model"], messages=HELLO, extra_headers={"X-AgentJet-Role": "critic"}
-        )
+        await client.chat.completions.create(model=f"{episode['model']}@critic", messages=HELLO)
         tree = served.run.gateway.swarm.tree
         assert [len(tree(episode["episode_id"], role).calls) for role in ("planner", "critic", "")] == [1, 1, 0]
 

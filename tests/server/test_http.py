@@ -36,8 +36,6 @@ def test_a_server_bound_everywhere_says_so() -> None:
 
 @pytest.mark.parametrize("host", ["foo.invalid", "192.0.2.7"])
 def test_a_host_that_is_no_address_is_named(host: str, tmp_path: Path) -> None:
-    config = load_config(
-        None, [f"server.host={host}", "server.insecure=true", f"server.data_dir={tmp_path}"], environ={}
-    )
+    config = load_config(None, [f"server.host={host}", "server.insecure=true", f"server.data_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=f"server.host = '{host}' is not an address"):
         run(config)

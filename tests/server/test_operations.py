@@ -173,7 +173,7 @@ async def test_what_the_state_does_not_allow(tmp_path: Path) -> None:
         wait = await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))
         assert (wait.status_code, wait.json()["code"]) == (503, "engine_stopping") and wait.headers["Retry-After"]
         refused = (await served.http.post("/swarm/v1/checkpoints")).json()
-        assert (refused["code"], refused["state"], refused["legal"]) == ("illegal_in_state", "draining", [])
+        assert refused["code"] == "illegal_in_state" and "is draining" in refused["detail"]
         served.run.compute.may_sample.set()
         assert (await stopping).json()["state"] == "offline"
         await asyncio.gather(asking, return_exceptions=True)
@@ -181,8 +181,7 @@ async def test_what_the_state_does_not_allow(tmp_path: Path) -> None:
             refused = await served.http.post(path)
             assert refused.status_code == 409 and refused.headers["content-type"] == "application/problem+json"
             body = refused.json()
-            assert (body["code"], body["state"], body["legal"]) == ("illegal_in_state", "offline", ["start"])
-            assert "start" in body["detail"]
+            assert body["code"] == "illegal_in_state" and "is offline" in body["detail"]
         # Begins and calls of a stopped engine are worth another try: a restart looks like this from outside.
         later = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
         assert (later.status_code, later.json()["code"]) == (503, "engine_stopped")

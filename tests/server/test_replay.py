@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from openai import AsyncOpenAI
 
-from agentjet.server.dialects.chat import ChatBody, to_request
+from agentjet.server.dialects.chat import CHAT, ChatBody
 from agentjet.timeline import ConversationTree
 from agentjet.types import SamplingParams
 from tests.server.conversations import TOOLS, Body, as_text, real, synthetic
@@ -115,7 +115,7 @@ class Replay:
     def _written(self, history: list[Body]) -> bytes:
         """Returns the template's text of a prompt, independent of the journal."""
         body = ChatBody.model_validate({"model": "policy", "messages": history, "tools": self.tools or None})
-        return self.recital.model.renderer.render(to_request(body).conversation)
+        return self.recital.model.renderer.render(CHAT.to_request(body, lambda _: None).conversation)
 
 
 def check_meaning(answer: Body, recorded: Body, model: Model) -> None:

@@ -19,8 +19,8 @@ import pytest
 
 from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
-from agentjet.server.dialects import CHAT, DIALECTS, keys_table
-from agentjet.server.dialects.chat import MessageBody, ToolBody
+from agentjet.server.dialects import DIALECTS, keys_table
+from agentjet.server.dialects.keys import Body
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
 from tests.tiny import make_model_info
@@ -30,13 +30,17 @@ pytestmark = pytest.mark.anyio
 
 def test_every_key_has_a_treatment() -> None:
     for dialect in DIALECTS:
-        known = set(dialect.request.model_fields)
-        rows = {name.split(".")[0].removesuffix("[]") for name in dialect.keys}
-        assert rows == known, dialect.path
-    own = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
-    of_messages = {name.removeprefix("messages[].") for name in CHAT.keys if name.startswith("messages[].")}
-    assert set(MessageBody.model_fields) - own == {name for name in of_messages if "[]" not in name}
-    assert set(ToolBody.model_fields) - {"type", "function"} == {"cache_control"}
+        module = dialect.request.__module__
+        parts = [part for part in _parts(Body) if part.__module__.startswith(module) or "[]" not in part.place]
+        for name in dialect.keys:
+            place = name[: name.rfind(".") + 1]
+            assert any(part.place == place for part in parts), (dialect.path, name)
+        table = keys_table().partition(f"### `{dialect.path}`\n")[2].partition("###")[0]
+        assert all(f"\n| `{name}` | " in table for name in (*dialect.request.model_fields, *dialect.keys))
+
+
+def _parts(part: type[Body]) -> list[type[Body]]:
+    return [part, *(inner for below in part.__subclasses__() for inner in _parts(below))]
 
 
 def test_the_page_has_the_table() -> None:

@@ -82,7 +82,7 @@ async def test_a_plain_answer(tmp_path: Path) -> None:
 
 
 async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, card: ModelInfo) -> None:
-    include: Any = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    include: Any = ["reasoning.encrypted_content"]
     async with serving(tmp_path / "d", saying(lambda p: CALLS), card=card, job={"max_tokens": 200}) as served:
         client = served.openai(await served.begin())
         asked: dict[str, Any] = {"model": "policy", "input": "hello", "tools": [ADD], "include": include}
@@ -328,6 +328,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "x"}}, "prompt"),
     ({"max_tool_calls": 1}, "max_tool_calls"),

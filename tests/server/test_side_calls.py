@@ -101,5 +101,5 @@ def test_rules_without_sense_are_refused(rule: str, sentence: str, tmp_path: Pat
     path = tmp_path / "job.toml"
     path.write_text(f"[job]\nside_calls = [{rule}]\n")
     with pytest.raises(ConfigError, match=sentence) as refusal:
-        load_config(path, environ={})
+        load_config(path)
     assert "job.side_calls" in str(refusal.value)

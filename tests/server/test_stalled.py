@@ -1,6 +1,6 @@
 """An agent that stops reading its answer, over real sockets with small buffers.
 
-1. It does not renew its lease: the episode ends with the lease, the call with the episode, the connection is closed.
+1. It does not renew its lease: the episode ends with the lease. The connection is closed after `Limits.stall_seconds`.
 2. Chunks that it had not received when its episode ended, or when it left, are not trained after any `finish`.
 3. A slow reader stays alive, and what it has read is trained.
 4. A server that stops does not wait for it.
@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentjet.server.limits import Limits
 from tests.fakes import saying
 from tests.server.serving import Served, serving
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.anyio
 TOKENS = 500
 """Of each choice; its events, with log-probabilities, are many times what fits into the buffers."""
 CHOICES = 2
+STALL_SECONDS = 0.5
 
 
 async def stalled(served: Served, episode: dict[str, Any]) -> socket.socket:
@@ -79,7 +82,14 @@ def long_answers() -> Any:
     return saying(lambda prompt: "word " * TOKENS)
 
 
-async def test_a_reader_that_stalls_is_cut_off_with_its_lease(tmp_path: Path) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Limits.of
+    monkeypatch.setattr(Limits, "of", lambda server: replace(of(server), stall_seconds=STALL_SECONDS))
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_reader_that_stalls_is_cut_off(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", long_answers(), job={"lease_seconds": 10}) as served:
         episode = await served.begin()
         with await stalled(served, episode) as reader:
@@ -87,10 +97,12 @@ async def test_a_reader_that_stalls_is_cut_off_with_its_lease(tmp_path: Path) ->
             swarm = served.run.gateway.swarm
             await served.run.until(lambda: swarm.episode(episode["episode_id"]).status == "expired")
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+            await asyncio.sleep(2 * STALL_SECONDS)
             assert b"[DONE]" not in await rest_of(reader)
         assert await orphans(served, episode) == ["undelivered"] * CHOICES
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_finish_does_not_train_what_is_still_being_handed_out(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", long_answers()) as served:
         episode = await served.begin()
@@ -98,6 +110,7 @@ async def test_a_finish_does_not_train_what_is_still_being_handed_out(tmp_path: 
             await served.http.post(f"/swarm/v1/episodes/{episode['episode_id']}/finish", json={"reward": 1.0})
             assert await orphans(served, episode) == ["undelivered"] * CHOICES
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+            await asyncio.sleep(2 * STALL_SECONDS)
             assert b"[DONE]" not in await rest_of(reader)
 
 

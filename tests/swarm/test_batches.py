@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from agentjet.compute.operations import body_digest
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.swarm import Batch
-from agentjet.swarm.schema import pack_ints
 from agentjet.timeline.forest import Forest
-from agentjet.timeline.identity import context_digest
+from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
 from agentjet.types import CheckpointStamp
 from tests.swarm.world import World
@@ -31,7 +31,7 @@ def advance(world: World, steps: int = 1) -> list[tuple[Batch, Forest]]:
 
 
 def same(a: Forest, b: Forest) -> bool:
-    return a.to_wire() == b.to_wire()
+    return body_digest(a) == body_digest(b)
 
 
 def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
@@ -329,11 +329,10 @@ def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make)
     world = make_world(batch_size=1)
     episodes = [world.begin(), world.begin()]
     for episode, reward in zip(episodes, (0.0, 1.0), strict=True):
-        world.call(episode, 7, context=context_digest([1, 2, 7]))
+        world.call(episode, 7, context=context_hash([1, 2, 7]).digest())
         world.finish(episode, reward)
-    world.journal.file.db.execute(
-        "UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id)
-    )
+    damage = "UPDATE calls SET body = json_set(body, '$[0].suffix', json('[1, 3]')) WHERE episode_id = ?"
+    world.journal.file.db.execute(damage, (episodes[0].id,))
     batch = world.swarm.batches.compose()
     forest = world.forest(batch)
     assert forest.tokens.tolist() == [1, 2, 7]

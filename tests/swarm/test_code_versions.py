@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from agentjet.errors import Later
-from agentjet.swarm.queries import CODE_VERSIONS_SHOWN
+from agentjet.swarm.state import CODE_VERSIONS_KEPT
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]
@@ -94,14 +94,14 @@ def test_what_became_of_each_version_is_counted(make_world: Make) -> None:
 
 def test_the_newest_versions_are_kept(make_world: Make) -> None:
     world = make_world(batch_size=100)
-    for number in range(CODE_VERSIONS_SHOWN + 2):
+    for number in range(CODE_VERSIONS_KEPT + 2):
         world.play(f"g{number}", 1, code_version=f"v{number}")
     kept = world.swarm.queries.code_versions()
-    assert list(kept) == [f"v{number}" for number in range(2, CODE_VERSIONS_SHOWN + 2)]
+    assert list(kept) == [f"v{number}" for number in range(2, CODE_VERSIONS_KEPT + 2)]
     world.begin("again", code_version="v0")
     tally = world.swarm.queries.code_versions()["v0"]
-    assert (tally.episodes, tally.finished, tally.reward_mean) == (2, 1, 1.0)
-    assert len(world.swarm.queries.code_versions()) == CODE_VERSIONS_SHOWN
+    assert (tally.episodes, tally.finished, tally.reward_mean) == (1, 0, None)
+    assert len(world.swarm.queries.code_versions()) == CODE_VERSIONS_KEPT
     before = list(world.swarm.queries.code_versions().items())
     assert list(world.reopen().queries.code_versions().items()) == before
 

@@ -4,7 +4,7 @@
 2. a key used for another request is refused;
 3. a lease ends an episode that shows no life, `max_episode_seconds` one that shows too much;
 4. what ended unscored can never be scored;
-5. an id belongs to one episode only, in any run; journals of edition 1 keep theirs.
+5. an id belongs to one episode only, in any run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ def test_silence_expires_an_episode(world: World) -> None:
     world.now += LEASE - 1
     assert world.swarm.reap() == []
     world.now += 1
-    assert world.swarm.next_deadline() == world.now
     assert [expired.id for expired in world.swarm.reap()] == [episode.id]
     assert "job.lease_seconds = 100" in world.swarm.episode(episode.id).reason
 
@@ -182,21 +181,6 @@ def test_ids_are_unique_over_runs_and_sort_by_time(make_world: Callable[..., Wor
     last = runs[0].begin(mode="eval").id
     assert len(set(ids)) == 6 and all(episode_id < last for episode_id in ids)
     assert all(re.fullmatch(r"ep_[0-9a-f]{27}", episode_id) for episode_id in ids), "it stands in URLs as it is"
-
-
-def test_episodes_of_edition_1_go_on(world: World) -> None:
-    episode = world.begin(key="k")
-    db = world.journal.file.db
-    db.execute("UPDATE facts SET body = replace(body, ?, 'ep000001')", (episode.id,))
-    db.execute("UPDATE idempotency SET episode_id = 'ep000001'")
-    world.reopen()
-    assert world.begin(key="k").id == "ep000001", "a request that is repeated over the upgrade"
-    old = world.swarm.episode("ep000001")
-    world.call(old, 7, 8)
-    assert world.finish(old, 1.0).status == "finished"
-    second = world.play("g", 0.0)[0]
-    assert (old.seq, second.seq, episode.seq) == (1, 2, 1)
-    assert world.swarm.queries.groups[0].members == ("ep000001", second.id)
 
 
 def test_unknown_episodes_are_not_found(world: World) -> None:

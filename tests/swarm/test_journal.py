@@ -1,4 +1,4 @@
-"""Pins the file: one writer, older schemas, and that a write the disk refuses leaves no half of itself anywhere."""
+"""Pins the file: one writer, other schemas, and that a write the disk refuses leaves no half of itself anywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import ConfigError, Conflict, Later, NotFound
+from agentjet.errors import ConfigError, Later, NotFound
 from agentjet.swarm import Journal
 from agentjet.swarm.store import Store
 from tests.swarm.world import World
@@ -27,81 +27,17 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [6, 7, 8, 9])
-def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
-    """The files were written by AgentJet 0.1 and by the schemas after it."""
-    dump = Path(__file__).with_name(f"journal_{version}.sql").read_text()
-    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
-        db.executescript(dump)
-    world = World(tmp_path, batch_size=1, algorithm={"drop_zero_variance": True})
-    swarm = world.swarm
-    assert swarm.policy_version == 1 and swarm.last_step["policy/entropy"] == 0.5
-    assert world.journal.undigested_until() == (1 if version == 6 else -1)
-    assert swarm.queries.status_counts() == {
-        "live": 1,
-        "finished": 5,
-        "aborted": 1,
-        "expired": 1,
-        "trained": 2,
-        "waiting": 0,
-        "dropped": 2,
-    }
-    newest = swarm.queries.recent_episodes(10)
-    assert [episode.seq for episode in newest] == [8, 7, 6, 5, 4, 3, 2, 1]
-    prepared, live, evaluated, lost, *dropped, second, first = newest
-    assert (prepared.status, prepared.reward, prepared.by_role, prepared.num_tokens) == ("expired", None, {}, 1)
-    assert prepared.reason.startswith("in doubt: ") and prepared.ended == 1000.0
-    assert (live.num_calls, live.num_tokens, live.oldest_version) == (2, 2, 1)
-    assert (evaluated.reward, lost.reason) == (0.5, "broken")
-    assert [episode.dropped for episode in dropped] == ["zero_variance"] * 2
-    assert [first.trained_in, second.trained_in, first.instance_id] == [0, 0, "" if version == 6 else "p1"]
-    [batch] = swarm.batches.from_version(0)
-    assert len(world.journal.operations("policy")) == (2 if version >= 8 else 0)
-    assert batch.groups == ((first.id, second.id),) and world.forest(batch).num_targets == 4
-    [group] = swarm.queries.groups
-    assert (group.members, group.task_set, group.id) == ((live.id,), "algebra", live.group_id)
-    assert swarm.queries.code_versions()["v1"].episodes == 2
-    _, continued = swarm.tree(live.id, "").calls
-    world.call(live, 8, parent=continued, kept=5)
-    world.reopen()
-    assert len(world.swarm.tree(live.id, "").calls) == 3
-    assert world.finish(live, 1.0).status == "finished" and not world.swarm.batches.ready()
-    world.play("g", 0.0, task_set="algebra", code_version="v1")
-    assert world.swarm.batches.ready()
-    assert world.begin(mode="eval", client_id="x", instance_id="p2").seq == 10
-    if version > 6:
-        with pytest.raises(Conflict, match="Another process"):
-            world.begin(mode="eval", client_id="x", instance_id="p1")
-    world.close()
-
-
-def test_a_killed_migration_leaves_the_older_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal.sqlite"
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript(Path(__file__).with_name("journal_9.sql").read_text())
-        before = list(db.iterdump())
-
-    def killed(values: object) -> str:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
-        dying.setattr("agentjet.swarm.schema.to_json", killed)
-        Journal.open(path)
-    with closing(sqlite3.connect(path)) as db:
-        assert list(db.iterdump()) == before
-    Journal.open(path).close()
-    with closing(sqlite3.connect(path)) as db:
-        bodies = db.execute("SELECT body FROM settled_episodes UNION ALL SELECT body FROM snapshot").fetchall()
-        assert len(bodies) == 8 and not any("team" in body or 'prepared"' in body for (body,) in bodies)
-
-
-def test_a_schema_before_0_1_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["6", "10"])
+def test_an_older_schema_is_refused(tmp_path: Path, version: str) -> None:
     path = tmp_path / "journal.sqlite"
     Journal.open(path).close()
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE meta SET value = '5' WHERE key = 'schema_version'")
-    with pytest.raises(ConfigError, match=r"has journal schema 5, this AgentJet reads 6 to 10: start AgentJet 0\.1"):
-        Journal.open(path)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
+    for open_journal in (Journal.open, Journal.open_read_only):
+        with pytest.raises(
+            ConfigError, match=rf"has journal schema {version}, this AgentJet reads 11: .*agentjet export"
+        ):
+            open_journal(path)
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
@@ -211,17 +147,16 @@ def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
 
 
 def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentjet.swarm.store.SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr("agentjet.swarm.store.PRUNE_EVERY", 5)
     monkeypatch.setattr("agentjet.swarm.journal.EPISODES_KEPT", 4)
     episodes = []
     for number in range(20):
         episodes.append(world.begin(mode="eval", key=str(number)))
         world.call(episodes[-1], 7)
         world.finish(episodes[-1], 1.0)
-        assert world.journal.num_facts() <= 11
     assert world.swarm.queries.status_counts()["finished"] == 20
     with_calls = [episode for episode in episodes if world.journal.calls(episode.id)]
-    assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next snapshot"
+    assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next prune"
     with pytest.raises(NotFound):
         world.swarm.episode(episodes[0].id)
     assert [episode.seq for episode in world.reopen().queries.recent_episodes(3)] == [20, 19, 18]

@@ -3,7 +3,7 @@
 Pins:
 1. a setting that would make other weights of the same batches is refused by name, with both values; others are not;
 2. so are other base weights, once the worker is up;
-3. a change of weights by rounding only is logged, once;
+3. a change of weights by rounding only is allowed;
 4. a mistyped setting counts only once something was recorded; a data dir that has no record yet takes one.
 """
 
@@ -35,7 +35,7 @@ def begun(folder: Path, model: ModelConfig) -> Path:
     path = folder / "journal.sqlite"
     journal = Journal.open(path, models={"policy": model})
     swarm = SwarmState(journal, JobConfig())
-    assert swarm.check_origin("policy", CARD) == []
+    swarm.check_origin("policy", CARD)
     swarm.record_origin()
     swarm.begin(BeginRequest(task_id="t"))
     journal.close()
@@ -91,22 +91,15 @@ def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) ->
             ConfigError, match=r"model_weights = 'a1' .*; 'b2' would|dtype = 'bfloat16'; 'float32' would"
         ):
             world.swarm.check_origin("policy", card)
-    assert world.swarm.check_origin("policy", CARD) == []
-    assert world.swarm.check_origin("policy", replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
+    world.swarm.check_origin("policy", CARD)
+    world.swarm.check_origin("policy", replace(CARD, weights=""))  # a backend that takes no fingerprint
     world.close()
 
 
-def test_what_changes_weights_by_rounding_is_said_once(tmp_path: Path) -> None:
+def test_what_changes_weights_by_rounding_is_free(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
-    elsewhere = replace(CARD, threads=8, device="cuda:0")
-    said = world.swarm.check_origin("policy", elsewhere)
-    world.swarm.record_origin()
-    assert [line.partition(":")[0] for line in said] == [
-        "model.device was 'cpu' and is 'cuda",
-        "model.threads was 2 and is 8",
-    ]
-    assert world.reopen().check_origin("policy", elsewhere) == []
+    world.swarm.check_origin("policy", replace(CARD, threads=8, device="cuda:0"))
     world.close()
 
 
@@ -123,7 +116,7 @@ def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -
 def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.begin()
-    world.journal.file.set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
+    world.journal.file.set_meta("origin", '{"model.name":"small"}')
     world.close()
     with pytest.raises(ConfigError, match=r"model.name = 'small'; 'large' would"):
         Journal.open(world.path, models={"policy": settings("large")})

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.errors import Later
 from agentjet.swarm import Journal
-from agentjet.swarm.journal_file import CHECKPOINT_EVERY, WalSync
+from agentjet.swarm.journal_file import CHECKPOINT_EVERY
 
 
 def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
@@ -44,10 +45,11 @@ def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     journal.close()
 
 
-def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_without_room_for_the_move_fails_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
     journal.file.defer_commits()
-    sync = WalSync(journal.path)
 
     class Full:
         def execute(self, statement: str) -> sqlite3.Cursor:
@@ -55,28 +57,26 @@ def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: p
 
         def close(self) -> None: ...
 
-    sync._connection = Full()  # type: ignore[assignment]
-    for _ in range(CHECKPOINT_EVERY):
-        sync.wait()
-    assert "could not be checkpointed" in caplog.text and sync.failed is None
-    sync.close()
+    with monkeypatch.context() as full:
+        full.setattr("sqlite3.connect", lambda *_, **__: Full())
+        for _ in range(CHECKPOINT_EVERY):
+            journal.file.sync()
+    assert "could not be checkpointed" in caplog.text and not journal.file.refusal
     journal.close()
 
 
 def test_a_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
     journal.file.defer_commits()
-    sync = WalSync(journal.path)
 
     def fails(file: int) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
         broken.setattr("os.fdatasync", fails)
-        with pytest.raises(OSError, match="Input/output"):
-            sync.wait()
-    with pytest.raises(OSError, match="Input/output"):
-        sync.wait()
-    sync.close()
-    sync.close()
+        with pytest.raises(Later, match="Input/output"):
+            journal.file.sync()
+    with pytest.raises(Later, match="Input/output"):
+        journal.file.sync()
+    journal.close()
     journal.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentjet.config import AlgorithmConfig, JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
-from agentjet.recipes.recipe import recipe_of
+from agentjet.recipes.recipe import Recipe
 from agentjet.swarm import Batch, Episode, Journal, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
@@ -50,9 +50,7 @@ class World:
 
     def forest(self, batch: Batch) -> Forest:
         """The forest of a batch, with the advantages that its recipe computes."""
-        training = self.training(batch)
-        columns = recipe_of(batch.job.algorithm).columns(training, {})
-        return training.forest.with_columns(**columns.values)
+        return Recipe(batch.job.algorithm).prepared(self.training(batch))[0]
 
     def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
         asked = {"task_id": "t", "group": group} | request

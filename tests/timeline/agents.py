@@ -17,7 +17,7 @@ from agentjet.errors import InvalidRequest
 from agentjet.gateway.completion_parser import CompletionParser
 from agentjet.gateway.prompts import Prompt, prepare_prompt
 from agentjet.timeline import ConversationTree
-from agentjet.timeline.identity import answer_key, context_digest
+from agentjet.timeline.identity import answer_key, context_hash
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message, Sampled
 from tests.timeline.models import OTHER_TOOLS, TEXTS, TOOLS, Model, completions
 
@@ -109,7 +109,7 @@ class Session:
             ask=prompt.ask,
             fork="retry" if retry_of is not None else prompt.fork,
             retry_of=retry_of,
-            context=context_digest(prompt.tokens, sampled),
+            context=context_hash(prompt.tokens, sampled).digest(),
         )
         pieces = tuple(self.model.renderer.pieces(sampled))
         self.tree.add(call, prompt.pieces, pieces)

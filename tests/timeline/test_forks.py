@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, forks
+from agentjet.timeline import ConversationTree
+from agentjet.timeline.tree import new_context, orphans
 from agentjet.types import Call, Conversation, Fork, Message, NewContext
 from tests import tiny
 
@@ -41,7 +42,7 @@ def made(id: str, *, retry_of: str | None = None, after: str | None = None) -> C
     ],
 )
 def test_orphans(calls: list[Call], undelivered: tuple[str, ...], expected: dict[str, str]) -> None:
-    assert forks.orphans(calls, undelivered) == expected
+    assert orphans(calls, undelivered) == expected
 
 
 class Talk:
@@ -58,7 +59,7 @@ class Talk:
         known = self.tree.recognise(asked)
         bodies = {i: self.tree.encoded_completion(c.id) for i, c in known.items() if not c.response.reasoning}
         match = self.tree.match(self.renderer.render(conversation, sampled=bodies))
-        self.forks.append(forks.fork_cause(self.tree, asked, known, match))
+        self.forks.append(self.tree.fork_cause(asked, known, match))
         suffix, completion = self.renderer.tokenize(match.suffix), (*TEXT.encode(answer).ids, END)
         call = Call(
             id=str(len(self.forks)),
@@ -75,7 +76,7 @@ class Talk:
             response=self.renderer.parse(completion, conversation),
             prompt_key=asked.key,
             created=0.0,
-            ask=forks.new_context(conversation, known),
+            ask=new_context(conversation, known),
         )
         self.tree.add(call, self.renderer.pieces(suffix), self.renderer.pieces(completion))
         return call.response

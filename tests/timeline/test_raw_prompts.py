@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.prompts import prepare_prompt
-from agentjet.timeline import forks
+from agentjet.timeline.tree import orphans
 from agentjet.types import Call, Conversation
 from tests.timeline.agents import Session
 from tests.timeline.models import TEXTS, Model, completions
@@ -145,7 +145,7 @@ def test_what_is_sent_back_was_heard(tiny_models: dict[str, Model]) -> None:
     second = ask(session, "hello 42\nhello", [*model.ids(" the"), model.end])
     third = ask(session, "hello 42\nhello the", [model.end])
     assert (second.ask.after, third.ask.after) == (first.id, second.id)
-    assert forks.orphans(session.tree.calls, {first.id, second.id}) == {}
+    assert orphans(session.tree.calls, {first.id, second.id}) == {}
     asked, answer = session.tree.exchange(third.id)
     assert "".join(message.content for message in (*asked.messages, answer)) == "hello 42\nhello the"
 

@@ -12,7 +12,7 @@ from agentjet.swarm.batch_forest import build
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode
 from agentjet.timeline import Forest
-from agentjet.timeline.forks import orphans
+from agentjet.timeline.tree import orphans
 from agentjet.types import SOLE_POLICY
 from tests.timeline.agents import Record, meaning
 

@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +75,34 @@ def load_example(name: str, module: str) -> Any:
         folder.__path__ = [str(example(name))]
         sys.modules[package] = folder
     return importlib.import_module(f"{package}.{module}")
+
+
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """A hidden name for a file or folder to write, which becomes `path` at the end. An error removes it.
+
+    Raises `ConfigError` if `path` exists or cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        if path.exists():
+            raise ConfigError(f"{path} exists: move it away, or give another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(unfinished)  # An interrupted command left it.
+        yield unfinished
+        unfinished.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from None
+    finally:
+        _remove(unfinished)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def print_text(text: str) -> None:

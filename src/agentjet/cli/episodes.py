@@ -5,141 +5,27 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, one_line, print_text, printable
-from agentjet.cli.data_dir import JOURNAL, run_folder
+from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
 from agentjet.errors import ConfigError
-from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from agentjet.client import Swarm
     from agentjet.protocol import CallView, EpisodeTree, EpisodeView
     from agentjet.types import Mode
 
-
 PAGE = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeSource:
-    """Reads episodes of a server or a data dir: newest first, a page at a time, and one by one with their calls."""
-
-    page: Callable[[str], list[EpisodeView]]
-    """The episodes before the one with this id; the newest ones for an empty id."""
-    tree: Callable[[str], EpisodeTree]
-
-
-def export_episodes(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
-    status: Annotated[
-        Literal["finished", "aborted", "expired", "live", "all"],
-        typer.Option(help="Only episodes of this status."),
-    ] = "finished",
-    mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only episodes of this mode.")] = "all",
-    min_reward: Annotated[
-        float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Read this data dir instead of a server.")] = None,
-    run: Run = DEFAULT_RUN,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Write the conversations of episodes, with messages, tools, rewards and policy versions, oldest first.
-
-    A server keeps messages until a checkpoint covers them: see docs/practice.md.
-    """
-    if min_reward is not None and not math.isfinite(min_reward):
-        raise ConfigError(f"--min-reward {min_reward}: give a finite number")
-    if file.exists():
-        raise ConfigError(f"{file} exists: give the name of a file that does not")
-    with _of_run(run_folder(data_dir, run)) if data_dir is not None else _of_server(url, token, token_file) as source:
-        wanted = [
-            view.episode_id
-            for view in _views(source)
-            if status in ("all", view.status) and mode in ("all", view.mode) and view.num_calls
-        ]
-        num_rows, num_gone = _write(file, source, wanted[::-1], min_reward)
-    gone = f"; {num_gone} more have no messages, since a checkpoint covers them" if num_gone else ""
-    typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
-
-
-def _views(source: EpisodeSource) -> Iterator[EpisodeView]:
-    before = ""
-    while page := source.page(before):
-        yield from page
-        before = page[-1].episode_id
-
-
-def _write(file: Path, source: EpisodeSource, episode_ids: list[str], min_reward: float | None) -> tuple[int, int]:
-    """Writes the rows; returns the number of rows, and of episodes without calls. `file` is complete if it exists."""
-    from agentjet.client.report import rows
-
-    partial = None
-    num_rows = num_gone = 0
-    try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # Readable by its owner only.
-        with open(descriptor, "w", encoding="utf-8") as out:
-            for episode_id in episode_ids:
-                episode = source.tree(episode_id)
-                num_gone += not episode.calls
-                for row in rows(episode):
-                    if min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward):
-                        out.write(json.dumps(row, ensure_ascii=False) + "\n")
-                        num_rows += 1
-        if not num_rows:
-            raise ConfigError(
-                f"nothing to export: of {len(episode_ids)} episodes with this --status and --mode, {num_gone} have no "
-                "messages (a checkpoint covers them), the others no conversation with --min-reward"
-            )
-        Path(partial).rename(file)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error}") from None
-    finally:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
-    return num_rows, num_gone
-
-
-@contextmanager
-def _of_server(url: str | None, token: str | None, token_file: Path | None) -> Iterator[EpisodeSource]:
-    with connect(url, token, token_file) as swarm:
-        yield EpisodeSource(lambda before: swarm.episodes(PAGE, before=before).episodes, swarm.episode_tree)
-
-
-@contextmanager
-def _of_run(folder: Path) -> Iterator[EpisodeSource]:
-    from agentjet.gateway import views
-    from agentjet.swarm import Journal
-    from agentjet.swarm.store import Store
-
-    journal = Journal.open_read_only(folder / JOURNAL)
-    try:
-        store = Store(journal, time.time)
-        yield EpisodeSource(
-            lambda before: [views.view(episode) for episode in store.recent_episodes(PAGE, before=before)],
-            lambda episode_id: views.recorded_tree(store, episode_id),
-        )
-    finally:
-        journal.close()
-
-
 CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
-
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 
-app = typer.Typer(help="Look at episodes; begin, end and export them.", no_args_is_help=True)
-app.command("export")(export_episodes)
+app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export them.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -249,6 +135,61 @@ def abort_episode(
     """End an episode without a reward: it is not trained on."""
     with connect(url, token, token_file) as swarm:
         print_text(f"{episode_id}: {swarm.abort(episode_id, reason).status}")
+
+
+@app.command("export")
+def export_episodes(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
+    status: Annotated[
+        Literal["finished", "aborted", "expired", "live", "all"], typer.Option(help="Only episodes of this status.")
+    ] = "finished",
+    mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only episodes of this mode.")] = "all",
+    min_reward: Annotated[
+        float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Write the conversations of episodes, with messages, tools, rewards and policy versions, oldest first.
+
+    A server keeps messages until a checkpoint covers them: see docs/practice.md.
+    """
+    from agentjet.client.report import rows
+
+    if min_reward is not None and not math.isfinite(min_reward):
+        raise ConfigError(f"--min-reward {min_reward}: give a finite number")
+    num_rows = num_gone = 0
+    with new_path(file) as unfinished, connect(url, token, token_file) as swarm:
+        wanted = [
+            view.episode_id
+            for view in _views(swarm)
+            if status in ("all", view.status) and mode in ("all", view.mode) and view.num_calls
+        ]
+        unfinished.touch(0o600)
+        with unfinished.open("w", encoding="utf-8") as out:
+            for episode_id in reversed(wanted):
+                episode = swarm.episode_tree(episode_id)
+                num_gone += not episode.calls
+                for row in rows(episode):
+                    if min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward):
+                        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                        num_rows += 1
+        if not num_rows:
+            raise ConfigError(
+                f"nothing to export: of {len(wanted)} episodes with this --status and --mode, {num_gone} have no "
+                "messages (a checkpoint covers them), the others no conversation with --min-reward"
+            )
+    gone = f"; {num_gone} more have no messages, since a checkpoint covers them" if num_gone else ""
+    typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
+
+
+def _views(swarm: Swarm) -> Iterator[EpisodeView]:
+    """All episodes, newest first."""
+    before = ""
+    while page := swarm.episodes(PAGE, before=before).episodes:
+        yield from page
+        before = page[-1].episode_id
 
 
 def episode_lines(tree: EpisodeTree) -> list[Text]:

@@ -8,18 +8,20 @@ from typing import Annotated
 
 import typer
 
-from agentjet.cli import Override, load_example, printable
-from agentjet.cli.checkpoints import app as checkpoints
-from agentjet.cli.checkpoints import export
-from agentjet.cli.data_dir import app as token
-from agentjet.cli.data_dir import compare
-from agentjet.cli.episodes import app as episodes
-from agentjet.cli.research import app as research
-from agentjet.cli.run import evaluate, run
-from agentjet.cli.runs import app as runs
-from agentjet.cli.serve import serve
-from agentjet.cli.status import app as job
-from agentjet.cli.status import status, watch
+from agentjet.cli import (
+    Override,
+    checkpoints,
+    compare,
+    data_dir,
+    episodes,
+    load_example,
+    printable,
+    research,
+    run,
+    runs,
+    serve,
+    status,
+)
 from agentjet.errors import AgentJetError
 
 SUMMARY = "Reinforcement learning for the language models inside agents, as a swarm."
@@ -28,15 +30,6 @@ app = typer.Typer(
 )
 
 
-@app.callback(help=SUMMARY)
-def agentjet() -> None:
-    pass
-
-
-app.command()(serve)
-
-
-@app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the tasks' order, of sampling and of the learner.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results; an earlier demo's are replaced.")] = Path(
@@ -60,18 +53,11 @@ def demo(
         raise typer.Exit(130) from None
 
 
-app.command()(run)
-app.command("eval")(evaluate)
-app.command()(status)
-app.command()(watch)
-app.add_typer(job, name="job")
-app.add_typer(runs, name="runs")
-app.add_typer(episodes, name="episodes")
-app.add_typer(checkpoints, name="checkpoints")
-app.command()(compare)
-app.add_typer(token, name="token")
-app.command()(export)
-app.add_typer(research, name="research")
+for command in (serve.serve, demo, run.run, status.status, status.watch, compare.compare, checkpoints.export):
+    app.command()(command)
+app.command("eval")(run.evaluate)
+for group in (status, runs, episodes, checkpoints, data_dir, research):
+    app.add_typer(group.app)
 
 
 def main() -> None:

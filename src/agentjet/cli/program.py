@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, Stamp, file_stamps, hash_of, load_function
 from agentjet.client.command import Command, Result, Score
@@ -35,31 +37,26 @@ class CommandLine:
 
     def files(self) -> list[Path]:
         """The present files of the program: those in the command line and those of `--source`."""
-        found = dict.fromkeys(itertools.chain(self._named(), *(_below(path) for path in self.more)))
-        return list(found)
+        named = [self._path_in(word, index) for index, word in enumerate(self.arguments)]
+        # An interpreter given by its path, perhaps through a virtual environment's link, is not a source file.
+        if named[0] is not None and not named[0].resolve().is_relative_to(self.here):
+            named[0] = None
+        found = [path for path in named if path is not None and path.is_file()]
+        return list(dict.fromkeys(itertools.chain(found, *(_below(path) for path in self.more))))
 
-    def resolved(self, roots: Sequence[tuple[Path, Path]] = ()) -> list[str]:
-        """The command line for another working directory: paths are absolute. A path below the first folder of a pair
-        in `roots` leads to its second."""
-        return [self._resolved(word, index, roots) for index, word in enumerate(self.arguments)]
+    def resolved(self, root: Path) -> list[str]:
+        """The command line for another working directory: paths are absolute. `root` is the folder `here` or a copy of
+        it."""
+        return [self._resolved(word, index, root) for index, word in enumerate(self.arguments)]
 
-    def version(self, reward_version: str, roots: Sequence[tuple[Path, Path]] = ()) -> str:
-        """The code version, a hash. It covers the files (or their copies in `roots`), the program's name, the words
-        that are not files, and the reward's version."""
-        contents = {os.path.relpath(file, self.here): _moved(file, roots).read_bytes() for file in self.files()}
+    def version(self, root: Path, reward_version: str) -> str:
+        """The code version, a hash of the files below `root`, those outside `here`, the program's name, the words that
+        are not files, and the reward's version."""
+        contents = {os.path.relpath(file, self.here): self._moved(file, root).read_bytes() for file in self.files()}
         program, *rest = self.arguments
-        words = [
-            Path(program).name,
-            *(word for index, word in enumerate(rest, 1) if self._path_in(word, index) is None),
-        ]
-        return hash_of({**contents, "--": "\0".join(words).encode(), "--reward": reward_version.encode()})
-
-    def _named(self) -> Iterator[Path]:
-        for index, word in enumerate(self.arguments):
-            path = self._path_in(word, index)
-            # An interpreter given by its path, perhaps through a virtual environment's link, is not a source file.
-            if path is not None and path.is_file() and (index or path.resolve().is_relative_to(self.here)):
-                yield path
+        words = [word for index, word in enumerate(rest, 1) if self._path_in(word, index) is None]
+        facts = {"--": "\0".join([Path(program).name, *words]).encode(), "--reward": reward_version.encode()}
+        return hash_of(contents | facts)
 
     def _path_in(self, word: str, index: int) -> Path | None:
         """The file or folder in a word, also as `--option=path`; None without one."""
@@ -67,15 +64,21 @@ class CommandLine:
         if not name or (index == 0 and os.sep not in name):  # the program is found through PATH
             return None
         path = Path(os.path.normpath(self.here / name))
-        # A single word can have any meaning: it is not a path only because a folder has the same name.
-        return path if _exists(path) and (os.sep in name or path.is_file()) else None
+        try:
+            # A single word can have any meaning: it is not a path only because a folder has the same name.
+            return path if path.exists() and (os.sep in name or path.is_file()) else None
+        except (OSError, ValueError):  # too long for a name, or with a null byte
+            return None
 
-    def _resolved(self, word: str, index: int, roots: Sequence[tuple[Path, Path]]) -> str:
+    def _resolved(self, word: str, index: int, root: Path) -> str:
         path = self._path_in(word, index)
         if path is None:
-            return word.replace("{here}", str(_moved(self.here, roots)))
+            return word.replace("{here}", str(root))
         option, separator, _ = word.rpartition("=") if word.startswith("-") else ("", "", "")
-        return f"{option}{separator}{_moved(path, roots)}"
+        return f"{option}{separator}{self._moved(path, root)}"
+
+    def _moved(self, path: Path, root: Path) -> Path:
+        return root / path.relative_to(self.here) if path.is_relative_to(self.here) else path
 
 
 @dataclass
@@ -83,7 +86,8 @@ class CommandSource:
     """The `AgentSource` of a command. Each version runs from a copy of its files below `copies`.
 
     So an edit does not change an episode that has begun, and an older version can be used again. Files that are not
-    watched are linked into the copy, so that imports find them. A reward function is loaded again with each version.
+    watched are linked into the copy, so that imports find them. Files outside the present folder are not copied. A
+    reward function is loaded again with each version.
     """
 
     line: CommandLine
@@ -98,29 +102,17 @@ class CommandSource:
 
     def load(self) -> AgentVersion:
         """Copies the present files. Raises the errors of the files, or of the reward's."""
-        score = AgentVersion("", self.command.__wrapped__)
+        score = AgentVersion("", self.command.score)
         if self.reward_source is not None:
             score = self.reward_source.load()
-        roots = self._copied(self.line.files())
-        version = self.line.version(score.code_version, roots)
-        return AgentVersion(version, self.command.changed(self.line.resolved(roots), score.agent, version))
-
-    def abandon(self) -> None:
-        if self.reward_source is not None:
-            self.reward_source.abandon()
-
-    def _copied(self, files: Sequence[Path]) -> list[tuple[Path, Path]]:
-        """Copies `files`; returns pairs of a folder and its copy."""
-        place = self.copies / str(self.num_copies)
+        root = self.copies / str(self.num_copies)
         self.num_copies += 1
-        place.mkdir()
-        here = self.line.here
-        outside = {file.parent for file in files if not file.is_relative_to(here)}
-        tops = [here, *(folder for folder in outside if not any(folder.is_relative_to(o) for o in outside - {folder}))]
-        roots = [(top, place / str(index)) for index, top in enumerate(tops)]
-        for top, copy in roots:
-            _mirror(top, copy, {file for file in files if file.is_relative_to(top)})
-        return roots
+        _mirror(self.line.here, root, set(self.line.files()))
+        version = self.line.version(root, score.code_version)
+        arguments = self.line.resolved(root)
+        return AgentVersion(
+            version, replace(self.command, arguments=arguments, score=score.agent, code_version=version)
+        )
 
 
 def check_source(paths: Sequence[Path], here: Path) -> tuple[Path, ...]:
@@ -144,28 +136,13 @@ def _mirror(original: Path, copy: Path, files: set[Path]) -> None:
             (copy / entry.name).symlink_to(entry)
 
 
-def _moved(path: Path, roots: Sequence[tuple[Path, Path]]) -> Path:
-    for original, copy in roots:
-        if path.is_relative_to(original):
-            return copy / path.relative_to(original)
-    return path
-
-
 def _below(path: Path) -> Iterator[Path]:
-    """A file, or the files below a folder."""
     if path.is_file():
         yield path
         return
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".")]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long for a name, or with a null byte
-        return False
 
 
 class NoReward(Exception):
@@ -214,31 +191,33 @@ def from_file(path: Path, name: str) -> Reward | dict[str, Reward]:
     return _parse_reward(text, f"the file {name}")
 
 
+class _PrintedReward(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reward: float
+    by_role: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+
+
 def _parse_reward(text: str, place: str) -> Reward | dict[str, Reward]:
     """The reward of an episode, or one for each policy of the run by name."""
     try:
         found = json.loads(text, parse_int=float)  # an integer of 400 digits becomes infinite, and is refused later
     except (ValueError, RecursionError):
         found = None
-    if isinstance(found, dict) and found and "reward" not in found:
-        return {policy: _checked_reward(one, place, text) for policy, one in found.items()}
-    return _checked_reward(found, place, text)
+    try:
+        if isinstance(found, dict) and found and "reward" not in found:
+            return {policy: _checked_reward(one) for policy, one in found.items()}
+        return _checked_reward(found)
+    except ValidationError as error:
+        detail = error.errors()[0]
+    why = f" ({'.'.join(map(str, detail['loc']))}: {detail['msg']})" if detail["loc"] else ""
+    raise NoReward(
+        f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}, which may have by_role and '
+        f"metrics, or one of them by policy{why}"
+    )
 
 
-def _checked_reward(found: Any, place: str, text: str) -> Reward:
-    whole = {"reward": found} if _is_number(found) else found
-    if not isinstance(whole, dict) or not _is_number(whole.get("reward")):
-        raise NoReward(
-            f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}, or one of them by policy'
-        )
-    if unknown := set(whole) - {"reward", "by_role", "metrics"}:
-        raise NoReward(f"{place} has the unknown key {min(unknown)!r}: expected reward, by_role and metrics")
-    maps = {key: whole.get(key, {}) for key in ("by_role", "metrics")}
-    for key, values in maps.items():
-        if not isinstance(values, dict) or not all(map(_is_number, values.values())):
-            raise NoReward(f"{place} has {key} = {json.dumps(values)[:100]}: expected an object of numbers")
-    return Reward(float(whole["reward"]), **maps)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _checked_reward(found: Any) -> Reward:
+    printed = _PrintedReward.model_validate({"reward": found} if isinstance(found, float) else found)
+    return Reward(printed.reward, printed.by_role, printed.metrics)

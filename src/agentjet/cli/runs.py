@@ -14,7 +14,9 @@ from agentjet.errors import ConfigError
 if TYPE_CHECKING:
     from agentjet.protocol import RunView
 
-app = typer.Typer(no_args_is_help=True, help="List, create and end the runs of a server; needs its admin token.")
+app = typer.Typer(
+    name="runs", no_args_is_help=True, help="List, create and end the runs of a server; needs its admin token."
+)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A lower-case letter or digit, then also `.`, `_`, `-`.")]
 SECTIONS = ("policies", "job")

@@ -13,17 +13,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from agentjet.errors import AgentJetError, Unreachable
+from agentjet.cli import Override
+from agentjet.errors import AgentJetError
 
 if TYPE_CHECKING:
     from agentjet.client import Swarm
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+READY = "\nReady: "
+"""Start of the line that a server prints when its models are loaded."""
 POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
 """Limit of a stop, which writes a checkpoint."""
@@ -32,10 +34,7 @@ NUM_LOG_LINES = 20
 
 def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (TOML).")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="Override a setting; can be repeated."),
-    ] = None,
+    override: Override = None,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face id, local folder, or smollm2-135m. Short for --set model.name=…")
     ] = None,
@@ -63,18 +62,15 @@ def serve(
     from agentjet.cli.server_process import run
     from agentjet.config import load_config
 
-    overrides = list(set_ or ())
-    for key, value in (
-        ("model.name", model),
-        ("server.data_dir", None if data_dir is None else str(data_dir)),
-        ("server.port", port),
-        ("server.host", host),
-    ):
-        if value is not None:
-            overrides.append(f"{key}={json.dumps(value)}")
-    if insecure:
-        overrides.append("server.insecure=true")
-    run(load_config(config, overrides), ends_with_input=end_with_input)
+    short = {
+        "model.name": model,
+        "server.data_dir": data_dir and str(data_dir),
+        "server.port": port,
+        "server.host": host,
+        "server.insecure": insecure or None,
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in short.items() if value is not None]
+    run(load_config(config, [*(override or ()), *overrides]), ends_with_input=end_with_input)
 
 
 class ServerEnded(AgentJetError):
@@ -95,10 +91,8 @@ class ChildServer:
         self.url = ""
         data_dir.mkdir(0o700, parents=True, exist_ok=True)
         arguments = ["--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0", "--end-with-input"]
-        if settings is not None:
-            arguments += ["--config", str(settings)]
-        for override in overrides:
-            arguments += ["--set", override]
+        arguments += [] if settings is None else ["--config", str(settings)]
+        arguments += [f"--set={override}" for override in overrides]
         self.log.touch(0o600)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -115,23 +109,15 @@ class ChildServer:
         """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
         from agentjet.client import Retry, Swarm
 
-        while not (found := ADDRESS.search(self._log_text())):
+        while READY not in (log := self._log_text()):
             self.check()
             time.sleep(POLL_SECONDS)
+        found = ADDRESS.search(log)
+        assert found is not None
         self.url = found[0]
         token = (self.data_dir / "admin-token").read_text().strip()
         # This server is never restarted, so a long wait for it is useless.
-        swarm = Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
-        try:
-            while (status := swarm.status()).state in ("loading", "offline"):
-                self.check()
-                time.sleep(POLL_SECONDS)
-        except Unreachable:
-            self.check()
-            raise
-        if status.state == "failed":
-            raise ServerEnded(f"the server could not load the model: {status.waiting_for}\n{self._log_tail()}")
-        return swarm
+        return Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
 
     def check(self) -> None:
         """Raises `ServerEnded` if the process has ended."""
@@ -144,23 +130,16 @@ class ChildServer:
     def stop(self) -> None:
         """Asks the server to save a checkpoint and end; idempotent. Kills it after `STOP_SECONDS`, or on a second
         Ctrl-C."""
-        assert self._process.stdin is not None
-        if self._process.poll() is None:
-            self._process.terminate()
+        self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
             raise ServerEnded(
                 f"the server did not end within {STOP_SECONDS:.0f} s and was killed; see {self.log}"
             ) from None
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            raise
         finally:
-            self._process.stdin.close()
+            self._process.kill()  # Does nothing if the process has ended.
+            self._process.communicate()
 
     def _log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -171,7 +150,5 @@ class ChildServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from errno import EADDRNOTAVAIL
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,6 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig, ServerConfig, server_token
-from agentjet.config.schema import LogFormat
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import Tracing
@@ -35,39 +35,36 @@ from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
 from agentjet.server.monitoring import LogFile, configure_handler
-from agentjet.types import DEFAULT_RUN, Conversation, Message
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
+_print = partial(print, flush=True)
 
 LOG_BYTES = 10_000_000
 NEW_RUN_SECONDS = 0.2
 """Seconds between two looks for runs that were opened."""
-MAX_LINKS = 8192
-"""Links of a step's span to its calls; the SDK's default is 128."""
 
 
 def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     """Serves until Ctrl-C or SIGTERM, and with `ends_with_input` until standard input ends.
 
-    Raises `ConfigError` if the server cannot start. Raises `SystemExit` if the engine could not load the model; the
-    log has the reason.
+    Raises `ConfigError` if the server cannot start, and `SystemExit` if the engine could not load the model.
     """
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
     with contextlib.ExitStack() as stack:
-        tracer = None
+        tracing = Tracing()
         if config.server.trace_endpoint:
             provider = tracer_provider(config.server.trace_endpoint)
             stack.callback(provider.shutdown)
-            tracer = provider.get_tracer("agentjet", __version__)
+            tracing.tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        exit_code = asyncio.run(_serve(config, listener, tracer, ends_with_input))
-    if exit_code:
-        raise SystemExit(exit_code)
+        is_served = asyncio.run(_serve(config, listener, tracing, ends_with_input))
+    if not is_served:
+        raise SystemExit(2)
 
 
 def steady_clock() -> Callable[[], float]:
@@ -79,14 +76,12 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
-    """Returns the exit code."""
+async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing, ends_with_input: bool) -> bool:
+    """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
-    tracing = Tracing()
-    tracing.tracer = tracer
     runs = Runs(config, EmbeddedCompute(config), clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
-    _log_to(data_dir / "logs", config.server.log_format)
+    _log_to(data_dir / "logs")
     url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(uvicorn_config(create_app(runs, keys), config.server))
@@ -96,17 +91,19 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     await runs.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     printer = asyncio.create_task(_print_runs(runs))
+    ready = asyncio.create_task(runs.default.ready())
     try:
         models = dict.fromkeys(config.model_of(policy).name for policy in config.policy_names)
         _print(f"AgentJet {__version__} listens on {url}, loading {', '.join(models)} …")
         if bound := all_addresses_line(listener):
             _print(bound)
-        if await _ready(runs.default, stop):
+        await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            if ready.exception() is not None:
+                return False
             tune_gc()
             _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        elif runs.default.engine.fatal is not None:
-            return 2
         _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")
         await runs.drain()
         for gateway in runs.open_gateways():
@@ -114,47 +111,29 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
             if newest is not None:
                 _print(f"{_of(gateway)}Checkpoint of policy version {newest}: {gateway.store.path(newest)}")
     finally:
+        ready.cancel()
         http.should_exit = True
         await asyncio.wait([serving])
         await runs.close()
         printer.cancel()
     serving.result()
-    return 0
-
-
-async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
-    """Waits for the worker. Returns False if the engine gave up, or on a request to stop."""
-    ready = asyncio.create_task(gateway.ready())
-    await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
-    if ready.done():
-        return ready.exception() is None
-    ready.cancel()
-    return False
+    return True
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     version = f"policy version {gateway.swarm.policy_version}"
-    prompts: dict[str, str] = {}
     if gateway.policies:
         _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
     for policy, loaded in gateway.engine.models.items():
-        model, renderer = loaded.info, loaded.renderer
-        facts = (
-            f"{model.num_parameters / 1e6:.0f}M parameters on {model.device} in {model.dtype}, context "
-            f"{model.context_length}"
-        )
+        model = loaded.info
+        size = f"{model.num_parameters / 1e6:.0f}M parameters"
+        facts = f"{size} on {model.device} in {model.dtype}, context {model.context_length}"
         if gateway.policies:
             lora = gateway.config.model_of(policy).lora
             trained = f"adapter of rank {lora.rank}" if lora.rank else "all weights"
             _print(f"  {policy}: {model.name}, {facts}, {trained}")
         else:
             _print(f"Ready: {facts}, {version}.")
-        tokens = renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),))))
-        prompts[policy] = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
-    for prompt in dict.fromkeys(prompts.values()):
-        owners = ", ".join(policy for policy, own in prompts.items() if own == prompt)
-        template = f"The chat template of {owners}" if gateway.policies else "The model's chat template"
-        _print(f"{template} renders the message 'Hello' as: {prompt!r}")
     _print(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _print(
         "Next, in another terminal:\n"
@@ -164,14 +143,14 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
 
 
 async def _print_runs(runs: Runs) -> None:
-    """Prints a line for each batch of every run. The log's warnings are printed, too."""
+    """Prints a line for each batch of every run."""
     printed: set[Gateway] = set()
     async with asyncio.TaskGroup() as printers:
         while True:
-            new = set(runs.open_gateways()) - printed
-            printed = printed & set(runs.open_gateways()) | new
-            for gateway in new:
+            now = set(runs.open_gateways())
+            for gateway in now - printed:
                 printers.create_task(_print_steps(gateway))
+            printed = now
             await asyncio.sleep(NEW_RUN_SECONDS)
 
 
@@ -254,19 +233,15 @@ def all_addresses_line(listener: socket.socket) -> str:
     return f"Bound to {host} port {port}: every address of this machine, reachable from other machines, too."
 
 
-def _log_to(folder: Path, log_format: LogFormat) -> None:
+def _log_to(folder: Path) -> None:
     """Logs to `server.log` from INFO on, and warnings to standard error, too."""
     folder.mkdir(parents=True, exist_ok=True)
     file = LogFile(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
-    configure_handler(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_handler(file, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
-    configure_handler(console, "text", "%(levelname)s: %(message)s")
+    configure_handler(console, "%(levelname)s: %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 def tracer_provider(endpoint: str) -> TracerProvider:
@@ -277,7 +252,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -286,7 +261,6 @@ def tracer_provider(endpoint: str) -> TracerProvider:
         ) from None
     provider = TracerProvider(
         resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
-        span_limits=SpanLimits(max_links=MAX_LINKS),
         shutdown_on_exit=False,
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text, printable
+from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text
 from agentjet.errors import ConfigError, Later, Unreachable
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from agentjet.client import Swarm
     from agentjet.protocol import CodeVersionStatus, StatusResponse, TaskSetStatus
 
@@ -34,12 +32,16 @@ SHOWN_METRICS = (
     "perf/tokens_per_second",
 )
 """Metrics of the last step, of the batch and of each policy; `--json` has them all."""
+CLEAR = "\x1b[H\x1b[J"
+"""Moves a terminal's cursor to the top, and erases everything below it."""
+Lines = list[tuple[str, str]]
+"""Names and values."""
 RESTART_HINT = (
     "The change survives a restart, unless the server is then started with other job settings than at its last start: "
     "put it into the settings file, too."
 )
 
-app = typer.Typer(no_args_is_help=True, help="Show and change the job settings of a running server.")
+app = typer.Typer(name="job", no_args_is_help=True, help="Show and change the job settings of a running server.")
 
 
 def status(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
@@ -53,8 +55,8 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
         typer.echo(f"{name:12} {value}")
 
 
-def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
-    """A status as lines for people: name and value."""
+def status_lines(status: StatusResponse) -> Lines:
+    """A status as lines for people."""
     from agentjet.protocol import report_lines
 
     steps = f"{status.policy_version} of {status.max_steps}" if status.max_steps else str(status.policy_version)
@@ -88,15 +90,14 @@ def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
 
 def _clients(status: StatusResponse) -> str:
     """Clients that hold episodes or were seen recently; the others are counted."""
-    recent = [name for name, ago in status.clients.items() if ago <= RECENT_SECONDS or status.holding.get(name)]
-    rest = len(status.clients) - len(recent)
-    counted = [f"{rest} seen over {RECENT_SECONDS // 60} minutes ago"] if rest else []
-    return ", ".join([*(_client(status, name) for name in recent), *counted]) or "none yet"
-
-
-def _client(status: StatusResponse, name: str) -> str:
-    held = status.holding.get(name, 0)
-    return f"{name} ({f'holds {held}, ' if held else ''}seen {status.clients[name]:.0f} s ago)"
+    shown = []
+    for name, ago in status.clients.items():
+        held = status.holding.get(name, 0)
+        if held or ago <= RECENT_SECONDS:
+            shown.append(f"{name} ({f'holds {held}, ' if held else ''}seen {ago:.0f} s ago)")
+    if rest := len(status.clients) - len(shown):
+        shown.append(f"{rest} seen over {RECENT_SECONDS // 60} minutes ago")
+    return ", ".join(shown) or "none yet"
 
 
 def _code(name: str, code: CodeVersionStatus) -> str:
@@ -117,48 +118,31 @@ def watch(
     every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two requests.")] = 1.0,
 ) -> None:
     """Watch a server until Ctrl-C, also across restarts. A file or a pipe gets a text for each change."""
-    from rich.live import Live
-
     with connect(url, token, token_file) as swarm, suppress(KeyboardInterrupt):
-        if not sys.stdout.isatty():
-            for frame in frames(_statuses(swarm, every, print_text)):
-                print_text(frame)
-            return
-        with Live(auto_refresh=False) as live:
-            for status in _statuses(swarm, every, lambda text: live.console.print(printable(text), markup=False)):
-                live.update(_table(status), refresh=True)
+        reports, is_terminal = _reports(swarm, every), sys.stdout.isatty()
+        for lines in reports if is_terminal else changes(reports):
+            typer.echo((CLEAR if is_terminal else "") + "".join(f"{name:12} {value}\n" for name, value in lines))
 
 
-def frames(statuses: Iterable[StatusResponse]) -> Iterator[str]:
-    """The texts for files and pipes: one for each status that differs from the last in more than its clients."""
-    shown: list[tuple[str, str]] = []
-    for status in statuses:
-        lines = status_lines(status)
-        facts = [line for line in lines if line[0] != "clients"]
-        if facts != shown:
-            shown = facts
-            yield "".join(f"{name:12} {value}\n" for name, value in lines)
-
-
-def _statuses(swarm: Swarm, every: float, on_error: Callable[[str], None]) -> Iterator[StatusResponse]:
-    """The status every `every` seconds, without end. `on_error` gets the errors after the first request."""
-    yield swarm.status()
+def _reports(swarm: Swarm, every: float) -> Iterator[Lines]:
+    """The status every `every` seconds, without end; after the first one also errors."""
+    yield status_lines(swarm.status())
     while True:
         time.sleep(every)
         try:
-            yield swarm.status()
+            yield status_lines(swarm.status())
         except (Unreachable, Later) as error:
-            on_error(str(error))
+            yield [("error", one_line(str(error)))]
 
 
-def _table(status: StatusResponse) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    for name, value in status_lines(status):
-        table.add_row(Text(name, style="bold"), Text(value))
-    return table
+def changes(reports: Iterable[Lines]) -> Iterator[Lines]:
+    """The reports that differ from the one before in more than the clients, whose ages change every second."""
+    shown = None
+    for lines in reports:
+        facts = [line for line in lines if line[0] != "clients"]
+        if facts != shown:
+            yield lines
+        shown = facts
 
 
 @app.command("show")
@@ -170,7 +154,7 @@ def show_job(url: Url = None, token: Token = None, token_file: TokenFile = None,
         typer.echo(body.model_dump_json(indent=2))
         return
     for key, value in flatten(body.job, "job."):
-        print_text(f"{key} = {one_line(json_text(value))}")
+        print_text(f"{key} = {_json(value)}")
     typer.echo(f"revision {body.revision}")
 
 
@@ -185,32 +169,32 @@ def set_job(
     as_json: Json = False,
 ) -> None:
     """Change job settings of a running server; needs the admin token. A batch that is composed keeps its settings."""
-    changes: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for key, value in map(parse_setting, settings):
-        if key.removeprefix("job.") in [known.removeprefix("job.") for known in changes]:
-            raise ConfigError(f"{key} = {value!r}: {key} is given twice; give it one value")
-        changes[key] = value
+        if key in given:
+            raise ConfigError(f"job.{key} = {value!r}: job.{key} is given twice; give it one value")
+        given[key] = value
     with connect(url, token, token_file) as swarm:
-        before, after = swarm.job(), swarm.change_job(changes)
+        before, after = swarm.job(), swarm.change_job(given)
     if as_json:
         typer.echo(after.model_dump_json(indent=2))
         return
     old = dict(flatten(before.job, "job."))
     changed = [(key, value) for key, value in flatten(after.job, "job.") if old.get(key) != value]
     for key, value in changed:
-        print_text(f"{key}: {one_line(json_text(old.get(key)))} -> {one_line(json_text(value))}")
+        print_text(f"{key}: {_json(old.get(key))} -> {_json(value)}")
     typer.echo(f"revision {after.revision}" + ("" if changed else ": every setting had its value already"))
     typer.echo(RESTART_HINT)
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:
-    """Key and value of `KEY=VALUE`; a value that is valid TOML is parsed as TOML. Raises `ConfigError`."""
+    """Key without `job.`, and value of `KEY=VALUE`, as TOML if it is valid. Raises `ConfigError`."""
     from agentjet.config.loader import parse_value
 
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"{setting!r} is not of the form KEY=VALUE, such as optimizer.lr=1e-5")
-    return key.strip(), parse_value(text)
+    return key.strip().removeprefix("job."), parse_value(text)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -222,6 +206,5 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, value
 
 
-def json_text(value: Any) -> str:
-    """A setting's value as JSON."""
-    return json.dumps(value, ensure_ascii=False)
+def _json(value: Any) -> str:
+    return one_line(json.dumps(value, ensure_ascii=False))

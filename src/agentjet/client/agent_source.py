@@ -9,18 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import inspect
 import sys
 import sysconfig
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol
 
 from agentjet.errors import ConfigError, InvalidRequest
@@ -124,19 +122,14 @@ class AgentSource(Protocol):
     def load(self) -> AgentVersion:
         """The agent as its files are now. Raises any exception of the user's code."""
 
-    def abandon(self) -> None:
-        """Give up a `load` that hangs in another thread: it has no effect any more."""
-
 
 def file_stamps(files: Iterable[Path]) -> Stamp:
-    """The stamp of `files`. A missing file has size -1."""
+    """The stamp of `files`, without missing ones."""
     found = []
     for file in files:
-        try:
+        with suppress(OSError):
             status = file.stat()
             found.append((str(file), status.st_mtime_ns, status.st_size))
-        except OSError:
-            found.append((str(file), 0, -1))
     return tuple(sorted(found))
 
 
@@ -161,8 +154,7 @@ def code_version_of(agent: Callable[..., Any]) -> str:
 class ModuleSource:
     """The module of a Python agent. A reload finds the agent by its name at the top of that module.
 
-    Raises `ConfigError` if `agent` has no such name. Reads source files, not compiled caches: a cache does not notice
-    two edits within one second.
+    Raises `ConfigError` if `agent` has no such name.
     """
 
     def __init__(self, agent: Callable[..., Any]) -> None:
@@ -176,122 +168,40 @@ class ModuleSource:
             )
         if module is None or not _file_of(module) or getattr(module, self._name, None) is not agent:
             raise ConfigError(f"{agent!r} cannot be reloaded: give a function that is defined at the top of a module")
-
         self._files = _own_files(module)
-        """The files when the present version was loaded."""
-        self._importing: _Import | None = None
-        self._turn = threading.Lock()
-        """Held while an import begins, ends or is abandoned."""
 
     def stamp(self) -> Stamp:
         return file_stamps(self._files.values())
 
     def load(self) -> AgentVersion:
-        """Import the agent's module and those beside it again. Objects of the old modules stay as they are.
+        """Import the agent's module and those beside it again; after an error the old modules are restored.
 
-        After an error, or if the import is abandoned, the old modules stay the imported ones.
+        Objects of the old modules stay as they are.
         """
         files = _own_files(sys.modules[self._module])
-        sources = {name: file.read_bytes() for name, file in files.items()}
-        with self._turn:
-            importing = self._importing = _Import(files, sources)
+        old = {name: sys.modules.pop(name) for name in files}
+        for name, module in old.items():  # `from package import module` finds it there
+            package, _, child = name.rpartition(".")
+            if getattr(sys.modules.get(package), child, None) is module:
+                delattr(sys.modules[package], child)
+        for file in files.values():  # The compiled file does not notice two edits within one second.
+            Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+        importlib.invalidate_caches()
         try:
-            module = importing.module(self._module)
-            agent = getattr(module, self._name)
+            new = importlib.import_module(self._module)
+            agent = getattr(new, self._name)
             if not callable(agent):
                 raise TypeError(f"{self._name} of {files[self._module]} is not a function any more")
         except BaseException:
-            with self._turn:
-                if self._importing is importing:
-                    self._undo(importing)
+            sys.modules.update(old)
+            _bind(old)
             raise
-        with self._turn:
-            if self._importing is not importing:
-                raise RuntimeError("this import was abandoned")
-            self._importing = None
-            importing.end()
-            self._files = _own_files(module)
-        return AgentVersion(_hash_of_files(self._files, sources), agent)
-
-    def abandon(self) -> None:
-        with self._turn:
-            if self._importing is not None:
-                self._undo(self._importing)
-
-    def _undo(self, importing: _Import) -> None:
-        self._importing = None
-        importing.end()
-        importing.undo()
-
-
-class _Import(importlib.abc.MetaPathFinder):
-    """An import that replaces modules by given sources. Removes the old modules from `sys.modules` while it runs."""
-
-    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
-        self._files = files
-        self._sources = sources
-        self._old = {name: sys.modules.pop(name) for name in files}
-        _unbind(self._old)
-        sys.meta_path.insert(0, self)
-        importlib.invalidate_caches()
-
-    def module(self, name: str) -> ModuleType:
-        """The module `name`.
-
-        It is executed without Python's import lock for that name: an import that hangs holds its lock for ever. Its own
-        imports take their locks.
-        """
-        package = name.rpartition(".")[0]
-        if package:
-            importlib.import_module(package)
-        if name not in sys.modules:  # the import of its package may have imported it
-            spec = self.find_spec(name, None)
-            assert spec is not None and spec.loader is not None, "its source is given"
-            sys.modules[name] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            _bind({name: module})
-        return sys.modules[name]
-
-    def end(self) -> None:
-        """End the import. Modules that were not imported again stay attributes of their packages."""
-        sys.meta_path.remove(self)
-        _bind({name: module for name, module in self._old.items() if name not in sys.modules})
-
-    def undo(self) -> None:
-        """Restore the old modules."""
-        sys.modules.update(self._old)
-        _bind(self._old)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._sources:
-            return None
-        file = self._files[fullname]
-        loader = _SourceInMemory(fullname, str(file), self._sources[fullname])
-        folders = [str(file.parent)] if file.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)
-
-
-class _SourceInMemory(importlib.machinery.SourceFileLoader):
-    def __init__(self, fullname: str, path: str, source: bytes) -> None:
-        super().__init__(fullname, path)
-        self._source = source
-
-    def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self._source, self.path)
-
-
-def _unbind(modules: Mapping[str, ModuleType]) -> None:
-    """Remove modules from their packages: `from package import module` looks there before it imports."""
-    for name, module in modules.items():
-        package, _, child = name.rpartition(".")
-        if getattr(sys.modules.get(package), child, None) is module:
-            delattr(sys.modules[package], child)
+        _bind({name: module for name, module in old.items() if name not in sys.modules})
+        self._files = _own_files(new)
+        return AgentVersion(_hash_of_files(self._files), agent)
 
 
 def _bind(modules: Mapping[str, ModuleType]) -> None:
-    """Make modules attributes of their packages."""
     for name, module in modules.items():
         package, _, child = name.rpartition(".")
         if package in sys.modules:
@@ -331,14 +241,9 @@ def _is_installed(folder: Path) -> bool:
     return folder in library or not {"site-packages", "dist-packages"}.isdisjoint(folder.parts)
 
 
-def _hash_of_files(files: Mapping[str, Path], sources: Mapping[str, bytes] | None = None) -> str:
-    """The hash of files by module name, independent of their folder. `sources` replaces the content of some."""
-    contents = {}
-    for name, file in files.items():
-        try:
-            contents[file.name] = sources[name] if sources and name in sources else file.read_bytes()
-        except OSError:  # the file was removed after its import
-            continue
+def _hash_of_files(files: Mapping[str, Path]) -> str:
+    """The hash of files by module name, independent of their folder; without those removed after their import."""
+    contents = {file.name: file.read_bytes() for file in files.values() if file.is_file()}
     return hash_of(contents) if contents else ""
 
 
@@ -347,28 +252,17 @@ def error_location(agent: Callable[..., Any], error: BaseException) -> str:
 
     The line of the agent's definition if its return value is invalid; else empty.
     """
-    own = _code_of(agent)
-    if own is None or Path(own.co_filename).is_relative_to(OURS):
+    function = _unwrapped(agent)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None or Path(code.co_filename).is_relative_to(OURS):
         return ""
     cause: BaseException | None = error
     while cause is not None:
-        lines = [
-            (frame.f_code.co_name, line)
-            for frame, line in traceback.walk_tb(cause.__traceback__)
-            if frame.f_code.co_filename == own.co_filename
-        ]
-        if lines:
-            name, line = lines[-1]
-            return f"{own.co_filename}:{line} in {name}"
+        frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename == code.co_filename]
+        if frames:
+            return f"{code.co_filename}:{frames[-1].lineno} in {frames[-1].name}"
         cause = cause.__cause__
-    if isinstance(error, InvalidRequest) and error.code == "invalid_reward":
-        return f"{own.co_filename}:{own.co_firstlineno} in {own.co_name}"
-    return ""
-
-
-def _code_of(agent: Callable[..., Any]) -> CodeType | None:
-    agent = _unwrapped(agent)
-    if not inspect.isroutine(agent):
-        agent = getattr(type(agent), "__call__", agent)  # noqa: B004 - an object's own method, to be read
-    code = getattr(agent, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    is_invalid = isinstance(error, InvalidRequest) and error.code == "invalid_reward"
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}" if is_invalid else ""

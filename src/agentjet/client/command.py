@@ -13,7 +13,6 @@ process group (POSIX only).
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import json
 import os
@@ -23,7 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,54 +96,38 @@ class CommandFailed(Exception):
     """The program could not be started, crashed or was too slow: its episode is not scored."""
 
 
+@dataclass(eq=False)
 class Command:
-    """An agent for `Swarm.train` and `Swarm.evaluate` that runs a program.
+    """An agent for `Swarm.train` and `Swarm.evaluate` that runs a program."""
 
-    * `arguments` is the command line; `{task}` in it becomes the task's payload as JSON, `{task.key}` one value of it.
-    * `score` computes the reward from the program's output.
-    * An exit code other than 0 aborts the episode. With `any_exit_code`, exit codes 1 to 124 are scored, too.
-    * If the server refused a request, the episode is aborted whichever exit code the program has, unless
-      `score_refused`.
-    * Each program gets HOME, XDG folders and TMPDIR of its episode, unless `shared_home`.
-    * `timeout` is in seconds.
-    """
+    arguments: Sequence[str]
+    """The command line; `{task}` in it becomes the task's payload as JSON, `{task.key}` one value of it."""
+    score: Score
+    """Computes the reward from the program's output."""
+    _: KW_ONLY
+    timeout: float | None = None
+    """Seconds after which a program is ended and its episode aborted."""
+    any_exit_code: bool = False
+    """Score exit codes 1 to 124, too. Otherwise each code but 0 aborts the episode."""
+    score_refused: bool = False
+    """Score episodes in which the server refused a request, too. Otherwise they are aborted."""
+    shared_home: bool = False
+    """Inherit HOME, the XDG folders and TMPDIR. Otherwise each episode has its own."""
+    code_version: str = ""
+    """Code version of the program's source."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        score: Score,
-        *,
-        timeout: float | None = None,
-        any_exit_code: bool = False,
-        score_refused: bool = False,
-        shared_home: bool = False,
-        code_version: str = "",
-    ) -> None:
-        if not arguments:
+    def __post_init__(self) -> None:
+        if not self.arguments:
             raise ValueError("the command is empty: give a program and its arguments")
-        self.arguments = tuple(arguments)
-        self.timeout = timeout
-        self.any_exit_code = any_exit_code
-        self.score_refused = score_refused
-        self.shared_home = shared_home
-        self.code_version = code_version
-        """Code version of the program's source."""
-        # `inspect.unwrap` finds the function behind a callable by this name, so that an exception in it is shown with
-        # its file and line.
-        self.__wrapped__ = score
+
+    @property
+    def __wrapped__(self) -> Score:
+        """`inspect.unwrap` finds the function by this name, so that an exception in it is shown with file and line."""
+        return self.score
 
     def filled(self, task: Task) -> list[str]:
         """The command line for a task. Raises `ConfigError` if it names a key that the task does not have."""
         return [fill_placeholders(word, task.payload) for word in self.arguments]
-
-    def changed(self, arguments: Sequence[str], score: Score, code_version: str) -> Command:
-        """The same command with another version of its source."""
-        command = copy.copy(self)
-        command.arguments, command.__wrapped__, command.code_version = tuple(arguments), score, code_version
-        return command
-
-    def __repr__(self) -> str:
-        return f"Command({list(self.arguments)!r})"
 
     async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:
         with tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True) as place:
@@ -152,7 +135,7 @@ class Command:
             if not self.score_refused:
                 await _check_refusals(episode)
             self._check(result)
-            reward = await in_thread(self.__wrapped__, task.payload, result)
+            reward = await in_thread(self.score, task.payload, result)
             return await reward if inspect.isawaitable(reward) else reward
 
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
@@ -185,7 +168,6 @@ class Command:
         return Result(_text(stdout), _text(stderr), exited.result(), time.monotonic() - started, folder)
 
     def _check(self, result: Result) -> None:
-        """Raises `CommandFailed` for a program that crashed."""
         code, tail = result.exit_code, _tail(result.folder.parent)
         if code < 0:
             raise CommandFailed(f"the program was ended by {_signal_name(-code)}{tail}")
@@ -247,7 +229,6 @@ async def _check_refusals(episode: AsyncEpisode) -> None:
 
 
 async def _end(process: subprocess.Popen[bytes], exited: asyncio.Future[int]) -> None:
-    """End the program and every other process of its process group."""
     try:
         if not exited.done():
             _signal_group(process, signal.SIGTERM)

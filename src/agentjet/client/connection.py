@@ -51,13 +51,7 @@ PROCESS = uuid.uuid4().hex
 """Identifies this process to servers. Forked processes share it."""
 RUN_PATH = re.compile(r"/runs/[^/]+$")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-ERRORS: dict[int, type[RequestError]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    409: Conflict,
-    413: TooLarge,
-}
+ERRORS: dict[int, type[RequestError]] = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge}
 GATEWAY_TROUBLE = frozenset({502, 503, 504})
 """Without a problem body, these answers come from a proxy between client and server."""
 
@@ -107,7 +101,6 @@ def load_settings(
 
 
 def _is_address(address: object) -> bool:
-    """True for an http(s) URL with a host and a valid port, if any."""
     if not isinstance(address, str):
         return False
     try:
@@ -151,7 +144,7 @@ class Retry:
         return ceiling * (0.5 + 0.5 * self.jitter())
 
 
-class ForeignAnswer(Exception):
+class ForeignAnswer(httpx.TransportError):
     """A success that an AgentJet server does not send."""
 
     def __init__(self, response: httpx.Response) -> None:
@@ -222,7 +215,7 @@ class Connection:
                     raise error
                 since, allowed, delay = started, patience, max(error.retry_after, retry.delay(num_refused))
                 num_refused += 1
-            except (httpx.TransportError, ForeignAnswer) as problem:
+            except httpx.TransportError as problem:
                 error = self._unreachable(problem)
                 allowed = retry.patience if self._answered else retry.first_patience
                 since, delay = answered, retry.delay(num_lost)
@@ -263,7 +256,7 @@ class Connection:
                 answered, delay = retry.clock(), retry.delay(attempt)
             except Later as error:
                 answered, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))
-            except (httpx.TransportError, ForeignAnswer) as problem:
+            except httpx.TransportError as problem:
                 answered, delay = retry.clock() if is_open else answered, retry.delay(attempt)
                 if retry.clock() - answered + delay > retry.patience:
                     raise self._unreachable(problem) from problem
@@ -288,19 +281,14 @@ class Connection:
         )
 
     def _error(self, response: httpx.Response) -> RequestError:
-        """The exception for an answer that is not a success."""
-        status = response.status_code
-        problem = _problem(response)
-        text = (problem.detail or problem.title) if problem else response.text[:500] or response.reason_phrase
-        code = problem.code if problem else None
+        status, problem = response.status_code, _problem(response)
+        text, code = problem.detail or problem.title, problem.code or None
         if status == 429 or status in GATEWAY_TROUBLE:
-            return Later(text, retry_after=_retry_after(response, problem), code=code, status=status)
+            return Later(text, retry_after=problem.retry_after or 0.0, code=code, status=status)
         if status == 401:
             text += f" ({self.settings.url}; a client takes the token as an argument or from {TOKEN_VARIABLE})"
         kind = ERRORS.get(status, InvalidRequest if status < 500 else RequestError)
-        error = kind(text, code=code or ("server_error" if status >= 500 else None), status=status)
-        error.param = problem.param if problem else None
-        return error
+        return kind(text, code=code, status=status, param=problem.param)
 
 
 def _certificates() -> ssl.SSLContext:
@@ -325,21 +313,19 @@ def _decoded(response: httpx.Response) -> Any:
         raise ForeignAnswer(response) from None
 
 
-def _problem(response: httpx.Response) -> Problem | None:
+def _problem(response: httpx.Response) -> Problem:
+    """The body of a refusal. Its equivalent for an answer of a proxy, or of a server that crashed."""
     try:
         return Problem.model_validate_json(response.content)
     except ValidationError:
-        return None
-
-
-def _retry_after(response: httpx.Response, problem: Problem | None) -> float:
-    """Seconds to wait, from the body (exact) or the header (whole seconds); 0 leaves it to the back-off."""
-    if problem is not None and problem.retry_after is not None:
-        return problem.retry_after
-    try:
-        return max(0.0, float(response.headers.get("Retry-After", "0")))
-    except ValueError:
-        return 0.0
+        wait, status = response.headers.get("Retry-After", ""), response.status_code
+        return Problem(
+            title=response.reason_phrase,
+            status=status,
+            code="server_error" if status >= 500 else "",
+            detail=response.text[:500],
+            retry_after=float(wait) if wait.isdecimal() else None,
+        )
 
 
 async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:

@@ -2,7 +2,6 @@
 
 * `AsyncEpisode` and `Episode` are the handles that agents get.
 * `begin_episode` begins one, and aborts it if the caller is cancelled.
-* `RunCleanup` counts the episodes that a run could not abort when it ended.
 * `Endpoint` makes episodes that call another model, for a baseline. The server does not record them.
 """
 
@@ -13,21 +12,21 @@ import itertools
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel
-
 from agentjet.client.connection import Connection
-from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound, RequestError
+from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound
 from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
 
-T = TypeVar("T")
 Returned = float | Reward | Mapping[str, float | Reward]
 """A reward as agents return it: for the whole episode, or by policy in a run with named policies."""
+RunCoroutine = Callable[[Coroutine[Any, Any, EpisodeView]], EpisodeView]
+"""Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
 STOPPED = "the client stopped"
 NOT_NEEDED = "not needed: the client's run has its steps"
 UNPLAYED = "not needed: its client no longer waits for it"
@@ -41,20 +40,6 @@ SERVER_WAIT = 20.0
 """Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
 NO_LEASE = 1e9
 """Seconds: such a lease does not expire."""
-
-
-class RunCoroutine(Protocol):
-    """Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
-
-
-class RequestSender(Protocol):
-    """Sends an episode's requests: a `Connection`, or an endpoint's stand-in."""
-
-    async def request(
-        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
-    ) -> Any: ...
 
 
 class _EpisodeFields:
@@ -91,7 +76,8 @@ class _EpisodeFields:
 class AsyncEpisode(_EpisodeFields):
     """An episode for asynchronous code. As a context manager it aborts unless `finish` was called inside."""
 
-    def __init__(self, connection: RequestSender, begun: BeginResponse, request: BeginRequest) -> None:
+    def __init__(self, connection: Connection | None, begun: BeginResponse, request: BeginRequest) -> None:
+        """Without a connection nothing is recorded: the model is an endpoint's."""
         super().__init__(begun, request)
         self._connection = connection
         self.status: EpisodeStatus = "live"
@@ -106,10 +92,10 @@ class AsyncEpisode(_EpisodeFields):
     async def finish(self, reward: Returned) -> EpisodeView:
         """End the episode with its reward.
 
-        Raises `InvalidRequest` as `checked` does, before anything is sent. Raises `Conflict` if the episode was aborted
-        or its lease has expired.
+        Raises `InvalidRequest` as `checked_reward` does, before anything is sent. Raises `Conflict` if the episode was
+        aborted or its lease has expired.
         """
-        reward = self.checked(reward)
+        reward = checked_reward(reward, self.policies)
         view = await self._post("finish", finish_body(reward))
         self.reward = reward
         return view
@@ -122,22 +108,17 @@ class AsyncEpisode(_EpisodeFields):
         """Renew the lease. Calls of the model renew it too."""
         return await self._post("heartbeat", None)
 
-    async def refresh(self) -> EpisodeView:
-        """The episode's present state on the server. Does not renew the lease."""
-        answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
-        return self._update(EpisodeView.model_validate(answer))
-
-    def checked(self, returned: object) -> Reward:
-        """An agent's return value as a reward. Raises as `checked_reward`."""
-        return checked_reward(returned, self.policies)
-
-    def blocking(self, run: RunCoroutine) -> Episode:
-        """This episode for synchronous code."""
-        return Episode(self, run)
+    async def refresh(self) -> None:
+        """Update status, reason and number of calls. Does not renew the lease."""
+        if self._connection is not None:
+            answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
+            self._update(EpisodeView.model_validate(answer))
 
     async def _post(
         self, verb: str, body: FinishRequest | AbortRequest | None, patience: float | None = None
     ) -> EpisodeView:
+        if self._connection is None:
+            return self._update(self._unrecorded_view(body))
         try:
             answer = await self._connection.request(
                 "POST", f"/episodes/{quote(self.id, safe='')}/{verb}", body=body, patience=patience
@@ -151,6 +132,13 @@ class AsyncEpisode(_EpisodeFields):
     def _update(self, view: EpisodeView) -> EpisodeView:
         self.status, self.reason, self.num_calls = view.status, view.reason, view.num_calls
         return view
+
+    def _unrecorded_view(self, body: FinishRequest | AbortRequest | None) -> EpisodeView:
+        ended: dict[type, EpisodeStatus] = {FinishRequest: "finished", AbortRequest: "aborted"}
+        facts = self.request.model_dump(include={"mode", "task_id", "task_set", "client_id"}) | {"group": self.group}
+        return EpisodeView(
+            episode_id=self.id, status=ended.get(type(body), self.status), policy_version=self.policy_version, **facts
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,9 +173,9 @@ class Episode(_EpisodeFields):
         """See `AsyncEpisode.finish`."""
         return self._run(self._episode.finish(reward))
 
-    def abort(self, reason: str = "") -> EpisodeView:
+    def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
         """See `AsyncEpisode.abort`."""
-        return self._run(self._episode.abort(reason))
+        return self._run(self._episode.abort(reason, patience=patience))
 
     def heartbeat(self) -> EpisodeView:
         """See `AsyncEpisode.heartbeat`."""
@@ -200,7 +188,7 @@ class Episode(_EpisodeFields):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            self._run(self._episode.abort(abort_reason(error), patience=patience_after(error)))
+            self.abort(abort_reason(error), patience=patience_after(error))
 
 
 def patience_after(error: BaseException | None) -> float | None:
@@ -280,35 +268,11 @@ def _invalid_reward(message: str, param: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_reward", status=422, param=param)
 
 
-@dataclass
-class RunCleanup:
-    """The end of one run: time limits of its aborts, and the number of episodes left behind."""
-
-    goal_reached: bool = False
-    """True if the run reached its goal; False if it was interrupted, or failed."""
-    num_left: int = 0
-    """Episodes that may still be live on the server, until their leases expire."""
-
-    @property
-    def seconds(self) -> float:
-        """Longest wait for one step of an abort: short after an interruption."""
-        return COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
-
-    async def wait_for_abort(self, requests: Awaitable[object]) -> None:
-        """Wait for requests that abort an episode. Counts the episode as left behind if the server did not answer."""
-        try:
-            async with asyncio.timeout(self.seconds):
-                await requests
-        except RequestError as refusal:
-            self.num_left += refusal.status >= 500  # After any other refusal the episode is not live.
-        except (AgentJetError, TimeoutError):
-            self.num_left += 1
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_left} episode{'' if self.num_left == 1 else 's'} could not be aborted, because the server did "
-            "not answer in time: each may keep its place until its lease expires"
-        )
+async def wait_for_abort(requests: Awaitable[object], seconds: float) -> None:
+    """Wait up to `seconds` for requests that abort an episode. Without an answer its lease ends it."""
+    with suppress(AgentJetError, TimeoutError):
+        async with asyncio.timeout(seconds):
+            await requests
 
 
 async def begin_episode(
@@ -317,33 +281,31 @@ async def begin_episode(
     *,
     wait: float,
     on_abort: Callable[[AsyncEpisode], None] = lambda episode: None,
-    cleanup: RunCleanup | None = None,
 ) -> AsyncEpisode:
     """Begin an episode. Waits up to `wait` seconds for room, then raises `Later`.
 
-    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`. If the abort
-    fails, `cleanup` counts it.
+    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`.
     """
-    request = request.model_copy(update={"wait": min(wait, SERVER_WAIT)})
     key = uuid.uuid4().hex
+
+    async def begin(server_wait: float, patience: float) -> AsyncEpisode:
+        body = request.model_copy(update={"wait": server_wait})
+        answer = await connection.request(
+            "POST", "/episodes", body=body, key=key, patience=patience, server_wait=server_wait
+        )
+        return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
+
+    async def abort_begun() -> None:
+        episode = await begin(0.0, 0.0)
+        await episode.abort(UNPLAYED, patience=0.0)
+        on_abort(episode)
+
     try:
-        return await _request_begin(connection, request, key, patience=wait)
+        return await begin(min(wait, SERVER_WAIT), wait)
     except asyncio.CancelledError:
         # The server may have begun it just now. The same request again, without waiting, returns it.
-        async def abort_begun() -> None:
-            episode = await _request_begin(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
-            await episode.abort(UNPLAYED, patience=0.0)
-            on_abort(episode)
-
-        await (cleanup or RunCleanup()).wait_for_abort(abort_begun())
+        await wait_for_abort(abort_begun(), ABORT_SECONDS)
         raise
-
-
-async def _request_begin(connection: Connection, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
-    answer = await connection.request(
-        "POST", "/episodes", body=request, key=key, patience=patience, server_wait=request.wait
-    )
-    return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
 
 
 _numbers = itertools.count(1)
@@ -369,33 +331,4 @@ class Endpoint:
             lease_seconds=NO_LEASE,
             expires_at=NO_LEASE,
         )
-        return AsyncEpisode(_EndpointConnection(begun.episode_id, request), begun, request)
-
-
-@dataclass
-class _EndpointConnection:
-    """Answers an episode's requests locally, in place of a server."""
-
-    episode_id: str
-    begun_with: BeginRequest
-    status: EpisodeStatus = "live"
-
-    async def request(
-        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
-    ) -> Any:
-        if isinstance(body, FinishRequest):
-            self.status = "finished"
-        elif isinstance(body, AbortRequest):
-            self.status = "aborted"
-        begun = self.begun_with
-        return EpisodeView(
-            episode_id=self.episode_id,
-            status=self.status,
-            mode=begun.mode,
-            task_id=begun.task_id,
-            task_set=begun.task_set,
-            group=begun.group,
-            client_id=begun.client_id,
-            policy_version=0,
-            reason=body.reason if isinstance(body, AbortRequest) else "",
-        ).model_dump()
+        return AsyncEpisode(None, begun, request)

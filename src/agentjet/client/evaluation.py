@@ -16,6 +16,7 @@ from typing import Literal
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
 from agentjet.client.episode import ABORT_SECONDS, begin_episode
+from agentjet.client.inputs import check_counts
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, best_of
 from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout, keep_alive
@@ -68,16 +69,16 @@ async def run_evaluation(
     repeated = [task for task in tasks for _ in range(repeats)]
     results: dict[int, EpisodeResult] = {}
     num_repeated = 0
-    with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
+    shown = progress_for("evaluating", len(repeated), wanted=progress, num_lines=4)
 
-        def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
-            nonlocal num_repeated
-            shown.episode(result, counts=last)
-            num_repeated += not last
-            if last:
-                results[spec.index] = result
+    def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+        nonlocal num_repeated
+        shown.episode(result, counts=last)
+        num_repeated += not last
+        if last:
+            results[spec.index] = result
 
-        await Runner(start, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
+    await Runner(start, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
 
@@ -137,7 +138,7 @@ class HeldOutEvaluations:
             notify(f"held-out tasks were not all evaluated before the policy learned on: {error}")
             return
         except AgentFailing as failing:
-            raise AgentFailing(f"held-out evaluation: {failing.fact}", tasks="eval_tasks") from None
+            raise AgentFailing(f"held-out evaluation: {failing}") from None
         self.done.append(Evaluation(report.policy_versions[0], report))
         best = "; the best so far" if best_of(self.done) is self.done[-1] and len(self.done) > 1 else ""
         notify(f"held-out tasks at version {self.done[-1].policy_version}: {report}{best}")
@@ -150,9 +151,7 @@ class HeldOutEvaluations:
 
 def check_held_out(eval_tasks: Sequence[object], every: int, stop_after: int) -> None:
     """Raises `ValueError` for settings of held-out evaluations that contradict each other."""
-    for name, value in (("eval_every", every), ("stop_after", stop_after)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} = {value!r}: it must be a whole number, 0 for none")
+    check_counts(0, eval_every=every, stop_after=stop_after)
     if bool(eval_tasks) != bool(every):
         given, missing = ("eval_tasks", "eval_every") if eval_tasks else (f"eval_every = {every}", "eval_tasks")
         raise ValueError(f"{given} needs {missing}: held-out tasks, and the number of batches between evaluations")

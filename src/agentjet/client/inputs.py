@@ -9,15 +9,14 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from agentjet.errors import ConfigError, Conflict, InvalidRequest
-from agentjet.protocol import JobBody
-from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, Task
+from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Task
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -25,8 +24,6 @@ SHOWN = 60
 """Characters of a wrong value in a message."""
 MAX_ROW_BYTES = 100_000
 """A row travels in a process's environment, where Linux allows 128 KiB."""
-ATTEMPTS = 5
-"""Attempts at one change. Another client may replace the settings between the read and the write."""
 FIXED = ("model", "sampler", "server")
 """Sections of the settings that a running server keeps."""
 
@@ -41,17 +38,26 @@ def build_request(kind: type[Body], **fields: Any) -> Body:
     raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
 
 
-def check_run(agent: object, **counts: object) -> None:
-    """Raises `ValueError` if `agent` is not an agent, or if a count is not a whole number of at least 1."""
+def check_run(agent: object, tasks: Iterable[Task], **counts: object) -> tuple[Task, ...]:
+    """The tasks of a run. Raises `ValueError` if `agent` is not an agent, if there are no tasks, or if a count is not a
+    whole number of at least 1."""
     if not callable(agent):
         raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
     check_signature(agent, f"agent = {_shown(agent)}")
+    check_counts(1, **counts)
+    if not (listed := checked_tasks(tasks, "tasks")):
+        raise ValueError("there are no tasks: give at least one")
+    return listed
+
+
+def check_counts(least: int, **counts: object) -> None:
+    """Raises `ValueError` for a count that is not a whole number of at least `least`."""
     for name, value in counts.items():
-        if not _is_whole(value) or value < 1:
-            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least 1")
+        if not _is_whole(value) or value < least:
+            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least {least}")
 
 
-def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task, ...]:
+def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
     """The tasks of the argument called `named`; uses up an iterator. Raises `ValueError` for anything but a list of
     tasks."""
     if isinstance(tasks, Task):
@@ -61,22 +67,12 @@ def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task,
             f"{named} is a set, whose order differs from run to run: give a list, such as "
             f"sorted({named}, key=lambda task: task.id)"
         )
-    try:
-        listed = tuple(tasks)
-    except TypeError:
-        if hasattr(tasks, "__iter__"):  # The error came from the iterator itself.
-            raise
-        raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task") from None
+    if not isinstance(tasks, Iterable):
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task")
+    listed = tuple(tasks)
     for index, task in enumerate(listed):
         if not isinstance(task, Task):
             raise ValueError(f"{named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")
-    return listed
-
-
-def require_tasks(verb: str, tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """The same, but raises `ValueError` for an empty list, too."""
-    if not (listed := checked_tasks(tasks)):
-        raise ValueError(f"there are no tasks to {verb} on: give at least one")
     return listed
 
 
@@ -128,7 +124,7 @@ def read_tasks(path: Path) -> list[Task]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        task = _task(_row(line, f"{path} line {number}"), number, f"{path} line {number}")
+        task = _task(line, number, f"{path} line {number}")
         if task.id in tasks:
             raise ConfigError(f"{path} line {number}: the id {task.id!r} is also that of line {tasks[task.id][0]}")
         tasks[task.id] = (number, task)
@@ -137,7 +133,7 @@ def read_tasks(path: Path) -> list[Task]:
     return [task for _, task in tasks.values()]
 
 
-def _row(line: str, place: str) -> dict[str, Any]:
+def _task(line: str, number: int, place: str) -> Task:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -151,16 +147,11 @@ def _row(line: str, place: str) -> dict[str, Any]:
             f"{place}: the row has {len(line.encode())} bytes; it travels in the environment, where {MAX_ROW_BYTES} "
             "fit: put long content into a file, and its name into the row"
         )
-    return row
-
-
-def _task(row: dict[str, Any], number: int, place: str) -> Task:
-    named, task_set = row.get("id", f"line-{number}"), row.get("task_set", "")
-    if isinstance(named, bool) or not isinstance(named, str | int) or not 1 <= len(str(named)) <= MAX_NAME:
-        raise ConfigError(f"{place}: id = {named!r}: it must be text of 1 to {MAX_NAME} characters, or a whole number")
-    if not isinstance(task_set, str) or len(task_set) > MAX_NAME:
-        raise ConfigError(f"{place}: task_set = {task_set!r}: it must be text of at most {MAX_NAME} characters")
-    return Task(str(named), task_set=task_set, payload=row)
+    named = row.get("id", f"line-{number}")
+    try:
+        return Task(str(named) if _is_whole(named) else named, task_set=row.get("task_set", ""), payload=row)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,20 +186,3 @@ def check_finite(values: Mapping[str, Any], prefix: str = "job.") -> None:
             check_finite(value, f"{prefix}{name}.")
         elif isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{prefix}{name} = {value}: it must be a finite number")
-
-
-async def change(
-    read: Callable[[], Awaitable[JobBody]], write: Callable[[JobBody], Awaitable[JobBody]], changes: Mapping[str, Any]
-) -> JobBody:
-    """The job settings after `changes`: a read, an edit and a compare-and-set.
-
-    Raises `Conflict` if other changes came first `ATTEMPTS` times in a row.
-    """
-    for attempt in range(1, ATTEMPTS + 1):
-        now = await read()
-        try:
-            return await write(JobBody(revision=now.revision, job=edited(now.job, changes)))
-        except Conflict as conflict:
-            if conflict.code != "job_revision_changed" or attempt == ATTEMPTS:
-                raise
-    raise AssertionError("the last attempt returns or raises")

@@ -1,9 +1,8 @@
 """Live reload: the version of the agent that an episode gets while its source is being edited.
 
-* When the files change, groups that have begun are completed by the old version, and no group begins with it. So a
-  group never mixes versions, and no finished episode is lost. Then the files are loaded, and groups begin again.
-* Files that cannot be loaded, or not in time, leave the old version in use. A newer edit is loaded without waiting for
-  an older load that hangs.
+* A group never mixes versions, and no finished episode is lost: the files are loaded once the groups that have begun
+  are complete. No group begins until then.
+* Files that cannot be loaded leave the old version in use.
 * A version whose first episodes all fail is rolled back to the one before it, until the files change again. Its
   failures do not use up the attempts at a task.
 """
@@ -11,27 +10,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from agentjet.client.agent_source import AgentSource, AgentVersion, Stamp
-from agentjet.client.episode import UNPLAYED, AsyncEpisode, RunCleanup
+from agentjet.client.agent_source import AgentSource, AgentVersion
+from agentjet.client.episode import AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.threads import in_thread
+from agentjet.errors import AgentJetError
 
-Request = Callable[[str], Coroutine[Any, Any, AsyncEpisode]]
-"""Requests an episode for a code version."""
-REPLACED = "not needed: the agent's code was replaced before the group began"
-POLL_SECONDS = 0.5
-"""Interval between checks of the files."""
 SETTLE_SECONDS = 0.2
 """Time that the files must stay unchanged before they are loaded: an editor may be writing them."""
-SLOW_SECONDS = 5.0
-"""Duration of a load after which a message is shown. No group begins during a load."""
+GROUPS_SECONDS = 600.0
+"""Longest wait for the groups that have begun. The server keeps those with a live episode."""
 LOAD_SECONDS = 120.0
-"""Time limit of a load. Then it is abandoned in its thread, and the run goes on with the version before it."""
+"""Time limit of a load. Then the run continues with the version before it."""
 MIN_TRIAL = 4
 """Fewest episodes that can prove a version bad."""
 
@@ -44,12 +39,6 @@ class LoadedVersion:
     num_finished: int = 0
     num_failed: int = 0
     is_rolled_back: bool = False
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no group may begin with this version."""
-
-    @property
-    def code_version(self) -> str:
-        return self.version.code_version
 
 
 class LiveReload:
@@ -70,58 +59,31 @@ class LiveReload:
         self._sleep = sleep
         self._notify = notify
         self._versions = [LoadedVersion(first)]
-        self._begun: dict[str, LoadedVersion] = {}
-        """Incomplete groups, and the version they began with."""
-        self._num_done: dict[str, int] = {}
+        self._version_of: dict[str, LoadedVersion] = {}
+        """The version that each group began with."""
+        self._open: set[str] = set()
+        """Groups that have begun and lack members."""
+        self._num_done: Counter[str] = Counter()
         """Members that are not attempted again, by group."""
-        self._over: set[str] = set()
-        """Groups that are complete or not needed. A reload does not wait for members that join them later."""
-        self._none_begun = asyncio.Event()
-        self._none_begun.set()
         self._stamp = code.stamp() if code is not None else ()
         self._reloading = asyncio.Lock()
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
 
-    # ---- episodes --------------------------------------------------------------------------------------------------
-
     async def begin(
-        self, spec: RolloutSpec, request: Request, on_abort: Callable[[AsyncEpisode], None], cleanup: RunCleanup
+        self, spec: RolloutSpec, request: Callable[[str], Awaitable[AsyncEpisode]]
     ) -> tuple[AsyncEpisode, Agent]:
-        """Begin an episode with the version its group began with.
-
-        The first episode of a group gets the newest version, also if the files change while it waits for room.
-        """
-        if self._code is None:
-            return await request(self.current.code_version), self.current.version.agent
-        while True:
-            if spec.group not in self._begun:
-                await self.reload_if_changed()
-            loaded = self._begun.get(spec.group, self.current)
-            pending = asyncio.create_task(request(loaded.code_version))
-            try:
-                await self._begun_or_closed(pending, spec.group, loaded)
-            except asyncio.CancelledError:
-                await _abandon(pending, UNPLAYED, on_abort, cleanup)
-                raise
-            if pending.done() and (self._begun.get(spec.group) is loaded or not loaded.closed.is_set()):
-                episode = pending.result()
-                if not spec.spare and spec.group not in self._over:
-                    self._begun[spec.group] = loaded
-                    self._none_begun.clear()
-                return episode, loaded.version.agent
-            await _abandon(pending, REPLACED, on_abort, cleanup)
-
-    async def _begun_or_closed(self, pending: asyncio.Task[AsyncEpisode], group: str, loaded: LoadedVersion) -> None:
-        """Wait for the episode, or until its version is closed to new groups."""
-        closing = asyncio.create_task(loaded.closed.wait())
+        """Begin an episode with the version its group began with. `request` requests one for a code version."""
+        if self._code is not None and spec.group not in self._version_of:
+            await self._reload_if_changed(self._code)
+        loaded = self._version_of.setdefault(spec.group, self.current)
+        if not spec.spare and self._num_done[spec.group] < self._group_size:
+            self._open.add(spec.group)
         try:
-            either: set[asyncio.Task[Any]] = {pending, closing}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            closing.cancel()
-        if not pending.done() and self._begun.get(group) is loaded:  # the closed version completes this group
-            await asyncio.wait([pending])
+            return await request(loaded.version.code_version), loaded.version.agent
+        except AgentJetError:  # There was no room: the group may begin later, with another version.
+            self._forget(spec.group)
+            raise
 
     def ended(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         """Record the end of an episode; `last`: it is not attempted again. Rolls back a version that only fails."""
@@ -130,11 +92,10 @@ class LiveReload:
         loaded = self._loaded(result.code_version)
         loaded.num_finished += result.outcome == "finished"
         loaded.num_failed += result.outcome in ("aborted", "expired")
-        if spec.group in self._begun:
-            self._num_done[spec.group] = self._num_done.get(spec.group, 0) + (last and not spec.spare)
-            if result.outcome == "not_needed" or self._num_done[spec.group] >= self._group_size:
-                self._over.add(spec.group)
-                self._forget([spec.group])
+        self._num_done[spec.group] += last and not spec.spare
+        if result.outcome == "not_needed" or self._num_done[spec.group] >= self._group_size:
+            self._num_done[spec.group] = self._group_size
+            self._open.discard(spec.group)
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
         if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back:
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
@@ -145,114 +106,59 @@ class LiveReload:
         return loaded is not self._versions[0] and not loaded.num_finished
 
     def _loaded(self, code_version: str) -> LoadedVersion:
-        return next(loaded for loaded in reversed(self._versions) if loaded.code_version == code_version)
+        return next(loaded for loaded in reversed(self._versions) if loaded.version.code_version == code_version)
 
-    def _forget(self, groups: list[str]) -> None:
-        for group in groups:
-            self._begun.pop(group, None)
-        if not self._begun:
-            self._none_begun.set()
+    def _forget(self, group: str) -> None:
+        self._version_of.pop(group, None)
+        self._open.discard(group)
 
-    # ---- versions --------------------------------------------------------------------------------------------------
-
-    async def watch(self) -> None:
-        """Check the files regularly, without end."""
-        while True:
-            await self._sleep(POLL_SECONDS)
-            await self.reload_if_changed()
-
-    async def reload_if_changed(self) -> None:
-        """Load the files if they changed since the last check, once the groups that have begun are complete."""
-        assert self._code is not None
+    async def _reload_if_changed(self, code: AgentSource) -> None:
         async with self._reloading:
-            if self._code.stamp() == self._stamp:
+            if code.stamp() == self._stamp:
                 return
-            before = self.current
-            before.closed.set()
-            if self._begun:
-                self._notify(f"the agent's files changed; code {before.code_version} completes the groups it has begun")
-            await self._none_begun.wait()
-            try:
-                await self._reload(self._code)
-            finally:
-                self.current.closed.clear()
+            before = self.current.version.code_version
+            if self._open:
+                self._notify(f"the agent's files changed; code {before} completes the groups it has begun")
+            waited = 0.0
+            while self._open and waited < GROUPS_SECONDS:
+                await self._sleep(SETTLE_SECONDS)
+                waited += SETTLE_SECONDS
+            await self._reload(code)
 
     async def _reload(self, code: AgentSource) -> None:
-        before = self.current
+        before = self.current.version.code_version
         try:
-            while (version := await self._newest(code)) is None:
-                self._notify("the files changed again while they were being loaded: they are loaded again")
+            async with asyncio.timeout(LOAD_SECONDS):
+                version = await self._newest(code)
         except Exception as error:  # the boundary: an edit that raises must not end the run
-            why = f"{type(error).__name__}: {error}"
-            self.changes.append(CodeChange("not loaded", before=before.code_version, to="", why=why))
-            self._notify(f"the edited code could not be loaded, code {before.code_version} stays: {why}")
+            late = f"loading it did not end within {LOAD_SECONDS:g} s"
+            why = f"{type(error).__name__}: {str(error) or late}"
+            self.changes.append(CodeChange("not loaded", before=before, to="", why=why))
+            self._notify(f"the edited code could not be loaded, code {before} stays: {why}")
             return
-        if version.code_version == before.code_version:
+        if version.code_version == before:
+            self.current.version = version
             return
         self.current = LoadedVersion(version)
         self._versions.append(self.current)
-        self.changes.append(CodeChange("loaded", before=before.code_version, to=version.code_version))
-        self._notify(f"code {version.code_version} takes the place of {before.code_version}")
+        self.changes.append(CodeChange("loaded", before=before, to=version.code_version))
+        self._notify(f"code {version.code_version} takes the place of {before}")
 
-    async def _newest(self, code: AgentSource) -> AgentVersion | None:
-        """The version of the unchanging files; None if they change before it is loaded.
-
-        Raises any exception of the user's code, and `TimeoutError` if loading does not end.
-        """
-        self._stamp = await self._settled(code)
-        loading = asyncio.create_task(in_thread(code.load))
-        try:
-            clock = asyncio.get_running_loop().time
-            began, notified = clock(), False
-            while True:
-                await asyncio.wait([loading], timeout=POLL_SECONDS)
-                if loading.done():
-                    return loading.result()
-                if code.stamp() != self._stamp:
-                    return None
-                if clock() - began > LOAD_SECONDS:
-                    raise TimeoutError(f"loading it did not end within {LOAD_SECONDS:.0f} s")
-                if clock() - began > SLOW_SECONDS and not notified:
-                    notified = True
-                    self._notify(
-                        f"the edited code is still being loaded; no group begins until then, for {LOAD_SECONDS:.0f} s "
-                        "at most. Another edit is loaded in its place"
-                    )
-        finally:
-            if not loading.done():
-                loading.cancel()
-                code.abandon()
-
-    async def _settled(self, code: AgentSource) -> Stamp:
-        """The files' stamp once it no longer changes."""
-        stamp = code.stamp()
+    async def _newest(self, code: AgentSource) -> AgentVersion:
+        """The version of the files once they no longer change. Raises any exception of the user's code."""
         while True:
+            self._stamp = code.stamp()
             await self._sleep(SETTLE_SECONDS)
-            before, stamp = stamp, code.stamp()
-            if stamp == before:
-                return stamp
+            if code.stamp() == self._stamp:
+                return await in_thread(code.load)
 
     def _roll_back(self, bad: LoadedVersion, why: str) -> None:
         bad.is_rolled_back = True
-        bad.closed.set()
-        self._forget([group for group, loaded in self._begun.items() if loaded is bad])
+        for group in [group for group, loaded in self._version_of.items() if loaded is bad]:
+            self._forget(group)
         good = [loaded for loaded in self._versions if not loaded.is_rolled_back][-1]
-        self.changes.append(CodeChange("rolled back", before=bad.code_version, to=good.code_version, why=why))
-        self._notify(f"ROLLED BACK to code {good.code_version}: of code {bad.code_version}, {why}")
+        before, to = bad.version.code_version, good.version.code_version
+        self.changes.append(CodeChange("rolled back", before=before, to=to, why=why))
+        self._notify(f"ROLLED BACK to code {to}: of code {before}, {why}")
         if self.current is bad:
             self.current = good
-            if not self._reloading.locked():  # else the reload in progress opens the version
-                good.closed.clear()
-
-
-async def _abandon(
-    pending: asyncio.Task[AsyncEpisode], why: str, on_abort: Callable[[AsyncEpisode], None], cleanup: RunCleanup
-) -> None:
-    """Cancel a request for an episode; if it was answered, abort the episode."""
-    pending.cancel()
-    await asyncio.wait([pending])
-    if pending.cancelled() or pending.exception() is not None:
-        return
-    episode = pending.result()
-    await cleanup.wait_for_abort(episode.abort(why, patience=0.0))
-    on_abort(episode)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from agentjet.protocol import REPORTED_BATCHES, CallView, EpisodeTree, batches_without_variance
+from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_variance
 
 RESAMPLES = 2000
 SEED = 0
@@ -170,14 +170,13 @@ class _Report:
     @property
     def by_code_version(self) -> dict[str, CodeVersionResult]:
         """By version of the agent's source, in the order in which their first episodes ended."""
-        versions = dict.fromkeys(result.code_version for result in self.results)
-        return {version: self._of_code(version) for version in versions}
-
-    def _of_code(self, version: str) -> CodeVersionResult:
-        results = [result for result in self.results if result.code_version == version]
-        rewards = [result.reward for result in results if result.reward is not None]
-        failed = sum(result.outcome in ("aborted", "expired") for result in results)
-        return CodeVersionResult(len(rewards), failed, _mean(rewards))
+        found = {}
+        for version in dict.fromkeys(result.code_version for result in self.results):
+            results = [result for result in self.results if result.code_version == version]
+            rewards = [result.reward for result in results if result.reward is not None]
+            failed = sum(result.outcome in ("aborted", "expired") for result in results)
+            found[version] = CodeVersionResult(len(rewards), failed, _mean(rewards))
+        return found
 
     def mean_metric(self, name: str) -> float:
         """Over finished episodes with that metric; NaN without any."""
@@ -196,8 +195,6 @@ class TrainReport(_Report):
     """Scores on the held-out tasks, in order, from before the first batch to the end, with `eval_every`."""
     stopped_early: bool = False
     """True if the run ended before its steps because `stop_after` evaluations brought no new best score."""
-    num_left: int = 0
-    """Episodes that could not be aborted at the end: they may keep their places until their leases expire."""
 
     @property
     def best(self) -> Evaluation | None:
@@ -226,8 +223,6 @@ class TrainReport(_Report):
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
-        if self.num_left:
-            lines.append(f"{self.num_left} episodes could not be aborted: they may keep their places for a lease")
         empty = [batches_without_variance([step.metrics]) for step in self.steps]
         if sum(empty) >= REPORTED_BATCHES:
             lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
@@ -237,12 +232,11 @@ class TrainReport(_Report):
             early = f", stopped early: no new best score{LEARNED_AFTER}" if self.stopped_early else ""
             lines.append(f"held-out score by version: {scores}{best}{early}")
         for change in self.code_changes:
-            why = f": {change.why}" if change.why else ""
-            lines.append(f"code {change.before} {change.kind}{f' to {change.to}' if change.to else ''}{why}")
-        if self.code_changes:
-            for version, code in self.by_code_version.items():
-                mean = f"mean reward {code.mean_reward:.3f}" if code.num_finished else "none scored"
-                lines.append(f"code {version}: {code.num_finished} finished, {code.num_failed} failed, {mean}")
+            to, why = (f" to {change.to}" if change.to else ""), (f": {change.why}" if change.why else "")
+            lines.append(f"code {change.before} {change.kind}{to}{why}")
+        for version, code in self.by_code_version.items() if self.code_changes else ():
+            mean = f"mean reward {code.mean_reward:.3f}" if code.num_finished else "none scored"
+            lines.append(f"code {version}: {code.num_finished} finished, {code.num_failed} failed, {mean}")
         return "\n".join(lines)
 
 
@@ -265,6 +259,11 @@ class EvalReport(_Report):
     def policies(self) -> tuple[str, ...]:
         """The policies that the run names."""
         return self.finished[0].policies if self.finished else ()
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of its episodes, sorted."""
+        return sorted({metric for result in self.finished for metric in result.metrics})
 
     def of_policy(self, policy: str) -> EvalReport:
         """This report with the rewards of one policy. Raises `ValueError` for a policy that the run does not name."""
@@ -293,27 +292,27 @@ class EvalReport(_Report):
     def mean_at_k(self) -> Estimate:
         """The mean over tasks of the mean over their finished repeats. `num_tasks` leaves out tasks without any. The
         interval of a single task is over its repeats."""
-        return _over_tasks(list(self.by_task.values()))
+        tasks = [rewards for rewards in self.by_task.values() if rewards]
+        if len(tasks) == 1:
+            return replace(estimate(tasks[0]), num_tasks=1)
+        return estimate([math.fsum(rewards) / len(rewards) for rewards in tasks])
 
     @property
     def by_task_set(self) -> dict[str, Estimate]:
         """`mean_at_k` of each task set, in the order of the tasks."""
-        sets: dict[str, list[Sequence[float]]] = {}
-        for (task_set, _), rewards in self.by_task.items():
-            sets.setdefault(task_set, []).append(rewards)
-        return {task_set: _over_tasks(tasks) for task_set, tasks in sets.items()}
+        found = {}
+        for name in dict.fromkeys(result.task_set for result in self.results):
+            own = tuple(result for result in self.results if result.task_set == name)
+            found[name] = replace(self, results=own).mean_at_k
+        return found
 
     def metric_at_k(self, name: str) -> Estimate:
         """The same of a metric, over the finished repeats that have it. Raises `ValueError` if there are finished
         repeats, but none has it."""
-        known = sorted({metric for result in self.finished for metric in result.metrics})
-        if self.finished and name not in known:
-            raise ValueError(f"no episode has the metric {name!r}; there are: {', '.join(known) or 'none'}")
-        tasks: dict[tuple[str, str], list[float]] = {}
-        for result in self.finished:
-            if name in result.metrics:
-                tasks.setdefault((result.task_set, result.task_id), []).append(result.metrics[name])
-        return _over_tasks(list(tasks.values()))
+        if self.finished and name not in self.metrics:
+            raise ValueError(f"no episode has the metric {name!r}; there are: {', '.join(self.metrics) or 'none'}")
+        measured = [replace(result, reward=result.metrics.get(name)) for result in self.finished]
+        return replace(self, results=tuple(measured)).mean_at_k
 
     def pass_at(self, k: int, *, right: float = 1.0) -> Estimate:
         """The chance that one of `k` attempts at a task is right (`pass_at_k`), over tasks. An attempt is right if its
@@ -322,11 +321,12 @@ class EvalReport(_Report):
         Raises `ValueError` if a task has fewer than `k` finished repeats: evaluate with more repeats, or fix the
         failures.
         """
+        chances = []
         for (_, task_id), rewards in self.by_task.items():
             if not 1 <= k <= len(rewards):
                 raise ValueError(f"pass@{k} of task {task_id!r}: it has {len(rewards)} finished repeats")
-        rights = [(sum(reward >= right for reward in rewards), len(rewards)) for rewards in self.by_task.values()]
-        return estimate([pass_at_k(num_right, num_tries, k) for num_right, num_tries in rights])
+            chances.append(pass_at_k(sum(reward >= right for reward in rewards), len(rewards), k))
+        return estimate(chances)
 
     def __str__(self) -> str:
         unfinished = self.num_aborted + self.num_expired
@@ -358,13 +358,6 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     return max(scored, key=lambda evaluation: evaluation.score, default=None)
 
 
-def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
-    tasks = [values for values in repeats if values]
-    if len(tasks) == 1:
-        return replace(estimate(tasks[0]), num_tasks=1)
-    return estimate([math.fsum(values) / len(values) for values in tasks])
-
-
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
@@ -378,42 +371,28 @@ def rows(episode: EpisodeTree) -> list[dict[str, Any]]:
     """
     calls = {call.call_id: call for call in episode.calls}
     continued = {call.after for call in episode.calls}
+    names = ("episode_id", "task_id", "task_set", "group", "mode", "status", "trained_in", "client_id", "code_version")
+    shared = {name: getattr(episode, name) for name in (*names, "metrics")}
     found = []
-    timelines: dict[str, int] = {}
+    timelines: Counter[str] = Counter()
     for call in episode.calls:
         if call.orphan or call.call_id in continued:
             continue
-        path, rewards, policy = _path(calls, call), episode.by_role, call.role.partition("/")[0]
-        found.append(
-            {
-                "episode_id": episode.episode_id,
-                "role": call.role,
-                "timeline": timelines.get(call.role, 0),
-                "task_id": episode.task_id,
-                "task_set": episode.task_set,
-                "group": episode.group,
-                "mode": episode.mode,
-                "status": episode.status,
-                "reward": next((rewards[name] for name in (call.role, policy) if name in rewards), episode.reward),
-                "metrics": dict(episode.metrics),
-                "policy_versions": sorted({v for one in path for v in one.versions if v is not None}),
-                "trained_in": episode.trained_in,
-                "client_id": episode.client_id,
-                "code_version": episode.code_version,
-                "messages": [_chat(message) for one in path for message in (*one.messages, one.response)],
-                "tools": json.dumps(path[0].tools, ensure_ascii=False),
-            }
-        )
-        timelines[call.role] = timelines.get(call.role, 0) + 1
+        path = [call]  # of the conversation, first to last
+        while (before := path[0].after) is not None:
+            path.insert(0, calls[before])
+        rewards, policy = episode.by_role, call.role.partition("/")[0]
+        own = {
+            "role": call.role,
+            "timeline": timelines[call.role],
+            "reward": rewards.get(call.role, rewards.get(policy, episode.reward)),
+            "policy_versions": sorted({v for one in path for v in one.versions if v is not None}),
+            "messages": [_chat(message) for one in path for message in (*one.messages, one.response)],
+            "tools": json.dumps(path[0].tools, ensure_ascii=False),
+        }
+        found.append(shared | own)
+        timelines[call.role] += 1
     return found
-
-
-def _path(calls: Mapping[str, CallView], last: CallView) -> list[CallView]:
-    """The calls of a conversation, first to last."""
-    path = [last]
-    while path[0].after is not None:
-        path.insert(0, calls[path[0].after])
-    return path
 
 
 def _chat(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,19 +15,22 @@ import random
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentjet.client.agent_source import error_location
 from agentjet.client.episode import (
     ABORT_SECONDS,
+    COMPLETE_SECONDS,
     NOT_NEEDED,
     STOPPED,
     AsyncEpisode,
+    Episode,
     Returned,
-    RunCleanup,
     RunCoroutine,
     abort_reason,
+    checked_reward,
+    wait_for_abort,
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
@@ -36,10 +39,10 @@ from agentjet.types import Reward, Task
 
 SURPLUS_REASONS = ("surplus:", "stale:")
 """Beginnings of the server's abort reasons that do not mean a failure."""
-_CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
-_MEND = "fix the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
 ATTEMPTS = 3
 """Attempts at one episode of the queue."""
+BEGINNING_SECONDS = 0.02
+"""Interval between checks that no episode is being begun, at the end of a run."""
 FULL_SECONDS = 1.0
 """Seconds before a worker that found every task set full requests again."""
 
@@ -120,13 +123,7 @@ Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
 
 
 class AgentFailing(AgentJetError):
-    """Every episode so far was aborted by the agent's own exception, or made no call (`is_silent`)."""
-
-    def __init__(self, fact: str, *, is_silent: bool = False, tasks: str = "tasks") -> None:
-        """`tasks` is the name of the argument with the agent's tasks."""
-        super().__init__(f"{fact}: {_CALL if is_silent else _MEND.format(tasks=tasks)}")
-        self.fact = fact
-        self.is_silent = is_silent
+    """Every episode so far was aborted by the agent's own exception, or made no call."""
 
 
 @dataclass
@@ -149,8 +146,8 @@ class _FailureCheck:
         if self.needs_calls and self.num_silent >= self.limit:
             raise AgentFailing(
                 f"the first {self.num_silent} episodes were scored but made no call of the policy, so there is nothing "
-                "to train",
-                is_silent=True,
+                "to train: give the agent's client episode.base_url and episode.api_key (a program: OPENAI_BASE_URL "
+                "and OPENAI_API_KEY, or ANTHROPIC_...), and read its streams to their end"
             )
 
     def failed(self, result: EpisodeResult) -> None:
@@ -159,7 +156,7 @@ class _FailureCheck:
             where = f" at {result.where}" if result.where else ""
             raise AgentFailing(
                 f"the first {self.num_failed} episodes all failed and none was scored, the last with "
-                f"{result.error}{where}"
+                f"{result.error}{where}: fix the agent or its reward; an evaluation of one task tries it once"
             )
 
 
@@ -167,7 +164,7 @@ class Runner:
     """Runs agents.
 
     Calls `report(spec, result, last)` for every episode that ended; `last` is True if it is not attempted again. Set
-    `cleanup.goal_reached` before cancelling a run that reached its goal: live episodes are then reported as
+    `goal_reached` before cancelling a run that reached its goal: live episodes are then reported as
     `not_needed`.
     """
 
@@ -182,18 +179,16 @@ class Runner:
         """`needs_calls`: episodes without a call cannot be trained, so an agent that never makes one is an error.
         `is_on_trial` is True for a code version that may be the one that fails. Its failures do not use up attempts.
         """
-        self._start = start
-        self._report = report
-        self._needs_calls = needs_calls
-        self._is_on_trial = is_on_trial
+        self._start, self._report = start, report
+        self._needs_calls, self._is_on_trial = needs_calls, is_on_trial
         self._unneeded: set[str] = set()
         """Groups that the server dropped. Begun again, such a group would lack the members it had."""
-        self.cleanup = RunCleanup()
+        self.goal_reached = False
+        """True if the run reached its goal; False if it was interrupted, or failed."""
         self.num_begun = 0
         self.live: set[AsyncEpisode] = set()
         """Episodes that have begun and not ended."""
         self._num_beginning = 0
-        self._none_beginning = asyncio.Event()
 
     async def run(self, queue: RolloutQueue, concurrency: int) -> None:
         """Run every episode of the queue, `concurrency` at a time, with up to `ATTEMPTS` attempts each. While a task
@@ -219,7 +214,7 @@ class Runner:
                     elif not (spec.spare and refusal.code == "group_closed"):
                         raise
 
-        await all_to_end([work() for _ in range(concurrency)])
+        await wait_until(asyncio.FIRST_EXCEPTION, [work() for _ in range(concurrency)])
 
     async def _run_spec(self, spec: RolloutSpec, check: _FailureCheck, full: set[str]) -> None:
         """Attempt an episode until it is scored, dropped or out of attempts; `full` is cleared once it has begun.
@@ -227,16 +222,14 @@ class Runner:
         The worker of a failed episode begins the next attempt at once. If attempts were queued, all workers could wait
         for room for new groups while this group lacks a member.
         """
-        if spec.group and spec.group in self._unneeded:
-            return
         attempts_left = ATTEMPTS
-        while attempts_left:
+        while attempts_left and spec.group not in self._unneeded:
             result = await self.attempt(spec)
             full.clear()
             attempts_left -= not self._is_on_trial(result.code_version)
             self._report(spec, result, result.outcome in ("finished", "not_needed") or not attempts_left)
             if result.outcome == "not_needed":
-                self._unneeded.add(spec.group)
+                self._unneeded |= {spec.group} - {""}
                 return
             if result.outcome == "finished":
                 check.scored(result)
@@ -247,13 +240,12 @@ class Runner:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
         episode, agent = await self._begin(spec)
         heartbeats = asyncio.create_task(keep_alive(episode))
-        error = where = ""
-        has_returned = False
+        where, has_returned = "", False
         try:
             returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
             has_returned = True
             if episode.status == "live":
-                await self._finish(spec, episode, episode.checked(returned))
+                await self._finish(spec, episode, checked_reward(returned, episode.policies))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
         except asyncio.CancelledError:
             if episode.status == "live":
@@ -269,9 +261,12 @@ class Runner:
         finally:
             heartbeats.cancel()
             self.live.discard(episode)
-        if await _was_surplus(episode):
-            return not_needed(spec.task, episode)
-        return _result(spec.task, episode, error, where)
+        if episode.status == "aborted" and not episode.reason:  # the server ended it
+            with contextlib.suppress(AgentJetError):
+                await episode.refresh()
+        if episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS):
+            return not_needed(episode)
+        return _result(episode, error, where)
 
     async def _call_while_live(
         self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Task[bool]
@@ -293,13 +288,10 @@ class Runner:
         if spec.spare:
             await spec.opened.wait()
         self._num_beginning += 1
-        self._none_beginning.clear()
         try:
             episode, agent = await self._start(spec)
         finally:
             self._num_beginning -= 1
-            if not self._num_beginning:
-                self._none_beginning.set()
         spec.opened.set()
         self.num_begun += 1
         self.live.add(episode)
@@ -311,13 +303,15 @@ class Runner:
         Waits until no worker waits for room: the server would give the freed place to a `begin` that is being
         cancelled. A cancelled client does not wait for a server that is gone.
         """
+        seconds = COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.cleanup.seconds):
-                await self._none_beginning.wait()
-        why = NOT_NEEDED if self.cleanup.goal_reached else STOPPED
-        await self.cleanup.wait_for_abort(episode.abort(why, patience=self.cleanup.seconds))
-        if self.cleanup.goal_reached:
-            self._report(spec, not_needed(spec.task, episode), True)
+            async with asyncio.timeout(seconds):
+                while self._num_beginning:
+                    await asyncio.sleep(BEGINNING_SECONDS)
+        why = NOT_NEEDED if self.goal_reached else STOPPED
+        await wait_for_abort(episode.abort(why, patience=seconds), seconds)
+        if self.goal_reached:
+            self._report(spec, not_needed(episode), True)
 
     async def _finish(self, spec: RolloutSpec, episode: AsyncEpisode, reward: Reward) -> None:
         """Send the reward. If this reward completes the last batch, the run is cancelled while it is being sent; the
@@ -327,18 +321,14 @@ class Runner:
         try:
             await asyncio.shield(finishing)
         except asyncio.CancelledError:
-            await asyncio.wait([finishing], timeout=ABORT_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(finishing, return_exceptions=True), ABORT_SECONDS)
             if episode.reward is not None:
-                self._report(spec, _result(spec.task, episode), True)
-            elif not finishing.done():
-                finishing.cancel()
-            elif not finishing.cancelled():
-                finishing.exception()  # Retrieved, so that asyncio does not log it: the server ended the episode first.
+                self._report(spec, _result(episode), True)
             raise
 
 
 async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
-    """The agent's return value."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
     ):
@@ -348,21 +338,13 @@ async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
             raise RuntimeError(f"the agent called sys.exit({error.code!r})") from error
     loop = asyncio.get_running_loop()
     run: RunCoroutine = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
-    returned = await in_thread(agent, task, episode.blocking(run))
+    returned = await in_thread(agent, task, Episode(episode, run))
     return await returned if inspect.isawaitable(returned) else returned
 
 
-async def all_to_end(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all. When one raises, or this is cancelled, the others are cancelled and waited for."""
-    await _until(asyncio.FIRST_EXCEPTION, coroutines)
-
-
-async def first_to_end(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait for the first; the others are cancelled and waited for. Raises its exception."""
-    await _until(asyncio.FIRST_COMPLETED, coroutines)
-
-
-async def _until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def wait_until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait for `FIRST_COMPLETED` or `FIRST_EXCEPTION`; the others are cancelled and waited for. Raises the first
+    exception."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=when)
@@ -391,36 +373,27 @@ async def keep_alive(episode: AsyncEpisode) -> bool:
             pass
 
 
-async def _was_surplus(episode: AsyncEpisode) -> bool:
-    """True if the server ended the episode because the batch was full, or because the episode was stale."""
-    if episode.status == "aborted" and not episode.reason:
-        with contextlib.suppress(AgentJetError):
-            await episode.refresh()
-    return episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS)
-
-
-def not_needed(task: Task, episode: AsyncEpisode) -> EpisodeResult:
+def not_needed(episode: AsyncEpisode) -> EpisodeResult:
     """The result of an episode that no batch of this run needs."""
     why = episode.reason if episode.reason.startswith(SURPLUS_REASONS) else NOT_NEEDED
-    code = episode.code_version
-    return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why, code_version=code)
+    return replace(_result(episode, why), outcome="not_needed")
 
 
-def _result(task: Task, episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeResult:
+def _result(episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeResult:
     """The episode's result, from the client's view. An episode still "live" here could not be aborted."""
-    reward, version, code = episode.reward, episode.policy_version, episode.code_version
-    if reward is not None:
-        return EpisodeResult(
-            task.id,
-            task.task_set,
-            "finished",
-            version,
-            reward.value,
-            reward.metrics,
-            by_role=reward.by_role,
-            policies=episode.policies,
-            num_calls=episode.num_calls,
-            code_version=code,
-        )
-    outcome: Outcome = "expired" if episode.status == "expired" else "aborted"
-    return EpisodeResult(task.id, task.task_set, outcome, version, error=error, where=where, code_version=code)
+    reward = episode.reward
+    ended: Outcome = "expired" if episode.status == "expired" else "aborted"
+    return EpisodeResult(
+        episode.task_id,
+        episode.task_set,
+        ended if reward is None else "finished",
+        episode.policy_version,
+        None if reward is None else reward.value,
+        {} if reward is None else reward.metrics,
+        error,
+        where,
+        episode.code_version,
+        {} if reward is None else reward.by_role,
+        episode.policies,
+        episode.num_calls,
+    )

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
+from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings
-from agentjet.client.episode import (
-    AsyncEpisode,
-    Endpoint,
-    Returned,
-    begin_episode,
-    checked_reward,
-    finish_body,
-)
+from agentjet.client.episode import AsyncEpisode, Endpoint, Returned, begin_episode, checked_reward, finish_body
 from agentjet.client.evaluation import (
     CHECKPOINT_WAIT,
     EVAL_WAIT,
@@ -32,42 +26,14 @@ from agentjet.client.evaluation import (
     record_score,
     run_evaluation,
 )
-from agentjet.client.inputs import (
-    build_request,
-    change,
-    check_finite,
-    check_policy,
-    check_run,
-    checked_tasks,
-    require_tasks,
-)
+from agentjet.client.inputs import build_request, check_finite, check_policy, check_run, checked_tasks, edited
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
-from agentjet.protocol import (
-    AbortRequest,
-    BeginRequest,
-    CheckpointInfo,
-    EpisodeList,
-    EpisodeTree,
-    EpisodeView,
-    EvaluationView,
-    Event,
-    ExportRequest,
-    FinishRequest,
-    JobBody,
-    RunList,
-    RunSettings,
-    RunView,
-    StatusResponse,
-    TagRequest,
-    check_run_name,
-    check_tag,
-)
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
-View = TypeVar("View", bound=BaseModel)
+T = TypeVar("T")
 
 
 class AsyncSwarm:
@@ -107,10 +73,10 @@ class AsyncSwarm:
 
     def episode_request(
         self, task_id: str, task_set: str = "", group: str = "", mode: Mode = "train", *, code_version: str = ""
-    ) -> BeginRequest:
+    ) -> protocol.BeginRequest:
         """The request for an episode of this client. Raises `InvalidRequest` naming the wrong field."""
         return build_request(
-            BeginRequest,
+            protocol.BeginRequest,
             task_id=task_id,
             task_set=task_set,
             group=group,
@@ -140,18 +106,20 @@ class AsyncSwarm:
         async with episode:
             yield episode
 
-    async def finish(self, episode_id: str, reward: Returned) -> EpisodeView:
+    async def finish(self, episode_id: str, reward: Returned) -> protocol.EpisodeView:
         """End an episode that another process began, with its reward. Raises as `AsyncEpisode.finish` does."""
         policies = (await self.status()).policies if isinstance(reward, Mapping) else ()
         return await self._end(episode_id, "finish", finish_body(checked_reward(reward, policies)))
 
-    async def abort(self, episode_id: str, reason: str = "") -> EpisodeView:
+    async def abort(self, episode_id: str, reason: str = "") -> protocol.EpisodeView:
         """End an episode that another process began, without a score."""
-        return await self._end(episode_id, "abort", AbortRequest(reason=reason[:2000]))
+        return await self._end(episode_id, "abort", protocol.AbortRequest(reason=reason[:2000]))
 
-    async def _end(self, episode_id: str, verb: str, body: FinishRequest | AbortRequest) -> EpisodeView:
+    async def _end(
+        self, episode_id: str, verb: str, body: protocol.FinishRequest | protocol.AbortRequest
+    ) -> protocol.EpisodeView:
         path = f"/episodes/{quote(episode_id, safe='')}/{verb}"
-        return await self._send(EpisodeView, "POST", path, body=body)
+        return await self._send(protocol.EpisodeView, "POST", path, body=body)
 
     # ---- running agents -------------------------------------------------------------------------------------------
 
@@ -188,31 +156,26 @@ class AsyncSwarm:
         `eval_every` batches and at the end. See `evaluate` with `record=True`. The run ends early when `stop_after`
         evaluations in a row brought no new best score.
         """
-        check_run(agent, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
-        tasks = require_tasks("train", tasks)
-        eval_tasks = checked_tasks(eval_tasks, named="eval_tasks")
+        tasks = check_run(agent, tasks, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
+        eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
         code = ModuleSource(agent) if reload is True else reload or None
         version = AgentVersion.of(agent, code_version)
         held_out = None
         if eval_tasks:
-
-            def evaluate(version: AgentVersion) -> Coroutine[Any, Any, EvalReport]:
-                return self.evaluate(
-                    version.agent,
-                    eval_tasks,
-                    repeats=eval_repeats,
-                    concurrency=concurrency,
-                    progress=False,
-                    code_version=version.code_version,
-                    at_version="newest",
-                    record=True,
-                )
-
-            held_out = HeldOutEvaluations(evaluate, eval_every, stop_after)
-        training = Training(self._connection, self.episode_request, version, tasks, steps, seed, code, held_out)
+            options: dict[str, Any] = {"repeats": eval_repeats, "concurrency": concurrency, "progress": False}
+            options |= {"at_version": "newest", "record": True}
+            held_out = HeldOutEvaluations(
+                lambda version: self.evaluate(version.agent, eval_tasks, code_version=version.code_version, **options),
+                eval_every,
+                stop_after,
+            )
         try:
-            return await training.run(concurrency=concurrency, progress=progress)
+            connection, status = self._connection, await self.status()
+            training = Training(
+                connection, status, self.episode_request, version, tasks, steps, seed, progress, code, held_out
+            )
+            return await training.run(concurrency)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None  # The internal frames do not help a user.
 
@@ -240,8 +203,7 @@ class AsyncSwarm:
         * With `endpoint` the agent calls another model, and the server gets no requests.
         * `record` stores the score on the server, see `evaluations`. It needs `at_version`.
         """
-        check_run(agent, repeats=repeats, concurrency=concurrency)
-        tasks = require_tasks("evaluate", tasks)
+        tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
         check_policy(at_version, temperature)
         if record and at_version is None:
             raise ValueError("record = True needs at_version, such as 'newest': a score belongs to one policy version")
@@ -252,25 +214,23 @@ class AsyncSwarm:
             )
         version = AgentVersion.of(agent, code_version)
 
-        async def run(pinned: int | None) -> EvalReport:
-            async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
-                task, code = spec.task, version.code_version
-                request = self.episode_request(task.id, task.task_set, mode="eval", code_version=code)
-                if endpoint is not None:
-                    return endpoint.begin(request), version.agent
-                request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
-                return await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent
+        pinned: int | None = None
 
-            return await run_evaluation(start, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+        async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
+            task, code = spec.task, version.code_version
+            request = self.episode_request(task.id, task.task_set, mode="eval", code_version=code)
+            if endpoint is not None:
+                return endpoint.begin(request), version.agent
+            request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
+            return await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent
 
         try:
-            if at_version is None:
-                return await run(None)
-            async with pin_policy_version(
-                self._connection, self.episode_request(PIN_TASK_ID, mode="eval"), at_version
-            ) as pinned:
-                report = await run(pinned)
-                if record:
+            async with AsyncExitStack() as stack:
+                if at_version is not None:
+                    pin = self.episode_request(PIN_TASK_ID, mode="eval")
+                    pinned = await stack.enter_async_context(pin_policy_version(self._connection, pin, at_version))
+                report = await run_evaluation(start, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+                if record and pinned is not None:
                     await record_score(self._connection, self._settings.client_id, pinned, report)
                 return report
         except (AgentJetError, asyncio.CancelledError) as error:
@@ -278,60 +238,62 @@ class AsyncSwarm:
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
-    async def episodes(self, limit: int = 20, *, before: str = "") -> EpisodeList:
+    async def episodes(self, limit: int = 20, *, before: str = "") -> protocol.EpisodeList:
         """The newest episodes, newest first. With `before`, those begun before the episode with that id."""
         path = f"/episodes?limit={limit}" + (f"&before={quote(before, safe='')}" if before else "")
-        return await self._send(EpisodeList, "GET", path)
+        return await self._send(protocol.EpisodeList, "GET", path)
 
-    async def episode_tree(self, episode_id: str) -> EpisodeTree:
+    async def episode_tree(self, episode_id: str) -> protocol.EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""
         path = f"/episodes/{quote(episode_id, safe='')}"
-        return await self._send(EpisodeTree, "GET", path)
+        return await self._send(protocol.EpisodeTree, "GET", path)
 
-    async def status(self) -> StatusResponse:
+    async def status(self) -> protocol.StatusResponse:
         """The server's present status."""
         return await self._connection.status()
 
-    def events(self, after: int = 0) -> AsyncGenerator[Event]:
+    def events(self, after: int = 0) -> AsyncGenerator[protocol.Event]:
         """The server's events numbered above `after`, without end, across restarts of the server."""
         return self._connection.events(after)
 
-    async def job(self) -> JobBody:
+    async def job(self) -> protocol.JobBody:
         """The job's settings and their revision."""
-        return await self._send(JobBody, "GET", "/job")
+        return await self._send(protocol.JobBody, "GET", "/job")
 
-    async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
+    async def set_job(self, job: Mapping[str, Any], *, revision: int) -> protocol.JobBody:
         """Replace the job's settings if they are still those of `revision`, else raise `Conflict`. Needs the admin
         token."""
-        return await self._put_job(build_request(JobBody, revision=revision, job=dict(job)))
+        return await self._put_job(build_request(protocol.JobBody, revision=revision, job=dict(job)))
 
-    async def change_job(self, changes: Mapping[str, Any]) -> JobBody:
+    async def change_job(self, changes: Mapping[str, Any]) -> protocol.JobBody:
         """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay.
 
-        Raises `ConfigError` or `InvalidRequest` naming the key, the value and the nearest key. Needs the admin token.
+        Raises `ConfigError` or `InvalidRequest` naming the key, the value and the nearest key. Raises `Conflict` if
+        another client changes them at the same moment. Needs the admin token.
         """
-        return await change(self.job, self._put_job, changes)
+        now = await self.job()
+        return await self._put_job(protocol.JobBody(revision=now.revision, job=edited(now.job, changes)))
 
-    async def _put_job(self, body: JobBody) -> JobBody:
+    async def _put_job(self, body: protocol.JobBody) -> protocol.JobBody:
         check_finite(body.job)
-        return await self._send(JobBody, "PUT", "/job", body=body)
+        return await self._send(protocol.JobBody, "PUT", "/job", body=body)
 
-    async def evaluations(self) -> list[EvaluationView]:
+    async def evaluations(self) -> list[protocol.EvaluationView]:
         """The evaluations recorded on the server, oldest first."""
-        return await self._send_list(EvaluationView, "GET", "/evaluations")
+        return await self._send(list[protocol.EvaluationView], "GET", "/evaluations")
 
-    async def start(self) -> StatusResponse:
+    async def start(self) -> protocol.StatusResponse:
         """Resume training. Needs the admin token."""
-        return await self._send(StatusResponse, "POST", "/start")
+        return await self._send(protocol.StatusResponse, "POST", "/start")
 
-    async def stop(self) -> StatusResponse:
+    async def stop(self) -> protocol.StatusResponse:
         """Stop training and sampling, after the batch being learned. Needs the admin token."""
-        return await self._send(StatusResponse, "POST", "/stop")
+        return await self._send(protocol.StatusResponse, "POST", "/stop")
 
-    async def runs(self) -> list[RunView]:
+    async def runs(self) -> list[protocol.RunView]:
         """The runs of the server, the default run first. Needs the server's admin token, as do `start_run` and
         `end_run`."""
-        return (await self._send(RunList, "GET", "/runs")).runs
+        return (await self._send(protocol.RunList, "GET", "/runs")).runs
 
     async def start_run(
         self,
@@ -339,30 +301,32 @@ class AsyncSwarm:
         *,
         job: Mapping[str, Any] | None = None,
         policies: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> RunView:
+    ) -> protocol.RunView:
         """Create a run on the server, open it again, or change its job settings. `of_run` gives its client.
 
         `job` and `policies` are as `[job]` and `[policies]` of a settings file. Without `job` the run keeps its
         settings; a new run has those of the server. Raises `InvalidRequest` for a wrong name or setting, and `Conflict`
         if the run exists with other policies.
         """
-        check_run_name(name)
+        protocol.check_run_name(name)
         check_finite(job or {})
         check_finite(policies or {}, "policies.")
-        body = build_request(RunSettings, policies=dict(policies or {}), job=None if job is None else dict(job))
-        return await self._send(RunView, "PUT", f"/runs/{name}", body=body, server_wait=CHECKPOINT_WAIT)
+        body = build_request(
+            protocol.RunSettings, policies=dict(policies or {}), job=None if job is None else dict(job)
+        )
+        return await self._send(protocol.RunView, "PUT", f"/runs/{name}", body=body, server_wait=CHECKPOINT_WAIT)
 
-    async def end_run(self, name: str) -> RunView:
+    async def end_run(self, name: str) -> protocol.RunView:
         """Save a checkpoint of a run and close it. Its files stay, and `start_run` opens it again."""
-        check_run_name(name)
-        return await self._send(RunView, "DELETE", f"/runs/{name}", server_wait=CHECKPOINT_WAIT)
+        protocol.check_run_name(name)
+        return await self._send(protocol.RunView, "DELETE", f"/runs/{name}", server_wait=CHECKPOINT_WAIT)
 
     def of_run(self, name: str, token: str | None = None) -> Self:
         """A client of another run of this server, with the same identity. Close it, too.
 
         `token` is a token of that run; by default the one of this client is sent.
         """
-        check_run_name(name)
+        protocol.check_run_name(name)
         settings = self._settings
         return type(self)(
             settings.server_url if name == DEFAULT_RUN else f"{settings.server_url}/runs/{name}",
@@ -373,44 +337,39 @@ class AsyncSwarm:
             transport=self._transport,
         )
 
-    async def checkpoints(self) -> list[CheckpointInfo]:
+    async def checkpoints(self) -> list[protocol.CheckpointInfo]:
         """The checkpoints on the server's disk, oldest first."""
-        return await self._send_list(CheckpointInfo, "GET", "/checkpoints")
+        return await self._send(list[protocol.CheckpointInfo], "GET", "/checkpoints")
 
-    async def checkpoint(self) -> CheckpointInfo:
+    async def checkpoint(self) -> protocol.CheckpointInfo:
         """Save a checkpoint of the present policy, between two batches."""
-        return await self._send(CheckpointInfo, "POST", "/checkpoints", server_wait=CHECKPOINT_WAIT)
+        return await self._send(protocol.CheckpointInfo, "POST", "/checkpoints", server_wait=CHECKPOINT_WAIT)
 
-    async def tag(self, policy_version: int, name: str) -> list[CheckpointInfo]:
+    async def tag(self, policy_version: int, name: str) -> list[protocol.CheckpointInfo]:
         """Name a checkpoint, which is then kept until `untag`. Raises `InvalidRequest`, `NotFound`, `Conflict`."""
-        check_tag(name)
-        body = build_request(TagRequest, policy_version=policy_version)
-        return await self._send_list(CheckpointInfo, "PUT", f"/tags/{quote(name, safe='')}", body=body)
+        protocol.check_tag(name)
+        body = build_request(protocol.TagRequest, policy_version=policy_version)
+        return await self._send(list[protocol.CheckpointInfo], "PUT", f"/tags/{quote(name, safe='')}", body=body)
 
-    async def untag(self, name: str) -> list[CheckpointInfo]:
+    async def untag(self, name: str) -> list[protocol.CheckpointInfo]:
         """Remove the name of a checkpoint. Raises `InvalidRequest`, `NotFound`."""
-        check_tag(name)
-        return await self._send_list(CheckpointInfo, "DELETE", f"/tags/{quote(name, safe='')}")
+        protocol.check_tag(name)
+        return await self._send(list[protocol.CheckpointInfo], "DELETE", f"/tags/{quote(name, safe='')}")
 
-    async def export(self, *, adapter: bool = False, policy: str = "") -> CheckpointInfo:
+    async def export(self, *, adapter: bool = False, policy: str = "") -> protocol.CheckpointInfo:
         """Write the present policy to the server's disk, between two batches. `policy` names one of several.
 
         Writes a plain Hugging Face folder, or with `adapter` its adapter alone as a PEFT folder. Raises
         `InvalidRequest` for the adapter of a policy without one.
         """
-        body = build_request(ExportRequest, adapter=adapter, policy=policy)
-        return await self._send(CheckpointInfo, "POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
+        body = build_request(protocol.ExportRequest, adapter=adapter, policy=policy)
+        return await self._send(protocol.CheckpointInfo, "POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
 
     async def _send(
-        self, view: type[View], method: str, path: str, *, body: BaseModel | None = None, server_wait: float = 0.0
-    ) -> View:
-        return view.model_validate(await self._connection.request(method, path, body=body, server_wait=server_wait))
-
-    async def _send_list(
-        self, view: type[View], method: str, path: str, *, body: BaseModel | None = None
-    ) -> list[View]:
-        answer = await self._connection.request(method, path, body=body)
-        return [view.model_validate(item) for item in answer]
+        self, view: type[T], method: str, path: str, *, body: BaseModel | None = None, server_wait: float = 0.0
+    ) -> T:
+        answer = await self._connection.request(method, path, body=body, server_wait=server_wait)
+        return TypeAdapter(view).validate_python(answer)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -12,7 +12,7 @@ import httpx
 from agentjet.client.connection import Retry
 from agentjet.client.episode import AsyncEpisode, Episode
 from agentjet.client.swarm_client import AsyncSwarm
-from agentjet.client.threads import LoopThread
+from agentjet.client.threads import LoopThread, raise_on_signals
 from agentjet.errors import AgentJetError
 from agentjet.protocol import Event
 
@@ -42,7 +42,7 @@ def blocking_begin(
 
     @wraps(verb)
     def begin(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
-        return self._loop.run(verb(self._client, *args, **kwargs)).blocking(self._loop.run)
+        return Episode(self._loop.run(verb(self._client, *args, **kwargs)), self._loop.run)
 
     return begin
 
@@ -56,21 +56,17 @@ def blocking_run(
     @wraps(verb)
     def run_agents(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return self._loop.run_agents(verb(self._client, *args, **kwargs))
-        except (AgentJetError, KeyboardInterrupt) as error:
-            raise _without_frames(error) from None
+            with raise_on_signals():
+                return self._loop.run(verb(self._client, *args, **kwargs))
+        except AgentJetError as error:  # The author of the script sees the message, under the line of the script.
+            raise error.with_traceback(None) from None
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "interrupted: this client's live episodes were aborted (or end with their leases); "
+                "finished training steps are kept"
+            ) from None
 
     return run_agents
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """The exception as the author of the script sees it: the message, under the line of the script."""
-    if isinstance(error, KeyboardInterrupt):
-        return Interrupted(
-            "interrupted: this client's live episodes were aborted (or end with their leases); "
-            "finished training steps are kept"
-        )
-    return error.with_traceback(None)
 
 
 class Swarm:

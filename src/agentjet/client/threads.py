@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import contextvars
 import math
 import os
@@ -24,7 +23,6 @@ from typing import Any, TypeVar
 
 from agentjet.errors import AgentJetError
 
-STDIN = 0
 T = TypeVar("T")
 SIGNAL_SECONDS = 0.2
 """Longest delay until the main thread handles a signal that another thread received."""
@@ -44,10 +42,9 @@ def raise_on_signals() -> Iterator[None]:
     def unwind(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    ending = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    taken = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        taken = []
+    is_main = threading.current_thread() is threading.main_thread()
+    ending = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP.
+    taken = [number for number in ending if is_main and signal.getsignal(number) == signal.SIG_DFL]
     for number in taken:
         signal.signal(number, unwind)
     try:
@@ -61,7 +58,7 @@ def exit_with_parent(number: signal.Signals) -> None:
     """Send this process the signal `number` when its standard input ends, that is, when its parent is gone."""
 
     def watch() -> None:
-        while os.read(STDIN, 4096):  # Not through Python's buffer: its lock would be held when the process ends.
+        while os.read(0, 4096):  # Not through Python's buffer: its lock would be held when the process ends.
             pass
         os.kill(os.getpid(), number)
 
@@ -80,8 +77,8 @@ class LoopThread:
         self._patience = patience
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._abandoned = False
-        """A coroutine did not end in time: its loop may be blocked."""
+        self.abandoned = False
+        """True if a coroutine did not end in time: its loop may be blocked, and accepts no more work."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. Raises its exception."""
@@ -94,63 +91,41 @@ class LoopThread:
             raise RuntimeError(
                 "this call would block its own event loop: an async agent awaits the methods of its episode"
             )
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        running: list[asyncio.Task[None]] = []
-
-        async def deliver() -> None:
-            try:
-                outcome.set_result(await coroutine)
-            except BaseException as error:  # also what would end the loop
-                outcome.set_exception(error)
+        running: list[asyncio.Task[T]] = []
+        ended = threading.Event()
 
         def begin() -> None:
-            running.append(loop.create_task(deliver()))
-            running[0].add_done_callback(settle)
+            running.append(loop.create_task(coroutine))
+            running[0].add_done_callback(lambda task: ended.set())
 
         def cancel() -> None:
-            if running:
-                running[0].cancel()
-            else:
-                settle(None)
-
-        def settle(task: asyncio.Task[None] | None) -> None:
-            if not outcome.done():  # Ctrl-C came before its first step
-                coroutine.close()
-                outcome.set_exception(asyncio.CancelledError())
+            for task in running:
+                task.cancel()
 
         try:
             loop.call_soon_threadsafe(begin)
-            _await(outcome)
-            return outcome.result()
+            _wait(ended)
+            return running[0].result()
         except AgentJetError as error:
             raise error.with_traceback(None) from None
         except BaseException:
-            if not outcome.done():  # a signal's exception, in this thread
-                self._abandoned = True
+            if not ended.is_set():  # a signal's exception, in this thread
+                self.abandoned = True
                 loop.call_soon_threadsafe(cancel)
-                _await(outcome, self._patience)
-                self._abandoned = not outcome.done()
+                _wait(ended, self._patience)
+                self.abandoned = not ended.is_set()
             raise
-
-    def run_agents(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The same for a long run: SIGTERM and SIGHUP cancel the coroutine too, then end the process."""
-        with raise_on_signals():
-            return self.run(coroutine)
 
     def iterate(self, values: AsyncIterator[T]) -> Iterator[T]:
         """The values of an asynchronous iterator, one at a time."""
 
-        async def draw() -> tuple[bool, T | None]:
-            try:
-                return True, await anext(values)
-            except StopAsyncIteration:
-                return False, None
+        async def draw() -> tuple[T, ...]:
+            async for value in values:
+                return (value,)
+            return ()
 
-        while True:
-            more, value = self.run(draw())
-            if not more:
-                return
-            yield value  # type: ignore[misc]
+        while drawn := self.run(draw()):
+            yield drawn[0]
 
     def stop(self) -> None:
         """End the thread; idempotent."""
@@ -159,14 +134,9 @@ class LoopThread:
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(BLOCKED_SECONDS if self._abandoned else None)
+        thread.join(BLOCKED_SECONDS if self.abandoned else None)
         if not thread.is_alive():  # else the daemon ends with the process
             loop.close()
-
-    @property
-    def abandoned(self) -> bool:
-        """True if a coroutine did not end in time, so that the loop accepts no more work."""
-        return self._abandoned
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -176,15 +146,15 @@ class LoopThread:
         return self._loop
 
 
-def _await(outcome: concurrent.futures.Future[Any], patience: float = math.inf) -> None:
-    """Wait up to `patience` seconds for `outcome`, in short pieces.
+def _wait(ended: threading.Event, patience: float = math.inf) -> None:
+    """Wait up to `patience` seconds, in short pieces.
 
     The system may deliver a signal to any thread. Its handler runs in the main thread, and does not interrupt one long
     wait there.
     """
     deadline = time.monotonic() + patience
-    while not outcome.done() and (left := deadline - time.monotonic()) > 0:
-        concurrent.futures.wait([outcome], min(left, SIGNAL_SECONDS))
+    while not ended.is_set() and (left := deadline - time.monotonic()) > 0:
+        ended.wait(min(left, SIGNAL_SECONDS))
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -193,31 +163,20 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     Not `asyncio.to_thread`: its pool has only as many threads as cores plus four. Waiting agents may be more, and the
     interpreter cannot exit while one of them hangs.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
     context = contextvars.copy_context()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
     def work() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
         try:
-            result = context.run(function, *arguments)
+            outcome.set_result(context.run(function, *arguments))
         except BaseException as error:
-            failure = error
             if not isinstance(error, Exception) or isinstance(error, StopIteration):
                 # A future cannot carry StopIteration; the others would end the loop, not the caller.
-                failure = RuntimeError(f"the function ended by {type(error).__name__}: {error}")
-                failure.__cause__ = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(settle, result, failure)
+                wrapped = RuntimeError(f"the function ended by {type(error).__name__}: {error}")
+                wrapped.__cause__ = error
+                error = wrapped
+            outcome.set_exception(error)
 
     threading.Thread(target=work, name="agentjet-agent", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(outcome)

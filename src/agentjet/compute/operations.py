@@ -1,82 +1,111 @@
-"""The operations that were applied to a policy: their order, their results, and repetitions. No torch.
-
-A backend keeps one `OperationLog` per policy. Its checkpoint contains `state`, so that a policy that is loaded
-continues with the same numbers and still answers repeated operations.
-"""
+"""Operations on a policy: the steps of a batch, and the log that applies each operation once. No torch."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 import msgpack
+import numpy as np
 
+from agentjet.compute.protocol import Learner, LossSpec
+from agentjet.config import JobConfig
 from agentjet.errors import OperationConflict
-from agentjet.types import Op
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import Op, OperationKind
 
+Result = TypeVar("Result")
 MAX_RESULTS = 256
-"""Number of the latest results that are stored in memory."""
-MAX_SAVED_RESULTS = 8
-"""Number of the latest results that are stored in a checkpoint."""
+"""Number of the latest results that are stored."""
+
+BeforeOperation = Callable[[Op, OperationKind], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """An applied operation: the digest of its body, and its result."""
+async def learn(
+    learner: Learner, op: Op, batch: TrainingBatch, job: JobConfig, *, before: BeforeOperation | None = None
+) -> tuple[dict[str, float], Op]:
+    """Train a policy on a batch, from operation `op` on; returns metrics and the next operation.
 
-    digest: str
-    result: dict[str, Any]
+    Each optimiser step is a `forward_backward` and an `optim_step`. `before` is awaited before each of them, to record
+    it. The new weights are not published yet. A repetition with the same arguments changes nothing.
+    """
+    steps: list[Mapping[str, float]] = []
+    num_steps = 1
+    while len(steps) < num_steps:
+        if before is not None:
+            await before(op, "forward_backward")
+        outputs = await learner.forward_backward(op, batch, LossSpec.of(job, len(steps)))
+        if before is not None:
+            await before(op.next(), "optim_step")
+        update = await learner.optim_step(op.next(), job.optimizer_of(op.policy))
+        steps.append({**outputs.metrics, **update})
+        num_steps = outputs.num_steps
+        op = op.next().next()
+    return merged_metrics(steps), op
+
+
+SUMS = ("forest/tokens_computed", "optim/steps", "optim/skipped_steps")
+MEANS = ("policy/clip_fraction", "policy/kl")
+MAXIMA = ("weights/learner", "weights/sampler")
+LAST = ("optim/lr", "weights/finite")
+
+
+def merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of a batch from those of its optimiser steps. The first step has those of the whole batch."""
+    merged: dict[str, float] = {}
+    for step in reversed(steps):
+        merged |= step
+    for names, of in ((SUMS, sum), (MEANS, _mean), (MAXIMA, max), (LAST, lambda values: values[-1])):
+        merged |= {name: of([step[name] for step in steps]) for name in names if name in merged}
+    merged["optim/grad_norm"] = _mean([n for step in steps if math.isfinite(n := step["optim/grad_norm"])])
+    return merged
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 class OperationLog:
-    """Numbers the operations of one policy from `next` on."""
+    """The operations that were applied to one policy. `next` is the number of the next one."""
 
     def __init__(self, next: int = 0) -> None:
         self.next = next
-        self._applied: dict[int, Applied] = {}
+        self._applied: dict[int, tuple[str, Any]] = {}
+        """Digest of the body, and result, by number."""
 
-    def repeated(self, op: Op, digest: str) -> dict[str, Any] | None:
-        """Returns the stored result of an operation that was applied before; None if `op` is the next one.
+    def apply(self, op: Op, body: tuple[Any, ...], function: Callable[[], Result]) -> Result:
+        """Apply the next operation by calling `function`; returns its result, or the stored one of a repetition.
 
         Raises `OperationConflict` for a number that is out of order, and for a repetition with another body.
         """
-        if op.number == self.next:
-            return None
+        digest, operation = body_digest(*body), f"operation {op.number} of policy {op.policy_id}"
         if op.number > self.next:
+            raise OperationConflict(f"{operation} is out of order: the next one is {self.next}")
+        if op.number == self.next:
+            self._applied[op.number] = digest, function()
+            self._applied.pop(op.number - MAX_RESULTS, None)
+            self.next += 1
+        elif op.number not in self._applied:
             raise OperationConflict(
-                f"operation {op.number} of policy {op.policy_id} is out of order: the next one is {self.next}"
+                f"{operation} was applied, and its result is no longer stored: the next one is {self.next}"
             )
-        applied = self._applied.get(op.number)
-        if applied is None:
-            raise OperationConflict(
-                f"operation {op.number} of policy {op.policy_id} was applied, and its result is no longer stored: "
-                f"the next one is {self.next}"
-            )
-        if applied.digest != digest:
-            raise OperationConflict(f"operation {op.number} of policy {op.policy_id} was applied with another body")
-        return applied.result
-
-    def record(self, op: Op, digest: str, result: dict[str, Any]) -> None:
-        """Store the result of the next operation."""
-        assert op.number == self.next
-        self._applied[op.number] = Applied(digest, result)
-        self._applied.pop(op.number - MAX_RESULTS, None)
-        self.next += 1
-
-    def state(self) -> dict[str, Any]:
-        """Returns the content of the log as JSON values."""
-        latest = list(self._applied.items())[-MAX_SAVED_RESULTS:]
-        return {"operation": self.next, "results": [[number, one.digest, one.result] for number, one in latest]}
-
-    @classmethod
-    def restored(cls, state: dict[str, Any]) -> OperationLog:
-        """The inverse of `state`. A checkpoint without operations had two for each policy version."""
-        log = cls(state.get("operation", 2 * int(state["policy_version"])))
-        log._applied = {number: Applied(digest, result) for number, digest, result in state.get("results", ())}
-        return log
+        elif self._applied[op.number][0] != digest:
+            raise OperationConflict(f"{operation} was applied with another body")
+        stored: Result = self._applied[op.number][1]
+        return stored
 
 
 def body_digest(*body: Any) -> str:
-    """Returns the digest of an operation's body, from plain values."""
-    return hashlib.sha256(msgpack.packb(body)).hexdigest()
+    """Returns the digest of an operation's body: plain values, dataclasses, settings and arrays."""
+    return hashlib.sha256(msgpack.packb(body, default=_plain)).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, value.tobytes()]
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return repr(value)  # Settings.

@@ -2,7 +2,7 @@
 
 from agentjet.config.job import AlgorithmConfig, JobConfig, OptimizerConfig, SideCallRule, unknown_policy
 from agentjet.config.loader import load_config, parse_config, parse_job, server_token
-from agentjet.config.reference import changed_settings, setting_names, settings_table
+from agentjet.config.reference import changed_settings, settings_table
 from agentjet.config.schema import LoraConfig, ModelConfig, PolicyConfig, SamplerConfig, ServeConfig, ServerConfig
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "load_config",
     "parse_job",
     "server_token",
-    "setting_names",
     "settings_table",
     "unknown_policy",
 ]

@@ -113,33 +113,25 @@ class AlgorithmConfig(Section):
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Advantage of an episode: its reward minus the mean of its group. `grpo` divides by the group's standard
-    deviation, `dr_grpo` does not, `rloo` excludes the episode itself from the mean.
-    """
+    deviation, `dr_grpo` does not, `rloo` excludes the episode itself from the mean."""
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     """Policy loss: PPO's clipped token ratio, GSPO's clipped sequence ratio, or CISPO's clipped weight."""
     clip_low: float = Field(0.0, ge=0)
-    """Lower clip bound: with a negative advantage, ratios below 1 - clip_low have no gradient. 0: the default of the
-    loss, which is 0.2, for `gspo` 3e-4.
-    """
+    """With a negative advantage, ratios below 1 - clip_low have no gradient. 0: 0.2, for `gspo` 3e-4."""
     clip_high: float = Field(0.0, ge=0)
-    """Upper clip bound: with a positive advantage, ratios above 1 + clip_high have no gradient. 0: the default of the
-    loss, which is 0.2, for `gspo` 4e-4.
-    """
+    """With a positive advantage, ratios above 1 + clip_high have no gradient. 0: 0.2, for `gspo` 4e-4."""
     dual_clip: float = Field(0.0, ge=0)
     """Maximum ratio for negative advantages (dual-clip PPO); use a value above 1. 0: no maximum."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty (k3 estimator) against the reference, the weights of version 0. 0: no penalty."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
     """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means, or
-    sum / `constant`. `auto`: the default of the loss, which is `token_mean`, for `gspo` `sequence_mean`.
-    """
+    sum / `constant`. `auto`: `token_mean`, for `gspo` `sequence_mean`."""
     constant: float = Field(0.0, ge=0)
-    """For `aggregation = "constant"` (Dr. GRPO): divisor of the summed loss, besides the number of sequences.
-    """
+    """For `aggregation = "constant"` (Dr. GRPO): divisor of the summed loss, besides the number of sequences."""
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
     """Correction for tokens sampled by older weights. `tis`: truncated importance weights. `icepop`, `mis`: importance
-    weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not.
-    """
+    weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not."""
     correction_low: float = Field(0.5, ge=0)
     """Ratios below this bound are outliers (`icepop`, `mis`)."""
     correction_high: float = Field(2.0, gt=0)
@@ -157,13 +149,11 @@ class AlgorithmConfig(Section):
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """The lower and the upper clip bound, with the defaults of the loss."""
         own = LOSS_DEFAULTS[self.loss]
         return self.clip_low or own.clip_low, self.clip_high or own.clip_high
 
     @property
     def loss_aggregation(self) -> Aggregation:
-        """The aggregation, with the default of the loss."""
         return LOSS_DEFAULTS[self.loss].aggregation if self.aggregation == "auto" else self.aggregation
 
     def with_defaults(self) -> Self:
@@ -195,8 +185,7 @@ class SamplingConfig(Section):
 
     override: tuple[Overridable, ...] = ()
     """Request parameters that training episodes ignore; the episode counts them. `temperature` and `max_tokens` take
-    the values of the job. `top_p` and `top_k` do not truncate. Each call gets its own `seed`.
-    """
+    the values of the job. `top_p` and `top_k` do not truncate. Each call gets its own `seed`."""
 
 
 class SideCallRule(Section):
@@ -238,23 +227,18 @@ class JobConfig(Section):
     group_size: Int64 = Field(8, ge=1)
     """Number of episodes in a group."""
     min_group_size: Int64 = Field(2, ge=1)
-    """Minimum size of an incomplete group. A group that lost episodes and is not refilled is trained from this size on;
-    a smaller one is dropped and counted.
-    """
+    """Size from which a group that lost episodes is trained; a smaller one is dropped and counted."""
     spare_groups: Int64 = Field(0, ge=0)
-    """Extra groups started for each batch, so that a batch does not wait for its slowest groups. With
-    `max_staleness = 0` the unused groups end as `surplus`, else they go into the next batch.
-    """
+    """Extra groups started for each batch. Unused ones end as `surplus`, or go into the next batch if `max_staleness`
+    is above 0."""
     spare_episodes: Int64 = Field(0, ge=0)
     """Extra episodes started in each group. When `group_size` of them have finished, the others end as `surplus`."""
     max_staleness: Int64 = Field(0, ge=0)
     """Maximum age of a trained token in policy versions. 0: on-policy. Above 0, episodes continue across batches, and
-    `algorithm.correction` can correct for the difference; sampling still pauses while a batch is learned.
-    """
+    `algorithm.correction` can correct for the difference; sampling still pauses while a batch is learned."""
     task_weights: dict[TaskSetName, Weight] = {}
     """Mixture of task sets in every batch, such as `{math = 2, code = 1}`. `"*"` is the weight of each task set that is
-    not named; without it, such task sets are refused. Empty: first come, first served.
-    """
+    not named; without it, such task sets are refused. Empty: first come, first served."""
     mix_code_versions: bool = False
     """Allow episodes of different agent code versions in one group."""
     max_steps: Int64 = Field(0, ge=0)
@@ -288,7 +272,6 @@ class JobConfig(Section):
     """Optimisers of single policies, such as `{planner = {lr = 1e-5}}`. Others have `[job.optimizer]`."""
 
     def optimizer_of(self, policy: str) -> OptimizerConfig:
-        """The optimiser settings of a policy."""
         return self.optimizers.get(policy, self.optimizer)
 
     def with_defaults(self) -> Self:

@@ -1,15 +1,15 @@
-"""Loads settings from a TOML file, the environment and `--set a.b=c`; later sources win.
+"""Loads settings from a TOML file and `--set a.b=c`, which wins. `server_token` reads the environment.
 
 A `ConfigError` names the key, its value, its source and the way out; for an unknown key, the nearest known one.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,32 +21,16 @@ from agentjet.config.reference import sections, settings
 from agentjet.config.schema import ServeConfig
 from agentjet.errors import ConfigError
 
-ENVIRONMENT = {
-    "AGENTJET_DATA_DIR": "server.data_dir",
-    "AGENTJET_HOST": "server.host",
-    "AGENTJET_PORT": "server.port",
-}
-"""Environment variables and their settings: only settings of the machine, not of the experiment."""
-
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
 MIN_TOKEN_LENGTH = 16
 
 S = TypeVar("S", bound=Section)
 
 
-def load_config(
-    path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ
-) -> ServeConfig:
-    """Returns the settings of a server from a file, the environment and `a.b=c` overrides. Raises `ConfigError`."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    if path is not None:
-        values = read_toml(path)
-        origins = dict.fromkeys(_keys(values), str(path))
-    for variable, key in ENVIRONMENT.items():
-        if environ.get(variable):
-            _assign(values, key, environ[variable])
-            origins[key] = variable
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig:
+    """Returns the settings of a server from a file and `a.b=c` overrides. Raises `ConfigError`."""
+    values = {} if path is None else read_toml(path)
+    origins = dict.fromkeys(_keys(values), str(path))
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -71,10 +55,7 @@ def parse_job(values: Mapping[str, Any]) -> JobConfig:
 
 
 def server_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the client token from the environment, stripped; None if it is not set.
-
-    Raises `ConfigError` if the token is too short or has characters that an HTTP header cannot carry.
-    """
+    """Returns the client token from the environment, stripped; None if it is not set. Raises `ConfigError`."""
     token = environ.get(TOKEN_VARIABLE, "").strip()
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigError(
@@ -129,34 +110,28 @@ def _validate(schema: type[S], values: dict[str, Any], prefix: str, origins: Map
         raise ConfigError("\n".join(_sentence(detail, prefix, origins) for detail in error.errors())) from None
 
 
-SAME_SETTINGS = (
-    (r"policies\.[^.]+\.lora", "model.lora"),
-    (r"policies\.[^.]+", "policies.NAME"),
-    (r"job\.optimizers\.[^.]+", "job.optimizer"),
-)
-"""Sections with a name of the user, and the sections whose settings they have."""
+def _sections_near(key: str) -> dict[str, type[Section]]:
+    """Returns all sections by dotted name. The user's name in `key` replaces `NAME`."""
+    found = {}
+    for dotted, section in sections():
+        before, name, after = dotted.partition("NAME")
+        if name and key.startswith(before):
+            name = key.removeprefix(before).partition(".")[0]
+        found[before + name + after] = section
+    return found
 
 
 def _nearest(key: str) -> str | None:
     """Returns the known name most similar to `key`, by the whole path or by the last part."""
-    for pattern, section in SAME_SETTINGS:
-        if found := re.match(rf"{pattern}(?=\.)", key):
-            nearest = _nearest_setting(section + key[found.end() :])
-            return nearest and re.sub(rf"^{section}(?=\.)", found[0], nearest)
-    return _nearest_setting(key)
-
-
-def _nearest_setting(key: str) -> str | None:
     leaf = key.rpartition(".")[2]
 
     def similarity(name: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, name).ratio()
-        last = difflib.SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio()
-        return max(whole, 0.99 * last)
+        last = SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio()
+        return max(SequenceMatcher(None, key, name).ratio(), 0.99 * last)
 
-    known = [f"{prefix}.{name}" for prefix, section in sections() for name, _ in settings(section)]
-    other_sections = [name for name, _ in sections() if not key.startswith(f"{name}.")]
-    best = max(known + other_sections, key=similarity)
+    near = _sections_near(key)
+    known = [f"{prefix}.{name}" for prefix, section in near.items() for name, _ in settings(section)]
+    best = max([*known, *(name for name in near if not key.startswith(f"{name}."))], key=similarity)
     return best if similarity(best) >= 0.6 else None
 
 
@@ -170,12 +145,10 @@ def _sentence(detail: ErrorDetails, prefix: str, origins: Mapping[str, str]) -> 
         nearest = _nearest(re.sub(r"\.\d+\b", "", key))
         way_out = f"did you mean {nearest}?" if nearest else "docs/settings.md lists them all"
         return f"{stated}: there is no such setting; {way_out}"
-    as_listed = re.sub(r"^policies\.[^.]+$", "policies.NAME", key)
-    if detail["type"] == "model_type" and (section := dict(sections()).get(as_listed)):
+    if detail["type"] == "model_type" and (section := _sections_near(key).get(key)):
         return f"{stated}: this is a section; set what is in it, such as {key}.{next(iter(section.model_fields))}"
     if isinstance(detail["input"], dict):  # a cross-check of a section, whose message names the keys and values
-        key = key.rstrip(".")
-        return f"{key}: {message}" if key else message
+        return f"{key.rstrip('.')}: {message}".removeprefix(": ")
     return f"{stated}: {message[0].lower()}{message[1:]}"
 
 

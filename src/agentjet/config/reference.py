@@ -11,48 +11,36 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentjet.config.job import JobConfig, Section, SideCallRule
-from agentjet.config.schema import PolicyConfig, ServeConfig
+from agentjet.config.schema import ServeConfig
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
-TABLE_NAMES: dict[type[Section], str] = {SideCallRule: "", PolicyConfig: ".NAME"}
-"""Sections of which there may be any number, and what follows the name of their setting."""
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def item_section(annotation: Any) -> type[Section] | None:
-    """Returns the section of the items if the setting is a list of tables or a table of tables, else None."""
-    items = {tuple: 0, dict: 1}
-    item = get_args(annotation)[items[origin]] if (origin := get_origin(annotation)) in items else None
-    return item if is_section(item) else None
+def _inner_section(annotation: Any) -> tuple[type[Section], str] | None:
+    """Returns the section in the type of a setting, and what follows the name of the setting: `.NAME` in a table."""
+    if is_section(annotation):
+        return annotation, ""
+    origin, inner = get_origin(annotation), [part for part in get_args(annotation) if is_section(part)]
+    return (inner[0], ".NAME" if origin is dict else "") if inner else None
 
 
 def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yields every section with its dotted name, outer sections first."""
+    """Yields every section with its dotted name, outer sections first. `NAME` is a name that the user chooses."""
     for name, field in schema.model_fields.items():
-        if is_section(field.annotation):
-            yield prefix + name, field.annotation
-            yield from sections(field.annotation, f"{prefix}{name}.")
-        elif (item := item_section(field.annotation)) and item in TABLE_NAMES:
-            yield f"{prefix}{name}{TABLE_NAMES[item]}", item
+        if (found := _inner_section(field.annotation)) is not None:
+            section, suffix = found
+            yield f"{prefix}{name}{suffix}", section
+            yield from sections(section, f"{prefix}{name}{suffix}.")
 
 
 def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
     """Returns the settings of a section, without its inner sections."""
     return ((name, field) for name, field in section.model_fields.items() if not is_section(field.annotation))
-
-
-def setting_names() -> list[str]:
-    """Returns the dotted name of every setting in the order of the schema. Settings of list items have no such name."""
-    return [
-        f"{prefix}.{name}"
-        for prefix, section in sections()
-        if section not in TABLE_NAMES
-        for name, _ in settings(section)
-    ]
 
 
 def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
@@ -73,8 +61,10 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 def settings_table() -> str:
     """Returns `docs/settings.md` without its title: one Markdown table for each section."""
-    parts = []
+    parts, shown = [], dict[type[Section], str]()
     for prefix, section in sections():
+        shown.setdefault(section, prefix)
+    for section, prefix in shown.items():
         head = f"[[{prefix}]]" if section is SideCallRule else f"[{prefix}]"
         lines = [f"## `{head}`", "", cleandoc(section.__doc__ or ""), ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
@@ -88,11 +78,12 @@ def settings_table() -> str:
 def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
-    if item_section(field.annotation):
-        return "list of tables" if get_origin(field.annotation) is tuple else "table of tables"
-    if get_origin(field.annotation) is tuple:
+    origin = get_origin(field.annotation)
+    if origin in (tuple, dict) and _inner_section(field.annotation):
+        return "list of tables" if origin is tuple else "table of tables"
+    if origin is tuple:
         return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"
-    if get_origin(field.annotation) is dict:
+    if origin is dict:
         return "table of numbers > 0"
     bounds = [
         f"{sign} {getattr(rule, name):g}"

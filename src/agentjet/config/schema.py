@@ -15,8 +15,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from agentjet.config.job import Int64, JobConfig, PolicyName, Section, unknown_policy
 from agentjet.types import SOLE_POLICY
 
-LogFormat = Literal["text", "json"]
-
 
 class LoraConfig(Section):
     """LoRA adapters. With `rank = 0`, all weights are trained. These settings cannot change within a data dir."""
@@ -37,8 +35,8 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the weights. `auto`: CUDA if available, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the weights. `auto`: bfloat16 if it is fast on the device, else float32; measured once for each data
-    dir. The optimiser's copy of the weights is always float32.
+    """Type of the weights. `auto`: bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. The optimiser's
+    copy of the weights is always float32.
     """
     context_length: Int64 = Field(0, ge=0)
     """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""
@@ -58,8 +56,7 @@ class PolicyConfig(Section):
     """Adapter of this policy, such as `{rank = 8}`. Not given: `[model.lora]`."""
     worker: str = Field("", pattern=r"^[a-z0-9_-]{0,64}$")
     """Name of the worker process. Policies with the same name share a process, and their adapters share one copy of the
-    base model; those of other runs, too.
-    """
+    base model; those of other runs, too."""
 
 
 class SamplerConfig(Section):
@@ -68,9 +65,7 @@ class SamplerConfig(Section):
     max_concurrent: Int64 = Field(64, ge=1, le=4096)
     """Completions sampled at the same time. Further calls wait in a queue."""
     cache_tokens: Int64 = Field(65536, ge=256)
-    """Size of the KV cache over all conversations, in tokens; allocated in blocks of 128. On CUDA the memory is
-    reserved at the start, on a CPU when it is first used.
-    """
+    """Size of the KV cache over all conversations, in tokens. On CUDA its memory is reserved at the start."""
 
 
 class ServerConfig(Section):
@@ -90,42 +85,32 @@ class ServerConfig(Section):
     """Folder for the journal, checkpoints, tokens and logs."""
     allowed_hosts: str = ""
     """Further names allowed in the `Host` header of requests, such as that of a tunnel or a proxy: comma-separated,
-    without ports. `host`, `localhost` and loopback addresses are always allowed; other requests are refused.
-    """
+    without ports. `host`, `localhost` and loopback addresses are always allowed; other requests are refused."""
     model_aliases: str = ""
     """Further model names accepted in requests, for agents with a fixed model name: comma-separated, `*` matches any
-    text, such as `gpt-4o*, claude-*`. The model's own name and `policy` are always accepted; others are refused.
-    """
+    text, such as `gpt-4o*, claude-*`. The model's own name and `policy` are always accepted; others are refused."""
     call_timeout: float = Field(600.0, gt=0)
     """Seconds that a call waits while the worker learns or restarts; then the answer is 503."""
     worker_timeout: float = Field(120.0, gt=0)
     """Seconds without progress after which the worker is killed and replaced. A worker makes progress while it sends
-    messages, uses CPU time or waits for a disk; a worker that computes is never killed.
-    """
+    messages, uses CPU time or waits for a disk; a worker that computes is never killed."""
     max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Maximum size of a request body in MiB. Larger bodies are refused with 413."""
     keep_exports: Int64 = Field(8, ge=1)
     """Number of newest exports to keep in `exports/` of the data dir. A new export removes older ones."""
     max_connections: Int64 = Field(4096, ge=16)
-    """Maximum number of open connections; further ones are closed immediately. The limit on open files of the process
-    can lower it.
-    """
+    """Maximum number of open connections; further ones are closed. The process's limit on open files can lower it."""
     episode_may_finish: bool = True
-    """Allow an episode to be finished with its own key. `false`: a reward needs the client token, which agents do not
-    have.
-    """
+    """Allow an episode to be finished with its own key. `false`: a reward needs the client token."""
     max_episodes_per_client: Int64 = Field(1024, ge=1)
     """Maximum number of live episodes of one `client_id`; above it, 429."""
     max_calls_per_episode: Int64 = Field(256, ge=1)
     """Maximum number of concurrent calls of one episode, waiting calls included; above it, 429."""
     max_calls_per_client: Int64 = Field(4096, ge=1)
     """Maximum number of concurrent calls of one `client_id` over all its episodes; above it, 429."""
-    log_format: LogFormat = "text"
-    """Format of `logs/server.log`: text lines, or one JSON object per line."""
     trace_endpoint: str = ""
     """URL that receives OpenTelemetry spans of calls and steps (OTLP over HTTP), such as
-    `http://127.0.0.1:4318/v1/traces`. Empty: no tracing. Needs the extra `otel`.
-    """
+    `http://127.0.0.1:4318/v1/traces`. Empty: no tracing. Needs the extra `otel`."""
 
     @field_validator("host")
     @classmethod
@@ -174,27 +159,21 @@ class ServeConfig(Section):
         return tuple(self.policies) or (SOLE_POLICY,)
 
     def model_of(self, policy: str) -> ModelConfig:
-        """The model settings of a policy."""
         own = self.policies.get(policy, PolicyConfig())
         return self.model.model_copy(
             update={"name": own.model or self.model.name, "lora": self.model.lora if own.lora is None else own.lora}
         )
 
     def worker_of(self, policy: str) -> str:
-        """The name of a policy's worker."""
         return self.policies[policy].worker if policy in self.policies else ""
 
     @model_validator(mode="after")
-    def _names_are_not_the_default(self) -> Self:
+    def _policies_have_names(self) -> Self:
         if SOLE_POLICY in self.policies:
             raise ValueError(
                 f"policies.{SOLE_POLICY}: {SOLE_POLICY!r} is the policy of a run without [policies]: choose another "
                 "name, or omit [policies]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _optimizers_have_policies(self) -> Self:
         for name in self.job.optimizers:
             if name not in self.policy_names:
                 raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")

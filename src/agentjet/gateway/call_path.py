@@ -2,11 +2,12 @@
 
 Prompt, gate, sampler, journal, chunks: `ActiveCall` is the state of one call on that path.
 
-* A call is in memory and on disk before its last chunk is yielded. If the client leaves earlier, sampling stops and
-  nothing is recorded: an answer that did not arrive is not trained.
+* A call is on disk before its last chunk is yielded. If the client leaves earlier, sampling stops.
 * Sampling runs in its own task, so a slow reader delays neither the sampler nor a batch. The lease stands still while
   the server works, and runs while the agent reads. Each chunk that the agent takes renews it.
-* An answer that was not delivered, or that a retry repeats, is an orphan: it trains nothing. See `ActiveCalls`.
+* An answer is delivered once all of it was taken: for a stream, once its last event was written. If its client leaves,
+  its episode ends or the server stops before that, its recorded calls are undelivered. A retry supersedes the recorded
+  call that it repeats. Both are orphans, which train nothing.
 * A worker that crashes during a call is replaced without an error, unless a part of the answer was sent. A call that
   `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes. Crashes during an operation of another
   run do not count, and neither does the end of a completion because its policy was removed.
@@ -17,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import replace
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 from agentjet.errors import (
     ComputeError,
+    Conflict,
     ContextOverflow,
     GrammarError,
     InvalidRequest,
@@ -34,30 +37,70 @@ from agentjet.errors import (
 )
 from agentjet.gateway import observability
 from agentjet.gateway.completion_parser import CompletionParser
-from agentjet.gateway.concurrency import CallLimits, offload
+from agentjet.gateway.concurrency import offload
 from agentjet.gateway.engine import Engine, LoadedModel
-from agentjet.gateway.prompts import num_characters, prepare_prompt
-from agentjet.gateway.requests import (
-    ActiveCall,
-    ActiveCalls,
-    CallChunk,
-    CallRequest,
-    ScoredToken,
-    sampling_params,
-    with_choice_seed,
-    with_overrides,
-)
+from agentjet.gateway.prompts import Prompt, num_characters, prepare_prompt
+from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, choice_seed, sampling_params, with_overrides
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.swarm import Episode
-from agentjet.timeline.identity import context_digest
+from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
-from agentjet.types import Call, Conversation
+from agentjet.types import Call, Conversation, SamplingParams
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
-
 MAX_CRASHES = 2
 """Workers that may crash during one call before it is given up."""
+RETRY_AFTER_CALLS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class ActiveCall:
+    """One request, from its arrival until its whole answer was taken."""
+
+    episode: Episode
+    role: str
+    request: CallRequest
+    ordinal: int
+    """Number of the call in its episode, unique among answered and failed calls. Seeds depend on it."""
+    deadline: float
+    """Time of the event loop until which it may be held."""
+    outbox: asyncio.Queue[CallChunk | BaseException] = field(default_factory=asyncio.Queue)
+    recorded: list[str] = field(default_factory=list)
+    """Ids of the recorded calls, one per finished choice."""
+    repeats: list[str] | None = None
+    """Calls that the choices not recorded yet repeat. None before the first is recorded."""
+    crashed_workers: set[int] = field(default_factory=set)
+    """Numbers of the workers that crashed during the call."""
+    # `CallPath._prepare` sets the rest.
+    model: LoadedModel = field(init=False)
+    prompts: list[tuple[Prompt, SamplingParams]] = field(init=False)
+    """One per conversation of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One completion of a call, on its way from one worker."""
+
+    index: int
+    call_id: str
+    prompt: Prompt
+    params: SamplingParams
+    parser: CompletionParser
+
+
+@dataclass(slots=True)
+class EpisodeCalls:
+    """The calls of a live episode."""
+
+    open: list[ActiveCall] = field(default_factory=list)
+    """Calls whose answers are not delivered yet."""
+    next_ordinal: int = 0
+    """Ordinals only grow, because two calls with one ordinal would share a seed."""
+    unanswered: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Requests that ended without a recorded call, by role and fingerprint. A retry of one repeats no call, and must
+    not supersede the answer to an equal request (a vote).
+    """
 
 
 class CallPath:
@@ -68,96 +111,141 @@ class CallPath:
         self._swarm = run.swarm
         self._compute = run.compute
         self._engine = engine
-        self._call_timeout = run.config.server.call_timeout
-        """Maximum of the seconds that a call is held in all. Sampling does not count."""
         self._clock = clock
-        self._limits = CallLimits(run.config.server)
-        self.active = ActiveCalls(run.swarm)
+        self._episodes: dict[str, EpisodeCalls] = {}
+        self._calls_by_client: Counter[str] = Counter()
+        run.swarm.store.undelivered_calls = self._undelivered_calls
 
-    async def run(
-        self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
-    ) -> AsyncGenerator[CallChunk]:
+    @property
+    def num_open(self) -> int:
+        """Number of calls of live episodes whose answers are not delivered yet."""
+        return sum(len(calls.open) for calls in self._episodes.values())
+
+    async def run(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. See `Gateway.call`."""
         observability.run.set(self._run.name)
         observability.episode_id.set(episode_id)
-        with (
-            self.active.track(episode_id, role, request, hang_up) as call,
-            self._limits.calling(self._swarm.episode(episode_id)),
-        ):
-            with self._swarm.calling(episode_id) as episode:
-                await self._prepare(call, episode)
-            tasks = [asyncio.create_task(self._choice(call, index)) for index in range(request.choices)]
+        with self._track(self._swarm.heartbeat(episode_id), role, request) as call:
+            with self._swarm.calling(episode_id):
+                await self._prepare(call)
+            num_left = request.num_answers
+            tasks = [asyncio.create_task(self._answer(call, index)) for index in range(num_left)]
             try:
-                ended = 0
-                while ended < request.choices:
+                while num_left:
                     item = await call.outbox.get()
                     if isinstance(item, BaseException):
                         raise item
-                    ended += item.call is not None
-                    call.being_read = True
+                    num_left -= item.call is not None
                     yield item
-                    call.being_read = False
                     self._swarm.heartbeat(episode_id)  # Raises if the episode ended while this was read.
-            finally:
-                if left := [task for task in tasks if not task.done()]:
-                    for task in left:
-                        task.cancel()
-                    await asyncio.gather(*left, return_exceptions=True)
-
-    async def run_all(
-        self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
-    ) -> AsyncGenerator[CallChunk]:
-        """Yields the answers to several conversations, one call each. All are sampled before the first chunk."""
-        single = replace(request, others=())
-        sampling_params(request, self._swarm.job, self._swarm.episode(episode_id))  # Raises in a training episode.
-        requests = [single]
-        for i, conversation in enumerate(request.others, 1):
-            fingerprint = f"{request.fingerprint}/{i}"
-            requests.append(replace(single, conversation=conversation, id="", fingerprint=fingerprint))
-        streams = [self.run(episode_id, role, one, hang_up) for one in requests]
-        async with AsyncExitStack() as stack:
-            for stream in streams:
-                await stack.enter_async_context(aclosing(stream))
-            tasks = [asyncio.create_task(_last_chunks(stream, request.choices)) for stream in streams]
-            try:
-                answers = await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.wait(tasks)
-            for i, chunks in enumerate(answers):
-                for chunk in chunks:
-                    yield replace(chunk, index=i * request.choices + chunk.index)
-            for stream in streams:
-                await anext(stream, None)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, num_bytes: int) -> int:
-        """Returns the prompt length of a call with `conversation`. Nothing is sampled or recorded."""
+    async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
+        """Returns the prompt length of a call. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
-            renderer = (await self._loaded_model(role)).renderer
-            tree = self._swarm.tree(episode_id, role)
-            size = num_bytes + num_characters(conversation)
-            return len(
-                (await offload(size, prepare_prompt, renderer, tree, conversation, self._swarm.job.history)).tokens
+            model = await self._loaded_model(role)
+            return len((await self._prompt(model, episode_id, role, request, request.conversation)).tokens)
+
+    def episode_ended(self, episode_id: str) -> None:
+        """Ends the episode's answers: they will not be trained."""
+        ended = self._episodes.pop(episode_id, None)
+        for call in ended.open if ended is not None else ():
+            call.outbox.put_nowait(
+                Conflict(f"Episode {episode_id} ended while it was answered.", code="episode_ended_meanwhile")
             )
+
+    def close(self) -> None:
+        """Marks all answers that were not taken yet as undelivered. The journal must still be open."""
+        for call in [call for calls in self._episodes.values() for call in calls.open]:
+            self._lose(call)
+        self._episodes.clear()
+
+    # ---- delivery and retries ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _track(self, episode: Episode, role: str, request: CallRequest) -> Iterator[ActiveCall]:
+        """Context of one call. Its answer is delivered unless an exception or a cancellation ends the context.
+
+        Raises `Later` (429) if the episode or the client has too many calls, held ones included.
+        """
+        calls = self._episodes.setdefault(episode.id, EpisodeCalls())
+        ordinal = max(calls.next_ordinal, episode.num_calls)
+        calls.next_ordinal = ordinal + 1
+        server, client = self._run.config.server, episode.client_id
+        deadline = asyncio.get_running_loop().time() + server.call_timeout
+        call = ActiveCall(episode, role, request, ordinal, deadline)
+        calls.open.append(call)
+        self._calls_by_client[client] += 1
+        try:
+            _check_limit(len(calls.open), server.max_calls_per_episode, "episode", episode.id)
+            _check_limit(self._calls_by_client[client], server.max_calls_per_client, "client", client)
+            yield call
+        except BaseException:
+            self._lose(call)
+            raise
+        finally:
+            calls.open.remove(call)
+            self._calls_by_client[client] -= 1
+            if not self._calls_by_client[client]:
+                del self._calls_by_client[client]
+
+    def _lose(self, call: ActiveCall) -> None:
+        """Marks an answer as undelivered. The end of an episode and `close` have done it for their calls."""
+        calls = self._episodes.get(call.episode.id)
+        if calls is None:
+            return
+        tree = self._swarm.tree(call.episode.id, call.role)  # Calls whose commit failed are not in the tree.
+        if known := [call_id for call_id in call.recorded if tree.knows(call_id)]:
+            with suppress(Later):
+                self._swarm.undelivered(call.episode.id, known)
+        else:
+            calls.unanswered[call.role, call.request.fingerprint] += 1
+
+    def _undelivered_calls(self, episode_id: str) -> list[str]:
+        calls = self._episodes.get(episode_id, EpisodeCalls())
+        return [call_id for call in calls.open for call_id in call.recorded]
+
+    def _repeated_calls(self, call: ActiveCall) -> list[str]:
+        """Returns the recorded calls that `call` repeats, at most one per choice, oldest first."""
+        if not call.request.retry:
+            return []
+        fingerprint, calls = call.request.fingerprint, self._episodes.get(call.episode.id, EpisodeCalls())
+        if calls.unanswered[call.role, fingerprint]:
+            calls.unanswered[call.role, fingerprint] -= 1
+            return []
+        known = self._swarm.tree(call.episode.id, call.role).calls
+        repeated = {other.retry_of for other in known}
+        same = [other.id for other in known if other.ask.fingerprint == fingerprint and other.id not in repeated]
+        return same[-call.request.num_answers :]
+
+    # ---- prompt -----------------------------------------------------------------------------------------------------
 
     async def _loaded_model(self, role: str) -> LoadedModel:
         """Returns the model of a role's policy. Waits until the policies were up once."""
         if not self._engine.models:
-            async with self._run.gate.enter(self._call_timeout):
+            async with self._run.gate.enter(self._run.config.server.call_timeout):
                 pass
         return self._engine.models[self._run.policy_id(role).policy]
 
-    async def _prepare(self, call: ActiveCall, episode: Episode) -> None:
-        """Checks the request and prepares its prompt, so that every error shows before the call is held for a batch."""
-        job = self._swarm.job
-        call.episode = episode
-        call.deadline = asyncio.get_running_loop().time() + self._call_timeout
+    async def _prompt(
+        self, model: LoadedModel, episode_id: str, role: str, request: CallRequest, conversation: Conversation
+    ) -> Prompt:
+        tree, history = self._swarm.tree(episode_id, role), self._swarm.job.history
+        size = request.num_bytes + num_characters(conversation)
+        return await offload(
+            size, prepare_prompt, model.renderer, tree, conversation, history, fingerprint=request.fingerprint
+        )
+
+    async def _prepare(self, call: ActiveCall) -> None:
+        """Checks the request and prepares its prompts, so that every error shows before the call is held."""
+        episode, job = call.episode, self._swarm.job
         call.request = request = with_overrides(call.request, job, episode)
         params = sampling_params(request, job, episode)
-        loaded = await self._loaded_model(call.role)
-        model, renderer = loaded.info, loaded.renderer
-        call.renderer, call.tool_format = renderer, model.tool_format
+        call.model = model = await self._loaded_model(call.role)
+        renderer, limit = model.renderer, model.info.context_length
         if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
                 f"chat_template_kwargs: {dict(request.template_kwargs)!r:.200} would change the prompt that this "
@@ -165,24 +253,25 @@ class CallPath:
                 code="unsupported_parameter",
                 param="chat_template_kwargs",
             )
-        tree = self._swarm.tree(episode.id, call.role)
-        is_new_role = not tree.calls and episode.num_calls
-        size = request.num_bytes + num_characters(request.conversation)
-        prompt = await offload(
-            size, prepare_prompt, renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint
-        )
-        call.prompt = replace(prompt, fork="role") if is_new_role else prompt
-        room = model.context_length - len(prompt.tokens)
-        if room < 1:
-            raise ContextOverflow(request.asked, len(prompt.tokens), model.context_length)
-        grammar = await offload(size, renderer.grammar, request.conversation, request.constraint)
-        call.params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
+        is_new_role = not self._swarm.tree(episode.id, call.role).calls and episode.num_calls
+        call.prompts = []
+        for conversation in request.conversations:
+            prompt = await self._prompt(model, episode.id, call.role, request, conversation)
+            room = limit - len(prompt.tokens)
+            if room < 1:
+                raise ContextOverflow(request.asked, len(prompt.tokens), limit)
+            grammar = await offload(request.num_bytes, renderer.grammar, conversation, request.constraint)
+            limited = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
+            call.prompts.append((replace(prompt, fork="role") if is_new_role else prompt, limited))
         self._swarm.note(episode.id, noted=request.notes)
 
-    async def _choice(self, call: ActiveCall, index: int) -> None:
+    # ---- one choice -------------------------------------------------------------------------------------------------
+
+    async def _answer(self, call: ActiveCall, index: int) -> None:
         """Samples and records one choice. Puts its chunks, or the error, into the outbox."""
+        episode_id = call.episode.id
         try:
-            with self._swarm.calling(call.episode_id), self._run.tracing.call(call.episode_id, call.role):
+            with self._swarm.calling(episode_id), self._run.tracing.span("call", episode_id=episode_id, role=call.role):
                 while not await self._try_choice(call, index):
                     await asyncio.sleep(RESAMPLE_SECONDS)
         except Exception as error:  # `run` raises it in the caller's task.
@@ -192,28 +281,17 @@ class CallPath:
         """Returns False if the worker crashed before a part of the answer was sent."""
         sent = False
         async with self._run.gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
-            self._swarm.heartbeat(call.episode_id)  # Raises if the episode ended while its call was held.
-            worker = self._engine.num_workers
-            call_id = (index == 0 and call.request.id) or uuid.uuid4().hex
-            parser = CompletionParser(
-                call.renderer,
-                call.request.conversation,
-                stop=call.request.stop,
-                tool_format=call.tool_format,
-                id_prefix=f"call_{call_id[:12]}",
-            )
+            self._swarm.heartbeat(call.episode.id)  # Raises if the episode ended while its call was held.
+            worker, choice = self._engine.num_workers, self._new_choice(call, index)
             try:
-                async for chunk in self._sample(call, index, parser):
+                async for chunk in self._sample(call, choice):
                     call.outbox.put_nowait(chunk)
                     sent = True
-                scores = await self._score(call, parser)
+                scores = await self._score(call, choice)
             except WorkerDied as error:
                 if sent:
                     raise Later(
-                        "The worker died in the middle of the answer.",
-                        code="worker_died",
-                        status=503,
-                        retry_after=5.0,
+                        "The worker died in the middle of the answer.", code="worker_died", status=503, retry_after=5.0
                     ) from error
                 if not (isinstance(error, PolicyRemoved) or self._engine.is_of_another_run(error)):
                     call.crashed_workers.add(worker)
@@ -224,24 +302,32 @@ class CallPath:
                         status=500,
                     ) from error
                 return False
-            recorded = await self._record(call, index, call_id, parser)
+            recorded = await self._record(call, choice)
             call.outbox.put_nowait(replace(recorded, scores=scores))
         return True
 
-    async def _sample(self, call: ActiveCall, index: int, parser: CompletionParser) -> AsyncGenerator[CallChunk]:
-        """Samples into `parser`. Yields chunks of stable text if the request streams."""
-        params = with_choice_seed(
-            call.params,
-            explicit=call.request.seed,
-            job_seed=self._swarm.job.seed,
-            episode_seq=call.episode.seq,
-            ordinal=call.ordinal,
-            choice=index,
+    def _new_choice(self, call: ActiveCall, index: int) -> Choice:
+        request, renderer = call.request, call.model.renderer
+        which, number = divmod(index, request.choices)
+        prompt, params = call.prompts[which]
+        seed = choice_seed(
+            request.seed, index if request.seed is None else number, self._swarm.job.seed, call.episode, call.ordinal
         )
+        call_id = (index == 0 and request.id) or uuid.uuid4().hex
+        parser = CompletionParser(
+            renderer,
+            request.conversations[which],
+            stop=request.stop,
+            tool_format=call.model.info.tool_format,
+            id_prefix=f"call_{call_id[:12]}",
+        )
+        return Choice(index, call_id, prompt, replace(params, seed=seed), parser)
+
+    async def _sample(self, call: ActiveCall, choice: Choice) -> AsyncGenerator[CallChunk]:
+        """Samples into the choice's parser. Yields chunks of stable text if the request streams."""
+        policy, prompt, parser = self._run.policy_id(call.role), choice.prompt.tokens, choice.parser
         with _request_errors(call.request):
-            async with aclosing(
-                self._compute.sample(self._run.policy_id(call.role), call.prompt.tokens, params)
-            ) as pieces:
+            async with aclosing(self._compute.sample(policy, prompt, choice.params)) as pieces:
                 async for piece in pieces:
                     parser.push(piece)
                     if parser.stopped or piece.finish_reason is not None:
@@ -249,36 +335,36 @@ class CallPath:
                     if call.request.stream:
                         reasoning, text = parser.stable_delta()
                         if reasoning or text:
-                            yield CallChunk(
-                                *(index, text, reasoning, parser.new_tokens()),
-                                num_prompt_tokens=len(call.prompt.tokens),
-                            )
+                            tokens = parser.new_tokens()
+                            yield CallChunk(choice.index, text, reasoning, tokens, num_prompt_tokens=len(prompt))
 
-    async def _score(self, call: ActiveCall, parser: CompletionParser) -> tuple[ScoredToken, ...]:
+    async def _score(self, call: ActiveCall, choice: Choice) -> tuple[ScoredToken, ...]:
         """Returns the scores of prompt and completion if the request asks for them."""
-        num_likeliest, tokens = call.request.num_likeliest, (*call.prompt.tokens, *parser.tokens)
+        num_likeliest, tokens = call.request.num_likeliest, (*choice.prompt.tokens, *choice.parser.tokens)
         if num_likeliest is None:
             return ()
         with _request_errors(call.request):
             scores = await self._compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
-        texts = [call.renderer.token_bytes(token) for token in tokens]
+        texts = [call.model.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
             likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
-            named = tuple((call.renderer.token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
+            token_bytes = call.model.renderer.token_bytes
+            named = tuple((token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
             shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
         return tuple(shown)
 
-    async def _record(self, call: ActiveCall, index: int, call_id: str, parser: CompletionParser) -> CallChunk:
+    async def _record(self, call: ActiveCall, choice: Choice) -> CallChunk:
         """Records one choice durably and returns its last chunk. Raises `Conflict` if the episode ended."""
+        prompt, parser = choice.prompt, choice.parser
         message, reasoning, text = parser.message()
-        completion, prompt = tuple(parser.tokens), call.prompt
+        completion = tuple(parser.tokens)
         if call.repeats is None:  # Looked up this late because the repeated call may have been recorded since.
-            call.repeats = self.active.repeated_calls(call, self._swarm.tree(call.episode_id, call.role))
+            call.repeats = self._repeated_calls(call)
         retry_of = call.repeats.pop() if call.repeats else None
         record = Call(
-            id=call_id,
-            episode_id=call.episode_id,
+            id=choice.call_id,
+            episode_id=call.episode.id,
             role=call.role,
             parent=prompt.parent,
             kept=prompt.kept,
@@ -286,7 +372,7 @@ class CallPath:
             completion=completion,
             logprobs=tuple(parser.logprobs),
             versions=tuple(parser.versions),
-            temperature=call.params.temperature,
+            temperature=choice.params.temperature,
             finish_reason=parser.finish_reason(message),
             response=message,
             prompt_key=prompt.key,
@@ -294,17 +380,31 @@ class CallPath:
             ask=prompt.ask,
             fork="retry" if retry_of is not None else prompt.fork,
             retry_of=retry_of,
-            context=context_digest(prompt.tokens, completion),
+            context=context_hash(prompt.tokens, completion).digest(),
             # Support sets serve training only.
             support=pack_sets(parser.support) if call.episode.mode == "train" else b"",
             untrained=call.request.untrained,
         )
-        self._swarm.record_call(record, prompt.pieces, call.renderer.pieces(completion))
-        call.recorded.append(call_id)
+        self._swarm.record_call(record, prompt.pieces, call.model.renderer.pieces(completion))
+        call.recorded.append(choice.call_id)
         await self._run.commits.durable()
-        self._run.tracing.recorded(record)
-        return CallChunk(
-            *(index, text, reasoning, parser.new_tokens(), record, len(prompt.tokens)), stop=parser.stopped_by
+        self._run.tracing.annotate(
+            call_id=record.id,
+            policy_version=record.versions[-1] if record.versions else -1,
+            completion_tokens=len(completion),
+            finish_reason=record.finish_reason,
+        )
+        num_tokens, tokens = len(prompt.tokens), parser.new_tokens()
+        return CallChunk(choice.index, text, reasoning, tokens, record, num_tokens, stop=parser.stopped_by)
+
+
+def _check_limit(count: int, most: int, kind: str, name: str) -> None:
+    if count > most:
+        raise Later(
+            f"{count - 1} calls of {kind} {name} are in progress, the maximum of server.max_calls_per_{kind}: "
+            "wait for one to end.",
+            retry_after=RETRY_AFTER_CALLS,
+            code="too_many_calls",
         )
 
 
@@ -330,8 +430,3 @@ def _request_errors(request: CallRequest) -> Iterator[None]:
         ) from error
     except ComputeError as error:
         raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
-
-
-async def _last_chunks(stream: AsyncGenerator[CallChunk], choices: int) -> list[CallChunk]:
-    """Returns the last chunk of each choice of an answer that does not stream."""
-    return [await anext(stream) for _ in range(choices)]

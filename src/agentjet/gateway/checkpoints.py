@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,7 +35,6 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"step_(\d{6,})")
 UNUSABLE = "unusable_"
-DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class CheckpointStore:
 
     @property
     def tags(self) -> Tags:
-        return Tags(self.folder)
+        return Tags(self.folder / "tags.json")
 
     def check_exists(self, policy_version: int) -> None:
         """Raises `NotFound` if the version has no checkpoint."""
@@ -71,35 +68,22 @@ class CheckpointStore:
 
     def listing(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = []
-        for path in self.folder.iterdir():
-            name = NAME.fullmatch(path.name)
-            if name and path.is_dir():
-                info = CheckpointInfo(policy_version=int(name[1]), path=str(path), created=path.stat().st_mtime)
-                found.append(info)
+        named = [(path, NAME.fullmatch(path.name)) for path in self.folder.glob("step_*") if path.is_dir()]
+        found = [
+            CheckpointInfo(policy_version=int(name[1]), path=str(path), created=path.stat().st_mtime)
+            for path, name in named
+            if name
+        ]
         return sorted(found, key=lambda info: info.policy_version)
 
     def newest(self) -> int | None:
         """Returns the policy version of the newest checkpoint, or None."""
-        found = self.listing()
-        return found[-1].policy_version if found else None
-
-    def dtype(self, policy: str) -> str:
-        """Type of a policy's weights in the newest readable checkpoint, or empty. For checkpoints without a journal."""
-        for info in reversed(self.listing()):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                found = _state(policy_folders(Path(info.path))[policy])["dtype"]
-                if found in DTYPES:
-                    return str(found)
-        return ""
+        return max((info.policy_version for info in self.listing()), default=None)
 
     def good(self, policy_version: int) -> CheckpointInfo | None:
         """Returns the checkpoint of that version if it is good."""
-        if policy_version not in self._good:
-            return None
-        return next((info for info in self.listing() if info.policy_version == policy_version), None)
+        known = {info.policy_version: info for info in self.listing() if info.policy_version in self._good}
+        return known.get(policy_version)
 
     def covers(self, keep: int) -> int | None:
         """Returns the policy version of the oldest checkpoint that serves recovery. The journal needs nothing older.
@@ -112,7 +96,6 @@ class CheckpointStore:
         return self._oldest_for_recovery(keep) or self.listing()[0].policy_version
 
     def loaded(self, policy_version: int) -> None:
-        """Marks the checkpoint of that version as good: it was verified and loaded."""
         self._good.add(policy_version)
 
     async def write(
@@ -125,8 +108,7 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Writes a checkpoint with `save`, journals it with `record`, then removes all but `keep` good ones.
 
-        A folder of the same name that is not known to be good is renamed. Raises `CheckpointError`; the older
-        checkpoints are then untouched.
+        A folder of the same name is renamed. Raises `CheckpointError`; the older checkpoints are then untouched.
         """
         path = self.path(policy_version)
         unnamed = path.with_name(f".{path.name}.new")
@@ -171,10 +153,10 @@ class CheckpointStore:
 
     def quarantine(self, policy_version: int) -> Path:
         """Renames an unusable checkpoint and returns its new path. Raises `CheckpointError` if that fails."""
-        path = self.path(policy_version)
-        numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-        targets = (self.folder / f"{UNUSABLE}{policy_version:06d}{number}" for number in numbers)
-        target = next(target for target in targets if not target.exists())
+        path, target, number = self.path(policy_version), self.folder / f"{UNUSABLE}{policy_version:06d}", 1
+        while target.exists():
+            number += 1
+            target = self.folder / f"{UNUSABLE}{policy_version:06d}-{number}"
         try:
             path.rename(target)
         except OSError as error:
@@ -188,17 +170,8 @@ class CheckpointStore:
         """Returns the renamed unusable checkpoints that the operator has not removed."""
         return sorted(self.folder.glob(f"{UNUSABLE}*"))
 
-    def sweep(self, recorded: Callable[[int], str | None]) -> None:
-        """Removes the remains of interrupted writes. To be called while no worker writes.
-
-        A complete checkpoint whose digest the journal has (`recorded`) gets its name instead.
-        """
-        for path in self.folder.glob(".step_*.new"):
-            name = NAME.fullmatch(path.name[1:].removesuffix(".new"))
-            if name and (digest := recorded(int(name[1]))) and digest == _digest(path):
-                with suppress(OSError):  # The name is taken.
-                    path.rename(self.path(int(name[1])))
-                    flush(self.folder)
+    def sweep(self) -> None:
+        """Removes the remains of interrupted writes. To be called while no worker writes."""
         for path in self.folder.glob(".*step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -213,25 +186,9 @@ def combined_stamp(stamps: Mapping[str, CheckpointStamp]) -> CheckpointStamp:
     """Returns the stamp of a checkpoint from those of its policies, which have the same policy version."""
     if SOLE_POLICY in stamps:
         return stamps[SOLE_POLICY]
+    digests = json.dumps(sorted((name, stamp.digest) for name, stamp in stamps.items()))
     version = next(stamp.policy_version for stamp in stamps.values())
-    return CheckpointStamp(version, _combined_digest({name: stamp.digest for name, stamp in stamps.items()}))
-
-
-def _combined_digest(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-
-
-def _digest(checkpoint: Path) -> str | None:
-    """Returns the digest that the checkpoint claims. Loading verifies it."""
-    try:
-        digests = {name: str(_state(folder)["digest"]) for name, folder in policy_folders(checkpoint).items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return digests.get(SOLE_POLICY) or _combined_digest(digests)
-
-
-def _state(folder: Path) -> Any:
-    return json.loads((folder / "state.json").read_bytes())
+    return CheckpointStamp(version, hashlib.sha256(digests.encode()).hexdigest())
 
 
 def flush(path: Path) -> None:
@@ -256,13 +213,11 @@ def write_json(path: Path, value: Any) -> None:
 
 def remove_old_exports(folder: Path, keep: int) -> None:
     """Removes all exports but the newest `keep`. Folders with other names belong to the user and stay."""
-    versions = {path: NAME.fullmatch(path.name.removesuffix("-adapter")) for path in folder.iterdir() if path.is_dir()}
-    exports = {path: int(found[0].removeprefix("step_")) for path, found in versions.items() if found}
-    for path in sorted(exports, key=exports.__getitem__)[:-keep]:
+    exports = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removesuffix("-adapter"))]
+    for path in sorted(exports, key=lambda path: path.stat().st_mtime)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-FILE = "tags.json"
 BEST = "best"
 """Tag of the checkpoint with the best recorded evaluation, managed by the server. See `job.keep_best`."""
 
@@ -271,63 +226,27 @@ BEST = "best"
 class Tags:
     """The file `checkpoints/tags.json`. A checkpoint with a tag is never removed."""
 
-    folder: Path
+    path: Path
 
     def read(self) -> dict[str, int]:
         """Returns policy versions by tag. Raises `CheckpointError` if the file cannot be read."""
-        path = self.folder / FILE
         try:
-            text = path.read_text(encoding="utf-8")
+            return {str(name): int(version) for name, version in json.loads(self.path.read_bytes()).items()}
         except FileNotFoundError:
             return {}
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        try:
-            return {str(name): int(version) for name, version in json.loads(text).items()}
-        except (ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f'{path} is damaged ({error}): write the tags again as {{"name": policy version}}, or remove the file'
+                f'{self.path} is damaged ({error}): write the tags again as {{"name": policy version}}, '
+                "or remove the file"
             ) from error
 
-    def put(self, name: str, policy_version: int) -> None:
-        """Sets or moves a tag. Raises `CheckpointError` if the file cannot be written."""
-        self._write({**self.read(), name: policy_version})
-
-    def remove(self, name: str) -> None:
-        """Removes a tag. Raises `NotFound` if it does not exist."""
-        tags = self.read()
-        if name not in tags:
-            known = ", ".join(sorted(tags)) or "none"
-            raise NotFound(f"There is no tag {name!r}; there are: {known}.", code="tag_not_found")
-        del tags[name]
-        self._write(tags)
-
-    def check_new(self, name: str, policy_version: int) -> None:
-        """Raises `InvalidRequest` for an invalid tag, `Conflict` for a tag of another version."""
-        if name == BEST:
-            raise InvalidRequest(
-                f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it (job.keep_best). "
-                "Choose another name.",
-                code="tag_reserved",
-                status=422,
-                param="name",
-            )
-        check_tag(name)
-        taken = self.read().get(name, policy_version)
-        if taken != policy_version:
-            raise Conflict(
-                f"The tag {name!r} belongs to policy version {taken}: remove it first "
-                f"(agentjet checkpoints untag {name}), or choose another name.",
-                code="tag_taken",
-            )
-
-    def _write(self, tags: dict[str, int]) -> None:
-        path = self.folder / FILE
+    def write(self, tags: Mapping[str, int]) -> None:
+        """Replaces all tags. Raises `CheckpointError` if the file cannot be written."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, dict(sorted(tags.items())))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, dict(sorted(tags.items())))
         except OSError as error:
-            raise CheckpointError(f"{path} could not be written: {error}") from error
+            raise CheckpointError(f"{self.path} could not be written: {error}") from error
 
 
 class PolicyVersions:
@@ -337,6 +256,7 @@ class PolicyVersions:
         self._run = run
         self._swarm = run.swarm
         self._compute = run.compute
+        self._store = run.store
         self._engine = engine
 
     async def record_evaluation(
@@ -355,27 +275,24 @@ class PolicyVersions:
         return found
 
     async def _keep_best(self, version: int) -> None:
-        """Gives the tag `best` to the checkpoint of a version. The present version is saved first.
-
-        A failure is only logged: the score is recorded anyway.
-        """
+        """Tags the checkpoint of a version, which is saved if it is the present one. A failure is only logged."""
 
         async def save() -> None:
             if self._swarm.policy_version == version:
                 await self._engine.training.checkpoint()
 
         try:
-            await self._engine.between_batches("checkpoint", save)
-            self._run.store.check_exists(version)
-            self._run.store.tags.put(BEST, version)
-            self._run.store.rotate(self._swarm.job.keep_checkpoints)
+            await self._engine.between_batches(save)
+            self._store.check_exists(version)
+            self._store.tags.write({**self._store.tags.read(), BEST: version})
+            self._store.rotate(self._swarm.job.keep_checkpoints)
         except (CheckpointError, RequestError) as error:
             log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
         scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.queries.evaluations()}
-        tags = self._run.store.tags.read()
+        tags = self._store.tags.read()
         return [
             info.model_copy(
                 update={
@@ -383,45 +300,46 @@ class PolicyVersions:
                     "score": scores.get(info.policy_version),
                 }
             )
-            for info in self._run.store.listing()
+            for info in self._store.listing()
         ]
 
     async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
-        """Tags a checkpoint, which is then kept, and returns all checkpoints.
-
-        Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`.
-        """
-        self._run.store.tags.check_new(name, policy_version)
-        self._run.store.check_exists(policy_version)
-        self._run.store.tags.put(name, policy_version)
+        """Tags a checkpoint and returns all. Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`."""
+        if name == BEST:
+            raise _reserved("Choose another name.")
+        check_tag(name)
+        tags = self._store.tags.read()
+        if (taken := tags.get(name, policy_version)) != policy_version:
+            raise Conflict(
+                f"The tag {name!r} belongs to policy version {taken}: remove it first "
+                f"(agentjet checkpoints untag {name}), or choose another name.",
+                code="tag_taken",
+            )
+        self._store.check_exists(policy_version)
+        self._store.tags.write({**tags, name: policy_version})
         return await self.checkpoints()
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
         """Removes a tag and returns all checkpoints. Raises `InvalidRequest`, `NotFound`, `CheckpointError`."""
         if name == BEST and self._swarm.job.keep_best:
-            raise InvalidRequest(
-                f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it. Set "
-                "job.keep_best=false first.",
-                code="tag_reserved",
-                status=422,
-                param="name",
-            )
-        self._run.store.tags.remove(name)
+            raise _reserved("Set job.keep_best=false first.")
+        tags = self._store.tags.read()
+        if name not in tags:
+            known = ", ".join(sorted(tags)) or "none"
+            raise NotFound(f"There is no tag {name!r}; there are: {known}.", code="tag_not_found")
+        del tags[name]
+        self._store.tags.write(tags)
         return await self.checkpoints()
 
     async def save(self) -> CheckpointInfo:
-        """Saves the present policy version between two batches.
-
-        Raises `CheckpointError`, `IllegalInState` if the engine is stopped, `Conflict` if the policy has diverged.
-        """
-        return await self._engine.between_batches("checkpoint", self._engine.training.checkpoint)
+        """Saves the present policy version. Raises `CheckpointError`; `Conflict` if stopped or diverged."""
+        return await self._engine.between_batches(self._engine.training.checkpoint)
 
     async def export(self, *, policy: str = "", adapter: bool = False) -> CheckpointInfo:
-        """Writes the present version of a policy as a Hugging Face folder under `exports/` of the run.
+        """Writes the present version of a policy under `exports/`, as a Hugging Face folder or its `adapter` for PEFT.
 
-        `policy` may be empty if the run has only one. With `adapter`, writes the adapter alone as a PEFT folder.
-        Removes all but the newest `server.keep_exports` exports of the policy.
-        Raises `InvalidRequest` if `policy` is unknown or has no adapter, `Conflict` if the run has diverged.
+        Removes all but the newest `server.keep_exports` exports of the policy. Raises `InvalidRequest` if `policy` is
+        unknown or has no adapter, `Conflict` if the run has diverged.
         """
         chosen = self._exported_policy(policy)
         if adapter and not self._run.config.model_of(chosen).lora.rank:
@@ -433,7 +351,7 @@ class PolicyVersions:
                 status=422,
                 param="adapter",
             )
-        folder = self._run.store.run_folder / "exports" / (chosen if self._run.config.policies else "")
+        folder = self._store.run_folder / "exports" / (chosen if self._run.config.policies else "")
 
         async def write() -> CheckpointInfo:
             self._engine.training.refuse_diverged()
@@ -445,7 +363,7 @@ class PolicyVersions:
                 await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
-        return await self._engine.between_batches("export", write)
+        return await self._engine.between_batches(write)
 
     def _exported_policy(self, policy: str) -> str:
         known = self._run.config.policy_names
@@ -454,3 +372,13 @@ class PolicyVersions:
         near = get_close_matches(policy, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
         raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")
+
+
+def _reserved(way_out: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it (job.keep_best). "
+        f"{way_out}",
+        code="tag_reserved",
+        status=422,
+        param="name",
+    )

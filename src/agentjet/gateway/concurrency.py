@@ -1,4 +1,4 @@
-"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, call limits, threads.
+"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, threads.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -8,24 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import ParamSpec, TypeVar
 
-from agentjet.config import ServerConfig
 from agentjet.errors import Later
-from agentjet.swarm import Episode, SwarmState
+from agentjet.swarm import SwarmState
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
 RETRY_AFTER_HOLD = 5.0
-RETRY_AFTER_CALLS = 1.0
-RETRY_AFTER_EPISODES = 5.0
-TOO_MANY_EPISODES = "too_many_episodes"
 LARGE = 64 * 2**10
 """Bytes of a request from which its work runs in a thread. Below, the two thread switches cost more."""
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-request")
@@ -44,21 +39,17 @@ class Broadcast:
             waiting.set_result(None)
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Returns after the next `notify`, or after `timeout` seconds."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         await asyncio.wait([self._next], timeout=timeout)
 
     async def until(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until `predicate()` is True, checked after every `notify`. Returns False after `timeout` seconds."""
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
-        while not predicate():
-            left = None if deadline is None else deadline - loop.time()
-            if left is not None and left <= 0:
-                return False
-            await self.wait(left)
-        return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not predicate():
+                    await self.wait()
+        return predicate()
 
 
 class AdmissionWaiters:
@@ -73,13 +64,14 @@ class AdmissionWaiters:
     async def wait(self, key: Hashable, timeout: float) -> None:
         """Returns after the next `wake` of this key or of all keys, or after `timeout` seconds."""
         woken = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, set()).add(woken)
+        waiting = self._waiting.setdefault(key, set())
+        waiting.add(woken)
         try:
             await asyncio.wait([woken], timeout=timeout)
         finally:
-            self._waiting[key].discard(woken)
-            if not self._waiting[key]:
-                del self._waiting[key]
+            waiting.discard(woken)
+            if not waiting:
+                self._waiting.pop(key, None)
 
     def wake(self, *keys: Hashable) -> None:
         """Wakes the waiters of these keys, or all waiters if `keys` is empty."""
@@ -96,41 +88,38 @@ class Gate:
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.inside = 0
+        """Number of calls that are being sampled."""
         self._monotonic = monotonic
         self._open = False
         self._refusal: Callable[[], Later] | None = None
         self._changed = Broadcast()
-        self._inside = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
 
-    @property
-    def inside(self) -> int:
-        """Number of calls that are being sampled."""
-        return self._inside
-
     def busy_seconds(self) -> float:
         """Seconds since the start in which at least one call was inside."""
-        return self._busy_seconds + (self._monotonic() - self._busy_since if self._inside else 0.0)
+        return self._busy_seconds + (self._monotonic() - self._busy_since if self.inside else 0.0)
 
     def open(self) -> None:
         """Lets all calls in."""
-        self._set(True, None)
+        self._set(True)
 
     def hold(self) -> None:
         """Makes new calls wait. Calls inside continue."""
-        self._set(False, None)
+        self._set(False)
 
     def shut(self, refusal: Callable[[], Later]) -> None:
         """Refuses all new and held calls with the error that `refusal` returns."""
         self._set(False, refusal)
 
-    async def drained(self) -> None:
-        """Waits until no call is inside.
+    def _set(self, is_open: bool, refusal: Callable[[], Later] | None = None) -> None:
+        self._open, self._refusal = is_open, refusal
+        self._changed.notify()
 
-        The longest completion bounds the wait, because sampling never waits for a reader.
-        """
-        await self._changed.until(lambda: self._inside == 0)
+    async def drained(self) -> None:
+        """Waits until no call is inside: at most for the longest completion, as sampling never waits for a reader."""
+        await self._changed.until(lambda: self.inside == 0)
 
     @asynccontextmanager
     async def enter(self, timeout: float) -> AsyncIterator[None]:
@@ -145,20 +134,17 @@ class Gate:
             )
         if self._refusal is not None:
             raise self._refusal()
-        if self._inside == 0:
+        if self.inside == 0:
             self._busy_since = self._monotonic()
-        self._inside += 1
+        self.inside += 1
         try:
             yield
         finally:
-            self._inside -= 1
-            if self._inside == 0:
-                self._busy_seconds += self._monotonic() - self._busy_since
+            if self.inside == 1:
+                self._busy_seconds = self.busy_seconds()
+            self.inside -= 1
+            if self.inside == 0:
                 self._changed.notify()
-
-    def _set(self, is_open: bool, refusal: Callable[[], Later] | None) -> None:
-        self._open, self._refusal = is_open, refusal
-        self._changed.notify()
 
 
 class GroupCommit:
@@ -179,14 +165,10 @@ class GroupCommit:
         swarm.store.defer_commits(self._soon)
 
     async def durable(self) -> None:
-        """Returns once all changes so far are on disk.
-
-        Raises `Later` if the commit was rolled back, or if fsync failed and durability is unknown.
-        """
+        """Waits until all changes so far are on disk. Raises `Later` if the commit was rolled back, or fsync failed."""
         if self._failed is not None:
             raise self._failed
-        waiting = self._next or self._under_way
-        if waiting is not None:
+        if (waiting := self._next or self._under_way) is not None:
             await asyncio.shield(waiting)
 
     async def close(self) -> None:
@@ -210,15 +192,14 @@ class GroupCommit:
             self._swarm.store.commit()
         except Later as later:
             _refuse(waiting, later)
-            return
         except BaseException as error:  # The boundary: after any failure the waiters are refused.
             self._give_up(waiting, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        self._under_way = waiting
-        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.file.sync)
-        synced.add_done_callback(self._synced)
+        else:
+            self._under_way = waiting
+            synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.file.sync)
+            synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
         waiting, error = self._under_way, done.exception()
@@ -247,63 +228,12 @@ def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.exception()  # Marks it as retrieved: there may be no waiter.
 
 
-class CallLimits:
-    """Limits the calls, held ones included, of one episode and of one client.
-
-    A client is identified by its own `client_id`. The limits separate honest programs and stop a runaway one. They do
-    not protect against a holder of the client token, who can use other ids.
-    """
-
-    def __init__(self, server: ServerConfig) -> None:
-        self._server = server
-        self._by_episode: Counter[str] = Counter()
-        self._by_client: Counter[str] = Counter()
-
-    @contextmanager
-    def calling(self, episode: Episode) -> Iterator[None]:
-        """Context of one call of `episode`. Raises `Later` (429) if there are too many."""
-        server = self._server
-        self._check(self._by_episode[episode.id], server.max_calls_per_episode, "episode", episode.id)
-        self._check(self._by_client[episode.client_id], server.max_calls_per_client, "client", episode.client_id)
-        places = ((self._by_episode, episode.id), (self._by_client, episode.client_id))
-        for counts, name in places:
-            counts[name] += 1
-        try:
-            yield
-        finally:
-            for counts, name in places:
-                counts[name] -= 1
-                if not counts[name]:
-                    del counts[name]
-
-    @staticmethod
-    def _check(count: int, most: int, kind: str, name: str) -> None:
-        if count >= most:
-            raise Later(
-                f"{count} calls of {kind} {name} are in progress, the maximum of server.max_calls_per_{kind}: "
-                "wait for one to end.",
-                retry_after=RETRY_AFTER_CALLS,
-                code="too_many_calls",
-            )
-
-
-def too_many_episodes(client_id: str, most: int) -> Later:
-    """Returns the refusal of a begin of a client that has `most` live episodes."""
-    return Later(
-        f"Client {client_id!r} has {most} live episodes, the maximum of server.max_episodes_per_client: finish or "
-        "abort one.",
-        retry_after=RETRY_AFTER_EPISODES,
-        code=TOO_MANY_EPISODES,
-    )
-
-
 async def offload(
     num_bytes: int, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
     """Returns the result of `work`, run in a thread if `num_bytes` is `LARGE` or more.
 
-    `work` must not touch objects of the event loop. Python runs one thread at a time, so a thread helps only if the
-    work consists of many short steps. `server.limits` bounds the longest step.
+    `work` must not touch objects of the event loop. A thread helps only if the work consists of many short steps.
     """
     if num_bytes < LARGE:
         return work(*args, **kwargs)
@@ -314,10 +244,10 @@ def from_thread(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     """Returns a version of `function` for offloaded work: it runs in the present event loop and blocks the caller."""
     loop = asyncio.get_running_loop()
 
-    async def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return function(*args, **kwargs)
-
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return asyncio.run_coroutine_threadsafe(run(*args, **kwargs), loop).result()
+        async def run() -> Result:
+            return function(*args, **kwargs)
+
+        return asyncio.run_coroutine_threadsafe(run(), loop).result()
 
     return call

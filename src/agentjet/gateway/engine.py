@@ -7,8 +7,6 @@ After a failure of a worker it does so again, for all policies of the run. Other
                   ▲  └──────┬──────────┘ (a worker crashed: loading again)
                   │         ├─► draining ─► offline
                   └ failed ◄┘
-
-Invariant: only `Engine._enter` changes the state, and only along `NEXT`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from agentjet.compute.protocol import check_capabilities
 from agentjet.config import JobConfig
@@ -31,60 +29,16 @@ from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch
-from agentjet.types import SOLE_POLICY, CheckpointStamp, EngineState, ModelInfo
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Demand = Literal["start", "stop", "checkpoint", "export"]
-
-NEXT: dict[EngineState, frozenset[EngineState]] = {
-    "offline": frozenset({"loading"}),
-    "loading": frozenset({"loading", "sampling", "draining", "failed"}),
-    "sampling": frozenset({"learning", "loading", "draining", "failed"}),
-    "learning": frozenset({"sampling", "loading", "draining", "failed"}),
-    "draining": frozenset({"offline", "failed"}),
-    "failed": frozenset({"loading", "offline"}),
-}
-"""Possible next states. `draining` leads to `failed` if the stop fails, so that its error stays visible."""
-
-DEMANDS: dict[EngineState, tuple[Demand, ...]] = {
-    "offline": ("start",),
-    "loading": ("stop",),
-    "sampling": ("stop", "checkpoint", "export"),
-    "learning": ("stop", "checkpoint", "export"),
-    "draining": (),
-    "failed": ("start", "stop"),
-}
-"""Requests that have an effect in each state. A start of a running engine and a stop of a stopped one succeed too."""
 
 MAX_FAILURES = 5
-"""Consecutive worker failures, without a learned batch or `HEALTHY_SECONDS` between them, after which training stops.
-"""
+"""Worker failures without a learned batch or `HEALTHY_SECONDS` between them, after which training stops."""
 HEALTHY_SECONDS = 60.0
 STOP_GRACE_SECONDS = 10.0
 """Time that calls in progress have to end when the engine is stopped."""
-
-
-class IllegalInState(Conflict):
-    """The state of the engine does not allow the request."""
-
-    code = "illegal_in_state"
-
-    def __init__(self, demand: Demand, state: EngineState) -> None:
-        self.state: EngineState = state
-        self.legal = DEMANDS[state]
-        ways = " or ".join(self.legal) or "nothing, until it is offline"
-        super().__init__(f"{demand} is not possible while the engine is {state}; legal now: {ways}.")
-
-
-def check_transition(state: EngineState, following: EngineState) -> None:
-    assert following in NEXT[state], f"the engine went from {state} to {following}"
-
-
-def check_demand(wanted: Demand, state: EngineState) -> None:
-    """Raises `IllegalInState` if `wanted` has no effect in `state`."""
-    if wanted not in DEMANDS[state]:
-        raise IllegalInState(wanted, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +64,7 @@ class Engine:
         """Number of workers killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
-        self.training = TrainingLoop(run, enter=self._enter_once)
+        self.training = TrainingLoop(run, enter=self._enter)
         self._run = run
         self._swarm = run.swarm
         self._store = run.store
@@ -120,7 +74,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._stop_task: asyncio.Task[None] | None = None
         self._failures = 0
-        self._learned_before_failure = 0
+        self._version_at_failure = 0
         self._run.gate.shut(self.refusal)
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
@@ -165,8 +119,11 @@ class Engine:
                 await self._run.gate.drained()
         except TimeoutError:
             log.warning("the stop cut off %d calls", self._run.gate.inside)
-        if was_up and self.fatal is None:
-            await self.training.save_last_checkpoint()
+        if was_up and self.fatal is None and self._swarm.policy_version:
+            try:
+                await self.training.try_checkpoint()
+            except (AgentJetError, OSError) as error:  # The journal has all batches since the last good one.
+                log.error("no checkpoint at the stop: %s", error)
         await self._remove_policies()
         self.training.reject_maintenance(self.refusal)
         self._enter("offline")
@@ -177,12 +134,16 @@ class Engine:
             return Later(f"The engine failed: {self.reason}", code="engine_failed", status=503, retry_after=30.0)
         return Later("The engine is stopped.", code="engine_stopped", status=503, retry_after=10.0)
 
-    async def between_batches(self, name: Demand, task: Callable[[], Awaitable[Result]]) -> Result:
+    async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
         """Returns the result of a maintenance task, run while nothing is sampled or learned.
 
-        Raises `IllegalInState` if the engine is stopped, `Later` if it is stopped before the task begins.
+        Raises `Conflict` unless the policies are up, `Later` if the engine is stopped before the task begins.
         """
-        check_demand(name, self.state)
+        if self.state not in ("sampling", "learning"):
+            raise Conflict(
+                f"The engine is {self.state}: checkpoints and exports need one that is sampling or learning.",
+                code="illegal_in_state",
+            )
         result: Result = await self.training.submit(task)
         return result
 
@@ -190,15 +151,12 @@ class Engine:
         return time.monotonic() - self._entered
 
     def _enter(self, state: EngineState, reason: str = "") -> None:
-        check_transition(self.state, state)
+        if state == self.state and not reason:
+            return
         self.state, self.reason, self._entered = state, reason, time.monotonic()
         body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
         emit_event(self._swarm, "state", body)
         self._run.changed.notify()
-
-    def _enter_once(self, state: Literal["sampling", "learning"]) -> None:
-        if self.state != state:
-            self._enter(state)
 
     # ---- supervision ------------------------------------------------------------------------------------------------
 
@@ -233,20 +191,16 @@ class Engine:
             await asyncio.gather(training, death, return_exceptions=True)
 
     async def _recover(self, error: Exception, *, lived: float) -> bool:
-        """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started.
-
-        A worker that crashed during an operation of another run does not count as a failure of this one.
-        """
+        """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started."""
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
         self.num_hung += isinstance(error, WorkerHung)
-        is_ours = not self.is_of_another_run(error)
+        is_ours, version = not self.is_of_another_run(error), self._swarm.policy_version
         self.training.worker_failed(error, is_ours=is_ours)
         if self.training.stopping:
             return False
-        has_learned = self.training.num_learned > self._learned_before_failure
-        self._learned_before_failure = self.training.num_learned
+        has_learned, self._version_at_failure = version > self._version_at_failure, version
         self._failures = (0 if has_learned or lived > HEALTHY_SECONDS else self._failures) + is_ours
-        is_new = is_ours and not self.models and self._store.newest() is None and self._swarm.policy_version == 0
+        is_new = is_ours and not self.models and self._store.newest() is None and version == 0
         if is_new or self._failures > MAX_FAILURES:
             await self._fail(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
@@ -281,8 +235,8 @@ class Engine:
 
     async def _bring_up(self) -> None:
         """Adds the policies to the backend and brings them to the policy version of the journal."""
-        self._store.sweep(self._swarm.batches.recorded_digest)
-        self._check_capabilities(self._swarm.job)
+        self._store.sweep()
+        self.check_job(self._swarm.job)
         self.num_workers += 1
         await self._add_policies()
         batches, operations = await self._load_newest()
@@ -295,62 +249,46 @@ class Engine:
         for policy in self._run.policies:
             name = policy.policy
             settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
-            dtype = self._swarm.dtype(name) or self._store.dtype(name)
-            model = await self._compute.add(policy, settings, worker=worker, dtype=dtype)
-            for change in self._swarm.check_origin(name, model):
-                log.warning("%s", change)
+            model = await self._compute.add(policy, settings, worker=worker)
+            self._swarm.check_origin(name, model)
             _check_context(self._swarm.job, model)
             known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
             models[name] = known or LoadedModel(model, await asyncio.to_thread(Renderer, model))
         self.models = models
 
     async def _load_newest(self) -> tuple[list[Batch], dict[str, int]]:
-        """Loads the newest good checkpoint, if any. Returns the batches to learn after it, and each policy's next
-        operation.
+        """Loads the newest good checkpoint, if any. Returns the batches after it, and each policy's next operation.
 
-        Renames unusable checkpoints and tries older ones. Raises `ConfigError` for a checkpoint of other settings, or
-        of a version that the journal does not reach: it is intact, so an older one must not replace it. Raises
-        `CheckpointError` if neither a checkpoint nor the journal leads to the present version.
+        Renames unusable checkpoints and tries older ones. Raises `ConfigError` for an intact one of other settings or
+        beyond the journal, `CheckpointError` if neither a checkpoint nor the journal leads to the present version.
         """
         refused: list[str] = []
+        stamps: dict[str, CheckpointStamp] = {}
         for info in reversed(self._store.listing()):
             try:
                 stamps = await self._load(info)
+                self._store.loaded(info.policy_version)
+                break
             except CheckpointError as error:
                 refused.append(self._quarantine(info, error))
-            else:
-                self._store.loaded(info.policy_version)
-                batches = self._resume(combined_stamp(stamps), refused)
-                return batches, {name: stamp.operation for name, stamp in stamps.items()}
-        batches = self._resume(None, refused)
-        if refused:  # A failed load may leave any state behind.
-            await self._add_policies()
-        return batches, dict.fromkeys(self._run.config.policy_names, 0)
-
-    def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
-            return self._swarm.batches.resume(stamp)
+            batches = self._swarm.batches.resume(combined_stamp(stamps) if stamps else None)
         except CheckpointError as error:
             earlier = ", ".join(path.name for path in self._store.unusable())
             found = [f"Unusable checkpoints in {self._store.folder}: {earlier}."] if earlier else []
             raise CheckpointError("; ".join([*refused, str(error), *found])) from error
+        if refused and not stamps:  # A failed load may leave any state behind.
+            await self._add_policies()
+        return batches, {name: stamps[name].operation if stamps else 0 for name in self._run.config.policy_names}
 
     async def _load(self, info: CheckpointInfo) -> dict[str, CheckpointStamp]:
-        """Loads all policies. Returns their stamps.
-
-        Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's. Raises
-        `ConfigError` for one of other policies.
-        """
+        """Loads all policies. Raises `CheckpointError` unless the checkpoint is intact and the journal's."""
         folders, stamps = policy_folders(Path(info.path)), {}
-        foreign = folders.keys() - self._run.config.policy_names
-        if any((folders[name] / "state.json").exists() for name in foreign):
-            ours, theirs = (
-                f"the policies {', '.join(names)}" if SOLE_POLICY not in names else "no named policies"
-                for names in (self._run.config.policy_names, folders)
-            )
+        names = self._run.config.policy_names
+        if any((folder / "state.json").exists() for name, folder in folders.items() if name not in names):
             raise ConfigError(
-                f"checkpoint {info.path} is of a run with {theirs}, and the settings have {ours}: change [policies], "
-                "or move the checkpoint away"
+                f"checkpoint {info.path} has the policies {', '.join(folders)}, and the settings have "
+                f"{', '.join(names)}: change [policies], or move the checkpoint away"
             )
         for policy in self._run.policies:
             if (folder := folders.get(policy.policy)) is None:
@@ -358,8 +296,6 @@ class Engine:
             stamp = stamps[policy.policy] = await self._compute.load(policy, folder)
             if stamp.policy_version != info.policy_version:
                 raise CheckpointError(f"checkpoint {folder} is damaged: it has policy version {stamp.policy_version}")
-            if not stamp.digest:
-                log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", folder)
         self._swarm.batches.check_checkpoint(combined_stamp(stamps))
         return stamps
 
@@ -372,16 +308,10 @@ class Engine:
         return f"{error} (renamed to {renamed})"
 
     def check_job(self, job: JobConfig) -> None:
-        """Raises `ConfigError` if the job needs a missing capability, or leaves no room for a prompt.
-
-        The second check needs policies that were up once.
-        """
-        self._check_capabilities(job)
+        """Raises `ConfigError` if the job needs a missing capability, or leaves a known model no room for a prompt."""
+        check_capabilities(self._compute.capabilities, self._run.config, job)
         for model in self.models.values():
             _check_context(job, model.info)
-
-    def _check_capabilities(self, job: JobConfig) -> None:
-        check_capabilities(self._compute.capabilities, self._run.config, job)
 
 
 def _check_context(job: JobConfig, model: ModelInfo) -> None:

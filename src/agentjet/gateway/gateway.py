@@ -22,16 +22,7 @@ from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFou
 from agentjet.gateway import observability, views
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions
-from agentjet.gateway.concurrency import (
-    LARGE,
-    TOO_MANY_EPISODES,
-    AdmissionWaiters,
-    Broadcast,
-    Gate,
-    GroupCommit,
-    offload,
-    too_many_episodes,
-)
+from agentjet.gateway.concurrency import LARGE, AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
@@ -39,12 +30,14 @@ from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
+    CodeVersionStatus,
     EpisodeTree,
     EpisodeView,
     Event,
     FinishRequest,
     JobBody,
     StatusResponse,
+    TaskSetStatus,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
@@ -53,11 +46,12 @@ from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, po
 
 log = logging.getLogger(__name__)
 
-LEASE_CHECK_SECONDS = 1.0
-"""Maximum seconds between two checks of the leases."""
+LEASE_CHECK_SECONDS = 0.5
+"""Seconds between two checks of the leases."""
 DISK_RETRY_SECONDS = 2.0
 """Seconds between two attempts to write to a disk that refused."""
 EVENTS_PAGE = 1000
+TOO_MANY_EPISODES = "too_many_episodes"
 NOT_SERVING = ("offline", "draining", "failed")
 """States of the engine that refuse new episodes."""
 
@@ -122,16 +116,7 @@ class Gateway:
         self.tracing = tracing or Tracing()
         """Makes no spans until its `tracer` is set."""
         parts = OpenRun(
-            run,
-            config,
-            self.swarm,
-            self._commits,
-            compute,
-            Gate(),
-            self.store,
-            metrics,
-            self.changed,
-            self.tracing,
+            run, config, self.swarm, self._commits, compute, Gate(), self.store, metrics, self.changed, self.tracing
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -143,7 +128,7 @@ class Gateway:
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Brings the policies up in the background. Episodes may begin at once; their calls are held until then."""
+        """Brings the policies up in the background. Calls are held until then."""
         if self.swarm.job_notice:
             log.warning("%s", self.swarm.job_notice)
         self.engine.start()
@@ -154,10 +139,7 @@ class Gateway:
         await self.engine.wait_until_up()
 
     async def drain(self) -> None:
-        """Refuses calls, ends event streams, finishes the batch being learned, saves, removes the policies.
-
-        Episodes can still finish or abort.
-        """
+        """Stops the engine and ends event streams. Episodes can still finish or abort."""
         self.closing = True
         self.changed.notify()
         self._waiters.wake()
@@ -172,7 +154,7 @@ class Gateway:
                 self._lease_task.cancel()
                 await asyncio.wait([self._lease_task])
                 self._lease_task = None
-            self._calls.active.close()
+            self._calls.close()
             await self._commits.close()
             self._journal.close()
 
@@ -181,7 +163,6 @@ class Gateway:
         await self.engine.stop()
 
     async def start_engine(self) -> None:
-        """Brings the policies up again."""
         self.engine.start()
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
@@ -196,16 +177,14 @@ class Gateway:
                 raise self.engine.refusal()
             try:
                 self._check_limit(request, idempotency_key)
-                episode = self.swarm.begin(request, idempotency_key=idempotency_key)
-                await self._commits.durable()
-                return episode
+                return await self._durably(self.swarm.begin(request, idempotency_key=idempotency_key))
             except Later as later:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
                 is_limit = later.code == TOO_MANY_EPISODES
             group = (request.client_id, group_name(request), request.task_set)
-            pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see `saw` above.
+            pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see above.
             await self._waiters.wait(request.client_id if is_limit else group, pause)
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
@@ -215,11 +194,14 @@ class Gateway:
             return
         if self.swarm.begun(request, idempotency_key) is not None:
             return
-        if self.swarm.is_due():
-            self.swarm.reap()
         self.swarm.take_over(request)
         if self.swarm.queries.holding().get(request.client_id, 0) >= most:
-            raise too_many_episodes(request.client_id, most)
+            raise Later(
+                f"Client {request.client_id!r} has {most} live episodes, the maximum of "
+                "server.max_episodes_per_client: finish or abort one.",
+                retry_after=5.0,
+                code=TOO_MANY_EPISODES,
+            )
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))
@@ -231,41 +213,32 @@ class Gateway:
         return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def _durably(self, episode: Episode) -> Episode:
-        await self._commits.durable()
+        await self.durable()
         return episode
 
-    def call(
-        self, episode_id: str, role: str, request: CallRequest, *, hang_up: Callable[[], None] = lambda: None
-    ) -> AsyncGenerator[CallChunk]:
+    def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. Asking for one more chunk after the last marks it as delivered.
 
-        Closing the iterator earlier stops sampling, and recorded calls of the answer are not trained. `hang_up` is
-        called if the answer must end while its agent has not taken the last chunk.
-        Errors of the request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode
-        ended.
+        Closing the iterator earlier stops sampling, and recorded calls of the answer are not trained. Errors of the
+        request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode ended.
         """
         role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
-        if request.others:
-            return self._calls.run_all(episode_id, role, request, hang_up)
-        return self._calls.run(episode_id, role, request, hang_up)
+        return self._calls.run(episode_id, role, request)
 
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Returns the prompt length of `request` in tokens. Nothing is recorded. Raises like `call`."""
         role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
-        return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
+        return await self._calls.count_tokens(episode_id, role, request)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
         """Counts a refused request on its episode. Does nothing if the journal refuses writes."""
         param = re.sub(r"\.\d+", "[]", error.param or "")
         with suppress(Later, NotFound):
             self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
-            await self._commits.durable()
+            await self.durable()
 
     def lookup_call(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
-        """Returns conversation and answer of a call of a live episode and role.
-
-        None if the call does not exist or continued a raw prompt.
-        """
+        """Returns conversation and answer of a call of a live episode. None if there is none, or of a raw prompt."""
         roles = dict.fromkeys([role, *(with_rule(role, rule, self.policies) for rule in self.swarm.job.side_calls)])
         trees = (self.swarm.tree(episode_id, name) for name in roles)
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
@@ -289,10 +262,9 @@ class Gateway:
     async def recent_episodes(
         self, limit: int, *, status: EpisodeStatus | None = None, before: str = ""
     ) -> list[EpisodeView]:
-        """Returns the newest episodes, newest first, as they are on disk.
+        """Returns the newest episodes, newest first, as they are on disk: of `status`, begun before episode `before`.
 
-        `status` filters them. `before` limits them to episodes that began before that episode. Raises `Later`, and
-        `NotFound` for an unknown `before`.
+        Raises `Later`, and `NotFound` for an unknown `before`.
         """
         await self.durable()
         return list(map(views.view, self.swarm.queries.recent_episodes(limit, status=status, before=before)))
@@ -303,10 +275,9 @@ class Gateway:
         return JobBody(revision=self.swarm.job_revision, job=self.swarm.job.model_dump(mode="json"))
 
     async def replace_job(self, body: JobBody) -> JobBody:
-        """Replaces the job settings. Batches and calls from now on use the new ones.
+        """Replaces the job settings from now on. A restart with unchanged command-line settings keeps them.
 
-        They survive a restart with unchanged command-line settings. Raises `Conflict` if the job was replaced since
-        `body.revision`, `InvalidRequest` for invalid settings.
+        Raises `Conflict` if the job was replaced since `body.revision`, `InvalidRequest` for invalid settings.
         """
         revision = self.swarm.job_revision
         if body.revision != revision:
@@ -324,16 +295,13 @@ class Gateway:
         self.changed.notify()
         self._waiters.wake()
         answer = self.job()
-        await self._commits.durable()
+        await self.durable()
         return answer
 
     # ---- status and events -------------------------------------------------------------------------------------------
 
     async def durable(self) -> None:
-        """Waits until all visible changes are on disk, so that no reader relies on a change that is lost later.
-
-        Raises `Later`.
-        """
+        """Waits until all changes are on disk, so that no reader relies on one that is lost later. Raises `Later`."""
         await self._commits.durable()
 
     def status(self) -> StatusResponse:
@@ -355,12 +323,18 @@ class Gateway:
             groups_complete=swarm.queries.num_groups("complete"),
             groups_open=swarm.queries.num_groups("open"),
             episodes=swarm.queries.status_counts(),
-            calls_active=len(self._calls.active),
+            calls_active=self._calls.num_open,
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
             holding=swarm.queries.holding(),
-            code_versions=views.code_versions(swarm),
-            task_sets=views.task_sets(swarm),
+            code_versions={
+                version: CodeVersionStatus.model_validate(tally, from_attributes=True)
+                for version, tally in swarm.queries.code_versions().items()
+            },
+            task_sets={
+                name: TaskSetStatus.model_validate(share, from_attributes=True)
+                for name, share in swarm.queries.task_sets().items()
+            },
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
@@ -391,7 +365,7 @@ class Gateway:
         self.last_event = event.seq
         observability.log_event(event)
         if event.kind == "episode" and event.body["status"] != "live":
-            self._calls.active.episode_ended(event.body["episode_id"])
+            self._calls.episode_ended(event.body["episode_id"])
         self._wake_waiters(event)
         self.changed.notify()
 
@@ -409,30 +383,25 @@ class Gateway:
                 self._waiters.wake(body["client_id"])
 
     def _admission(self) -> tuple[int, bool, int, int]:
-        """Returns the facts that the admission of every client depends on. A change may admit a waiting client."""
+        """Returns the facts on which the admission of every client depends."""
         swarm = self.swarm
         return swarm.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _check_leases(self) -> None:
-        """Expires leases when they end. Retries the disk while it refuses writes."""
+        """Expires leases soon after they end. Retries the disk while it refuses writes."""
         observability.run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:
             try:
-                pause = LEASE_CHECK_SECONDS
-                if (deadline := self.swarm.no_deadline_before()) is not None:
-                    pause = min(pause, max(0.001, deadline - self._clock()))
-                await self.changed.wait(pause)
+                await asyncio.sleep(LEASE_CHECK_SECONDS)
                 if self.swarm.store.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.store.probe_disk()
-                if self.swarm.is_due():
-                    self.swarm.reap()
+                self.swarm.reap()
             except Later:  # The journal has logged it.
-                await asyncio.sleep(LEASE_CHECK_SECONDS)
+                pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.
                 if repr(error) != logged:
                     log.exception("leases could not be checked; retrying every %g s", LEASE_CHECK_SECONDS)
                 logged = repr(error)
-                await asyncio.sleep(LEASE_CHECK_SECONDS)

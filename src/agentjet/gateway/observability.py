@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,11 @@ from agentjet.errors import ConfigError, Later
 from agentjet.protocol import Event
 from agentjet.swarm import SwarmState
 from agentjet.swarm.batches import WAY_OUT
-from agentjet.types import Call
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Link, SpanContext, Tracer
+    from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
-
-MAX_CALLS = 65_536
 
 run: ContextVar[str] = ContextVar("run", default="")
 """Name of the run whose work is done, or ''."""
@@ -55,75 +51,27 @@ class LogContextFilter(logging.Filter):
 
 
 class Tracing:
-    """OpenTelemetry spans of a server: one per sampled call, one per learned batch.
+    """OpenTelemetry spans of a server: one per sampled choice, one per learned batch. None while `tracer` is unset."""
 
-    A batch's span links to the spans of all calls of its episodes, trained or not. The links exist for the newest
-    `max_calls` calls and are lost at a restart. Without a `tracer` no span is made, and OpenTelemetry is not
-    imported.
-    """
-
-    def __init__(self, *, max_calls: int = MAX_CALLS) -> None:
+    def __init__(self) -> None:
         self.tracer: Tracer | None = None
-        self._max_calls = max_calls
-        self._num_calls = 0
-        self._calls: OrderedDict[str, list[tuple[str, SpanContext]]] = OrderedDict()
-        """Call ids and span contexts by episode id, oldest episode first."""
 
-    @contextmanager
-    def call(self, episode_id: str, role: str) -> Iterator[None]:
-        """Context and span of one choice, from before the gate until it is in the journal."""
+    def span(self, name: str, **attributes: str | int) -> AbstractContextManager[object]:
+        """Context of a span. Its attributes, and the name of the run, get the prefix `agentjet.`."""
         if self.tracer is None:
-            yield
-            return
-        attributes = {"agentjet.run": run.get(), "agentjet.episode_id": episode_id, "agentjet.role": role}
-        with self.tracer.start_as_current_span("call", attributes=attributes):
-            yield
+            return nullcontext()
+        return self.tracer.start_as_current_span(name, attributes=_prefixed({"run": run.get(), **attributes}))
 
-    def recorded(self, call: Call) -> None:
-        """Adds the recorded call to the current span."""
-        if self.tracer is None:
-            return
-        from opentelemetry import trace
+    def annotate(self, **attributes: str | int) -> None:
+        """Adds attributes to the present span."""
+        if self.tracer is not None:
+            from opentelemetry import trace
 
-        span = trace.get_current_span()
-        span.set_attributes(
-            {
-                "agentjet.call_id": call.id,
-                "agentjet.policy_version": call.versions[-1] if call.versions else -1,
-                "agentjet.completion_tokens": len(call.completion),
-                "agentjet.finish_reason": call.finish_reason,
-            }
-        )
-        self._calls.setdefault(call.episode_id, []).append((call.id, span.get_span_context()))
-        self._num_calls += 1
-        while self._num_calls > self._max_calls:
-            self._num_calls -= len(self._calls.popitem(last=False)[1])
+            trace.get_current_span().set_attributes(_prefixed(attributes))
 
-    @contextmanager
-    def step(self, batch_id: int, episode_ids: Iterable[str], *, replay: bool) -> Iterator[None]:
-        """Context and span of learning a batch."""
-        if self.tracer is None:
-            yield
-            return
-        links = self._links(episode_ids)
-        attributes: dict[str, str | int] = {
-            "agentjet.run": run.get(),
-            "agentjet.batch_id": batch_id,
-            "agentjet.policy_version": batch_id + 1,
-            "agentjet.replay": replay,
-            "agentjet.linked_calls": len(links),
-        }
-        with self.tracer.start_as_current_span("step", attributes=attributes, links=links):
-            yield
 
-    def _links(self, episode_ids: Iterable[str]) -> list[Link]:
-        from opentelemetry.trace import Link
-
-        return [
-            Link(context, {"agentjet.call_id": call_id, "agentjet.episode_id": episode_id})
-            for episode_id in episode_ids
-            for call_id, context in self._calls.get(episode_id, ())
-        ]
+def _prefixed(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {f"agentjet.{name}": value for name, value in attributes.items()}
 
 
 def divergence(step: Mapping[str, float]) -> str:
@@ -157,24 +105,16 @@ class MetricsFile:
 
     def check_journal(self, policy_version: int) -> None:
         """Raises `ConfigError` if the file has a batch after `policy_version`, the end of the journal."""
-        if (newest := self._newest()) > policy_version:
+        newest = 0
+        with suppress(OSError):
+            for line in self._path.read_bytes().splitlines()[-2:]:  # The last one may be cut off.
+                with suppress(ValueError, KeyError, TypeError):
+                    newest = int(json.loads(line)["step"])
+        if newest > policy_version:
             raise ConfigError(
                 f"{self._path} has policy version {newest}, but the journal in the same folder ends at "
                 f"{policy_version}: the journal is incomplete. {WAY_OUT}"
             )
-
-    def _newest(self) -> int:
-        """Returns the policy version of the last complete line, or 0."""
-        try:
-            lines = self._path.read_bytes().splitlines()
-        except OSError:
-            return 0
-        for line in reversed(lines):
-            try:
-                return int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
-                continue
-        return 0
 
 
 class StepTimer:
@@ -186,11 +126,9 @@ class StepTimer:
         self.start_sampling()
 
     def start_sampling(self) -> None:
-        """Marks the start of the time in which the batch is sampled."""
         self._sampling_since, self._busy_before = self._monotonic(), self._busy_seconds()
 
     def start_learning(self) -> None:
-        """Marks the start of the time in which the batch is learned."""
         self._learning_since, self._busy_after = self._monotonic(), self._busy_seconds()
 
     def metrics(self, num_sampled_tokens: int) -> dict[str, float]:
@@ -198,13 +136,8 @@ class StepTimer:
         sample = self._busy_after - self._busy_before
         wait = max(0.0, self._learning_since - self._sampling_since - sample)
         learn = self._monotonic() - self._learning_since
-        total = max(1e-9, sample + wait + learn)
-        return {
-            "time/sample": sample,
-            "time/wait": wait,
-            "time/learn": learn,
-            "perf/tokens_per_second": num_sampled_tokens / total,
-        }
+        speed = num_sampled_tokens / max(1e-9, sample + wait + learn)
+        return {"time/sample": sample, "time/wait": wait, "time/learn": learn, "perf/tokens_per_second": speed}
 
 
 def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
@@ -217,9 +150,10 @@ def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
 
 def log_event(event: Event) -> None:
     """Logs an event with its episode or batch. The record's `event` attribute has the body for programs."""
-    body = event.body
-    context = {name: body[name] for name in ("episode_id",) if name in body}
+    body, context = event.body, {"event": event.model_dump()}
+    if "episode_id" in body:
+        context["episode_id"] = body["episode_id"]
     if event.kind == "step":
         context["batch_id"] = body["policy_version"] - 1
     outcome = body.get("status") or body.get("state") or body.get("policy_version", "")
-    log.info("event %d: %s %s", event.seq, event.kind, outcome, extra={**context, "event": event.model_dump()})
+    log.info("event %d: %s %s", event.seq, event.kind, outcome, extra=context)

@@ -9,8 +9,9 @@ from typing import Literal
 
 from agentjet.errors import ContextOverflow
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, Match, forks
+from agentjet.timeline import ConversationTree, Match
 from agentjet.timeline.identity import raw_key
+from agentjet.timeline.tree import new_context
 from agentjet.types import Call, Conversation, Fork, Message, NewContext
 
 MAX_BYTES_PER_TOKEN = 8
@@ -73,8 +74,8 @@ def prepare_prompt(
         match,
         _tokenize_rest(renderer, match, "messages"),
         key=asked.key,
-        ask=forks.new_context(conversation, known, fingerprint),
-        fork=forks.fork_cause(tree, asked, known, match),
+        ask=new_context(conversation, known, fingerprint),
+        fork=tree.fork_cause(asked, known, match),
     )
 
 
@@ -147,7 +148,7 @@ def _prepare_raw(
         suffix,
         key=raw_key(prompt),
         ask=NewContext((new,), after, fingerprint=fingerprint),
-        fork=forks.fork_cause(tree, tree.identify(conversation), {}, match),
+        fork=tree.fork_cause(tree.identify(conversation), {}, match),
     )
 
 

@@ -11,13 +11,13 @@ whether it is open. Invariants:
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +33,13 @@ from agentjet.types import DEFAULT_RUN, RUN_NAME, EngineState
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
+JOURNAL = "journal.sqlite"
 
 
 class RunRecord(RunSettings):
     """The content of `run.json`: the settings that the run was created with. The journal has the job in force."""
 
     open: bool = True
-
-    @classmethod
-    def read(cls, path: Path) -> RunRecord | None:
-        """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
-            ) from None
 
 
 class Runs:
@@ -65,19 +54,17 @@ class Runs:
         stopwatch: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
     ) -> None:
-        """Opens the default run. Raises `ConfigError` like `Gateway`, or if an older data dir cannot be moved."""
+        """Opens the default run. Raises `ConfigError` like `Gateway`, and for a data dir of AgentJet 0.1."""
         self._config = config
         self._compute = compute
-        self._clock = clock
-        self._stopwatch = stopwatch
-        self._tracing = tracing
+        self._new_gateway = partial(Gateway, compute=compute, clock=clock, stopwatch=stopwatch, tracing=tracing)
         self._folder = config.server.data_dir / "runs"
         self._gateways: dict[str, Gateway] = {}
         self._failed: dict[str, str] = {}
         """Why runs could not be opened, by name."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._closing = False
-        move_first_edition(config.server.data_dir)
+        _refuse_first_edition(config.server.data_dir)
         self.default = self._gateway(DEFAULT_RUN, config)
 
     def get(self, name: str) -> Gateway:
@@ -105,11 +92,10 @@ class Runs:
                 log.error("run %s cannot be opened: %s", name, error)
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
-        """Creates or opens a run, and changes its job settings if `settings` has some. Starts it if it has failed.
-        Idempotent.
+        """Creates or opens a run, changes its job settings if `settings` has some, starts it if it has failed.
 
-        Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`; `run_policies_changed`
-        if the run has other policies; `run_unusable` if its files cannot be opened.
+        Idempotent. Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`;
+        `run_policies_changed` if the run has other policies; `run_unusable` if its files cannot be opened.
         """
         async with self._changing(name):
             if self._closing:
@@ -134,10 +120,7 @@ class Runs:
             return self._view(name)
 
     async def end(self, name: str) -> RunView:
-        """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent.
-
-        Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` as `put` does.
-        """
+        """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent."""
         async with self._changing(name):
             record, gateway = self._record(name), self._gateways.get(name)
             if record is None and gateway is None:
@@ -192,25 +175,21 @@ class Runs:
         return RunRecord(policies=settings.policies, job=job)
 
     def _checked_job(self, record: RunRecord, settings: RunSettings, *, is_open: bool) -> JobConfig:
-        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies.
-
-        The workers of a run that is not open may change.
-        """
-        given = settings.policies or record.policies
+        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
         try:
-            config = self._config_of(given, record.job if settings.job is None else settings.job)
+            config = self._config_of(
+                settings.policies or record.policies, record.job if settings.job is None else settings.job
+            )
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
-        before = self._config_of(record.policies, {}).policies
-        if is_open and config.policies != before and _without_workers(config.policies) == _without_workers(before):
+        before, after = self._config_of(record.policies, {}).policies, config.policies
+        if not is_open:
+            before, after = _without_workers(before), _without_workers(after)
+        if before != after:
             raise Conflict(
-                "The workers of an open run cannot change: end the run, then create it again with them.",
-                code="run_policies_changed",
-            )
-        if _without_workers(config.policies) != _without_workers(before):
-            raise Conflict(
-                f"The policies of a run cannot change; its policies are {json.dumps(record.policies)}. Leave "
-                "`policies` out, or choose another run.",
+                "The policies of a run cannot change, and their workers only while it is not open; its policies are "
+                f"{json.dumps(record.policies)}. Leave `policies` out, choose another run, or end the run to change "
+                "workers.",
                 code="run_policies_changed",
             )
         return config.job
@@ -231,19 +210,24 @@ class Runs:
         await gateway.start()
 
     def _gateway(self, name: str, config: ServeConfig) -> Gateway:
-        gateway = Gateway(
-            config, self._compute, run=name, clock=self._clock, stopwatch=self._stopwatch, tracing=self._tracing
-        )
-        self._gateways[name] = gateway
+        gateway = self._gateways[name] = self._new_gateway(config, run=name)
         return gateway
 
     def _names(self) -> list[str]:
         on_disk = {path.parent.name for file in (RECORD, JOURNAL) for path in self._folder.glob(f"*/{file}")}
-        named = {name for name in on_disk if RUN_NAME.fullmatch(name)}
-        return sorted((named | self._gateways.keys()) - {DEFAULT_RUN})
+        return sorted(({name for name in on_disk if RUN_NAME.fullmatch(name)} | self._gateways.keys()) - {DEFAULT_RUN})
 
     def _record(self, name: str) -> RunRecord | None:
-        return RunRecord.read(self._folder / name / RECORD)
+        """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
+        path = self._folder / name / RECORD
+        try:
+            return RunRecord.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
+            ) from None
 
     def _write(self, name: str, record: RunRecord, *, is_open: bool) -> None:
         """Raises `ConfigError` if the file cannot be written."""
@@ -261,24 +245,25 @@ class Runs:
     def _view(self, name: str) -> RunView:
         path = "" if name == DEFAULT_RUN else f"/runs/{name}"
         if (gateway := self._gateways.get(name)) is not None:
+            engine, version = gateway.engine, gateway.swarm.policy_version
             return RunView(
                 name=name,
                 path=path,
                 policies=gateway.policies,
                 is_open=True,
-                state=gateway.engine.state,
-                reason=gateway.engine.reason,
-                policy_version=gateway.swarm.policy_version,
+                state=engine.state,
+                reason=engine.reason,
+                policy_version=version,
             )
-        reason = self._failed.get(name, "")
+        reason, record = self._failed.get(name, ""), None
         try:
-            record = self._record(name) or RunRecord()
-            if not reason and not (self._folder / name / RECORD).exists():
+            record = self._record(name)
+            if record is None and not reason:
                 reason = f"{RECORD} is missing: create the run again with its policies, which opens its journal"
         except ConfigError as error:
-            record, reason = RunRecord(), str(error)
+            reason = str(error)
         state: EngineState = "failed" if reason else "offline"
-        policies = tuple(record.policies)
+        policies = () if record is None else tuple(record.policies)
         return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
 
 
@@ -294,50 +279,12 @@ async def _all_of(works: Iterable[Awaitable[None]]) -> None:
             raise result
 
 
-# ---- the first edition ----------------------------------------------------------------------------------------------
-
-JOURNAL = "journal.sqlite"
-FIRST_EDITION = ("metrics.jsonl", "exports", "checkpoints", f"{JOURNAL}-wal", f"{JOURNAL}-shm", JOURNAL)
-"""Files that edition 1 had directly in the data dir. The journal is moved last: a data dir without it is complete."""
-
-
-def move_first_edition(data_dir: Path) -> None:
-    """Moves the run of a data dir of edition 1, or `checkpoints/` that a user put there, to `runs/default/`.
-
-    Can be repeated after it was killed at any point. Raises `ConfigError` if the data dir is in use, if
-    `runs/default/` has such files, or for a relative link, which would not lead to the same place afterwards.
-    """
-    if not any((data_dir / name).exists() for name in (JOURNAL, "checkpoints")):
-        return
-    folder = data_dir / "runs" / DEFAULT_RUN
-    lock_path = data_dir / f"{JOURNAL}.lock"
-    try:
-        with lock_path.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = [name for name in FIRST_EDITION if (data_dir / name).exists()]
-            if taken := [name for name in found if (folder / name).exists()]:
-                raise ConfigError(
-                    f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has only one of them: move the "
-                    "wrong one away"
-                )
-            for path in map(data_dir.joinpath, found):
-                if path.is_symlink() and not path.readlink().is_absolute():
-                    raise ConfigError(
-                        f"{path} is the relative link {str(path.readlink())!r}, and the run is moved to {folder}: make "
-                        f"the link absolute (ln -sfn {path.resolve()} {path})"
-                    )
-            folder.mkdir(0o700, parents=True, exist_ok=True)
-            (data_dir / "lease.json").unlink(missing_ok=True)
-            for name in found:
-                (data_dir / name).rename(folder / name)
-                flush(folder)
-                flush(data_dir)
-            lock_path.unlink()
-    except BlockingIOError:
+def _refuse_first_edition(data_dir: Path) -> None:
+    """Raises `ConfigError` for files of a run directly in the data dir, where AgentJet 0.1 had them."""
+    if (data_dir / JOURNAL).exists():
         raise ConfigError(
-            f"server.data_dir = {str(data_dir)!r} is in use by another server: stop that server, or choose another "
-            "folder"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"the run in {data_dir} cannot be moved to {folder}: {error}") from None
-    log.warning("the run in %s was moved to %s", data_dir, folder)
+            f"server.data_dir = {str(data_dir)!r} is of AgentJet 0.1: finish its run with 0.1 (its `agentjet export` "
+            "exports the model), or choose another folder for a new run"
+        )
+    if (stray := data_dir / "checkpoints").exists():
+        raise ConfigError(f"{stray} belongs to no run: move it to {data_dir / 'runs' / DEFAULT_RUN / 'checkpoints'}")

@@ -23,9 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from agentjet.compute.protocol import Compute, learn
+from agentjet.compute.operations import learn
+from agentjet.compute.protocol import Compute
 from agentjet.config import ServeConfig
-from agentjet.errors import AgentJetError, CheckpointError, Conflict, Later, WorkerDied
+from agentjet.errors import CheckpointError, Conflict, Later, WorkerDied
 from agentjet.gateway import observability
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
@@ -76,17 +77,13 @@ class TrainingLoop:
         """`enter` is called at each change between sampling and learning."""
         self.stopping = False
         """If set, the loop ends after the present batch. Notify `changed` after setting it."""
-        self.num_learned = 0
-        """Number of batches that were learned for the first time."""
         self.timer = StepTimer(run.gate.busy_seconds)
         self._run = run
         self._swarm = run.swarm
         self._compute = run.compute
         self._policies = run.policies
         self._next_operations = {policy.policy: Op.of(policy, 0) for policy in run.policies}
-        """First operation of the next batch, by policy. Unchanged until the present batch is recorded: a repetition
-        reuses it.
-        """
+        """First operation of the next batch, by policy. A repetition of the present batch reuses its own."""
         self._enter = enter
         self._maintenance: deque[tuple[MaintenanceTask, asyncio.Future[Any]]] = deque()
         self._learning: int | None = None
@@ -100,16 +97,16 @@ class TrainingLoop:
 
     async def learn(self) -> None:
         """Learns batches and runs maintenance tasks until `stopping`. Raises the worker's failure."""
-        swarm = self._swarm
+        swarm, gate = self._swarm, self._run.gate
         while True:
             await self._run.changed.until(
                 lambda: bool(self.stopping or self._maintenance or swarm.pending or swarm.batches.ready())
             )
-            if self.stopping:
-                return
             # With `max_staleness`, completions continue during a step: the worker learns between two of their tokens.
-            waits = not self._is_partial and (self._maintenance or not swarm.job.max_staleness)
-            if waits and not await self._calls_ended():
+            if not (self.stopping or self._is_partial) and (self._maintenance or not swarm.job.max_staleness):
+                gate.hold()
+                await gate.drained()
+            if self.stopping:
                 return
             try:
                 if not self._is_partial:
@@ -122,17 +119,8 @@ class TrainingLoop:
             if not (self.stopping or self._is_partial):
                 self._sample()
 
-    async def _calls_ended(self) -> bool:
-        """Holds new calls and waits until none is inside. Returns False if the loop is to end."""
-        self._run.gate.hold()
-        await self._run.gate.drained()
-        return not self.stopping
-
     async def catch_up(self, batches: Iterable[Batch], operations: Mapping[str, int]) -> None:
-        """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate.
-
-        `operations` has the number of each loaded policy's next operation.
-        """
+        """Learns the `batches` after the loaded checkpoint, from the `operations` on. Then opens the gate."""
         self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         self._is_partial = False
         for batch in batches:
@@ -156,17 +144,15 @@ class TrainingLoop:
         await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
         if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
-            await self._try_checkpoint()
+            await self.try_checkpoint()
 
     async def _learn(self, batch: Batch) -> None:
         """Learns a batch for the first time, or again after a crash. Only the first time is recorded."""
         replay = batch.id < self._swarm.policy_version
         self._learning = batch.id
+        span = self._run.tracing.span("step", batch_id=batch.id, policy_version=batch.id + 1, replay=replay)
         try:
-            with (
-                observability.batch_context(batch.id),
-                self._run.tracing.step(batch.id, batch.episode_ids, replay=replay),
-            ):
+            with observability.batch_context(batch.id), span:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
                 metrics, following = await self._apply(batch, training)
@@ -189,7 +175,8 @@ class TrainingLoop:
 
         Workers compute at the same time. Policies of one worker follow each other, so that it holds one gradient.
         """
-        learned: dict[str, tuple[dict[str, float], Op]] = {}
+        metrics: dict[str, float] = {}
+        following: dict[str, Op] = {}
         by_worker: defaultdict[str, list[str]] = defaultdict(list)
         for name in training:
             by_worker[self._run.config.worker_of(name)].append(name)
@@ -197,8 +184,9 @@ class TrainingLoop:
         async def apply(names: list[str]) -> None:
             journal = partial(self._journal, batch)
             for name in names:
-                first = self._next_operations[name]
-                learned[name] = await learn(self._compute, first, training[name], batch.job, before=journal)
+                first, prefix = self._next_operations[name], metrics_prefix(name, self._swarm.store.policies)
+                own, following[name] = await learn(self._compute, first, training[name], batch.job, before=journal)
+                metrics.update({f"{prefix}{metric}": value for metric, value in own.items()})
 
         works = [asyncio.create_task(apply(names)) for names in by_worker.values()]
         try:
@@ -207,11 +195,7 @@ class TrainingLoop:
             for work in works:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
-        metrics: dict[str, float] = {}
-        for name in training:
-            prefix = metrics_prefix(name, self._swarm.store.policies)
-            metrics |= {f"{prefix}{metric}": value for metric, value in learned[name][0].items()}
-        return metrics, {name: op for name, (_, op) in learned.items()}
+        return metrics, following
 
     async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
         self._swarm.batches.record_operation(op.policy, op.number, kind, batch)
@@ -226,7 +210,6 @@ class TrainingLoop:
             log.error("%s", reason)
         if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
             log.warning("\n".join(report_lines(found)))
-        self.num_learned += 1
 
     def worker_failed(self, error: Exception, *, is_ours: bool) -> None:
         """Counts a failure against the batch being learned, if it `is_ours`. Quarantines the batch if needed."""
@@ -258,20 +241,21 @@ class TrainingLoop:
 
     async def _run_maintenance(self) -> None:
         while self._maintenance:
-            task, done = self._maintenance.popleft()
-            if done.done():
-                continue
+            task, done = self._maintenance[0]  # It stays first if it is cancelled: another worker of the run died.
+            result, failure = None, None
             try:
                 result = await task()
-            except (WorkerDied, asyncio.CancelledError):  # Cancelled: another worker of the run died.
-                self._maintenance.appendleft((task, done))
+            except WorkerDied:
                 raise
             except Exception as error:  # The boundary: the submitter gets it.
-                if not done.done():  # The submitter may have been cancelled during the task.
-                    done.set_exception(error)
+                failure = error
+            self._maintenance.popleft()
+            if done.done():  # The submitter was cancelled during the task.
+                continue
+            if failure is not None:
+                done.set_exception(failure)
             else:
-                if not done.done():
-                    done.set_result(result)
+                done.set_result(result)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -280,28 +264,26 @@ class TrainingLoop:
 
         Raises `CheckpointError`, and `Conflict` if a policy has diverged: its checkpoint would displace a good one.
         """
-        version = self._swarm.policy_version
-        if (written := self._run.store.good(version)) is not None:
+        version, keep, store = self._swarm.policy_version, self._swarm.job.keep_checkpoints, self._run.store
+        if (written := store.good(version)) is not None:
             return written
         try:
             self.refuse_diverged()
-            keep = self._swarm.job.keep_checkpoints
-            info = await self._run.store.write(version, self._save, self._record_checkpoint, keep=keep)
+            info = await store.write(version, self._save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
             emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
-        if (covered := self._run.store.covers(keep)) is not None:
+        if (covered := store.covers(keep)) is not None:
             self._swarm.batches.checkpointed(covered)
         emit_event(self._swarm, "checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
 
-    async def save_last_checkpoint(self) -> None:
-        """Saves a checkpoint at a stop. After a failure, the journal still has all batches since the last good one."""
-        if self._swarm.policy_version:
-            try:
-                await self._try_checkpoint()
-            except (AgentJetError, OSError) as error:
-                log.error("no checkpoint at the stop: %s", error)
+    async def try_checkpoint(self) -> None:
+        """Saves a checkpoint. A failure is logged and recorded, and training continues."""
+        try:
+            await self.checkpoint()
+        except (CheckpointError, Conflict) as error:
+            log.error("no checkpoint of policy version %d: %s", self._swarm.policy_version, error)
 
     async def _save(self, path: Path) -> CheckpointStamp:
         """Writes all policies to a new folder."""
@@ -316,13 +298,6 @@ class TrainingLoop:
         """Raises `Conflict` if a policy has diverged: its weights are useless."""
         if reason := divergence(self._swarm.last_step):
             raise Conflict(reason, code="policy_diverged")
-
-    async def _try_checkpoint(self) -> None:
-        """Saves a checkpoint. A failure is logged and recorded, and training continues."""
-        try:
-            await self.checkpoint()
-        except (CheckpointError, Conflict) as error:
-            log.error("no checkpoint of policy version %d: %s", self._swarm.policy_version, error)
 
     async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
         self._swarm.batches.record_checkpoint(stamp)

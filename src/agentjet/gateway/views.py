@@ -11,18 +11,15 @@ from agentjet.gateway.observability import divergence
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CallView,
-    CodeVersionStatus,
     EpisodeTree,
     EpisodeView,
     ScoredAnswer,
-    TaskSetStatus,
     ZeroVariance,
     batches_without_variance,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
-from agentjet.swarm.store import Store
-from agentjet.timeline.forks import orphans
+from agentjet.timeline.tree import orphans
 from agentjet.types import Call, EngineState, Message
 
 WAITING_FOR = {
@@ -38,21 +35,6 @@ SHOWN_CHARACTERS = 200
 def view(episode: Episode) -> EpisodeView:
     """Returns the view of an episode without its calls."""
     return EpisodeView(**_facts(episode))
-
-
-def code_versions(swarm: SwarmState) -> dict[str, CodeVersionStatus]:
-    """Returns the outcomes of episodes by version of the agents' code."""
-    return {
-        version: CodeVersionStatus(
-            episodes=tally.episodes, finished=tally.finished, aborted=tally.aborted, reward_mean=tally.reward_mean
-        )
-        for version, tally in swarm.queries.code_versions().items()
-    }
-
-
-def task_sets(swarm: SwarmState) -> dict[str, TaskSetStatus]:
-    """Returns the task sets and their shares of the batches."""
-    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.queries.task_sets().items()}
 
 
 def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
@@ -110,32 +92,10 @@ def tree(journal: Journal, episode: Episode, renderer_of: Callable[[str], Render
     return EpisodeTree(**_facts(episode), calls=views)
 
 
-def recorded_tree(store: Store, episode_id: str) -> EpisodeTree:
-    """Returns an episode of a journal with its calls, without texts. Raises `NotFound`."""
-    return tree(store.journal, store.episode(episode_id), lambda role: None)
-
-
 def _facts(episode: Episode) -> dict[str, object]:
-    return {
-        "episode_id": episode.id,
-        "status": episode.status,
-        "mode": episode.mode,
-        "task_id": episode.task_id,
-        "task_set": episode.task_set,
-        "group": episode.group,
-        "client_id": episode.client_id,
-        "policy_version": episode.policy_version,
-        "num_calls": episode.num_calls,
-        "reward": episode.reward,
-        "by_role": dict(episode.by_role),
-        "metrics": dict(episode.metrics),
-        "reason": episode.reason or episode.dropped,
-        "trained_in": episode.trained_in,
-        "code_version": episode.code_version,
-        "noted": dict(episode.noted),
-        "refused": dict(episode.refused),
-        "unscorable": episode.unscorable,
-    }
+    same = EpisodeView.model_fields.keys() - {"episode_id", "reason"}
+    renamed = {"episode_id": episode.id, "reason": episode.reason or episode.dropped}
+    return renamed | {name: getattr(episode, name) for name in same}
 
 
 def _call(call: Call, orphan: str, renderer: Renderer | None) -> CallView:

@@ -8,8 +8,7 @@ Each loss also returns the tokens that it clipped, because only the loss has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,13 +32,11 @@ class TokenLoss(NamedTuple):
 
 def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO), optionally dual clip (1912.09729)."""
-    import torch
-
     loss, clipped = _surrogate(log_ratio(logp, old).exp(), advantage, algorithm)
     if algorithm.dual_clip:
         cap = -advantage * algorithm.dual_clip
         clipped = clipped | ((advantage < 0) & (loss > cap))
-        loss = torch.where(advantage < 0, torch.minimum(loss, cap), loss)
+        loss = loss.minimum(cap).where(advantage < 0, loss)
     return TokenLoss(loss, clipped)
 
 
@@ -62,17 +59,15 @@ def cispo_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: Algorith
 
 def _surrogate(ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
     """PPO's pessimistic surrogate: the clip acts only where it removes an incentive to move further."""
-    import torch
-
     low, high = algorithm.clip_bounds
     unclipped, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
-    return TokenLoss(torch.maximum(unclipped, clipped), clipped > unclipped)
+    return TokenLoss(unclipped.maximum(clipped), clipped > unclipped)
 
 
 def kl_k3(logp: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(policy || reference) per sampled token: never negative, low variance."""
-    log_ratio_to_reference = (reference - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio_to_reference.exp() - log_ratio_to_reference - 1
+    ratio = log_ratio(reference, logp)
+    return ratio.exp() - ratio - 1
 
 
 def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
@@ -80,8 +75,7 @@ def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
     return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """A loss per token: `function(logp, *columns, algorithm)`, with the columns of the targets that it reads.
 
     A loss that reads `sequence_log_ratio` needs every token of a sequence.
@@ -89,9 +83,6 @@ class Loss:
 
     function: Callable[..., TokenLoss]
     reads: tuple[str, ...] = ("logprob", "advantage")
-
-    def __call__(self, logp: Tensor, columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> TokenLoss:
-        return self.function(logp, *(columns[name] for name in self.reads), algorithm)
 
 
 LOSSES: dict[str, Loss] = {
@@ -118,12 +109,7 @@ def constant(sequence: NDArray[np.int32], num_sequences: int, algorithm: Algorit
     return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
 
 
-Aggregation = Callable[[NDArray[np.int32], int, AlgorithmConfig], NDArray[np.float32]]
-AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "constant": constant,
-}
+AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "constant": constant}
 """By the name in `job.algorithm.aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted
 sum, for any micro-batches. `sequence` [M] numbers the (episode, role) of each token.
 """
@@ -143,25 +129,16 @@ def tis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
 
 def icepop(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
     """rho inside `[low, high]`, 0 outside. Every token counts (2510.18855)."""
-    inside = _inside(rho, algorithm)
-    return Correction(np.where(inside, rho, np.float32(0)), np.ones(len(rho), bool))
+    return Correction(mis(rho, algorithm).weight, np.ones(len(rho), bool))
 
 
 def mis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
     """Masked importance sampling: rho inside `[low, high]`. A token outside does not count."""
-    inside = _inside(rho, algorithm)
+    inside = (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
     return Correction(np.where(inside, rho, np.float32(0)), inside)
 
 
-def _inside(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> NDArray[np.bool_]:
-    return (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
-
-
-CORRECTIONS: dict[str, Callable[[NDArray[np.float32], AlgorithmConfig], Correction]] = {
-    "tis": tis,
-    "icepop": icepop,
-    "mis": mis,
-}
+CORRECTIONS = {"tis": tis, "icepop": icepop, "mis": mis}
 """By the name in `job.algorithm.correction`."""
 
 

@@ -1,9 +1,9 @@
 """The chat template of a model: its choice, its sandbox, and its rendering. Control tokens in *user* text stay text.
 
 The template is Jinja source from the folder of the model. It runs in a sandbox with the filters and globals of
-`transformers.apply_chat_template`. Before rendering, every string from a client is guarded: a private-use character
-that occurs nowhere else is inserted into each control-token literal, and at ends that could complete one. A literal
-that is whole after rendering is a control token; the guard is removed from the rest.
+`transformers.apply_chat_template`. Before rendering, every string from a client is guarded: the noncharacter `GUARD` is
+inserted into each control-token literal, and at ends that could complete one. A literal that is whole after rendering
+is a control token; the guard is removed from the rest.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
-from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +115,9 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-_PRIVATE_USE = range(0xF0000, 0xF1000)
+GUARD, SLOT, MARK = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Unicode reserves these noncharacters for internal use. `MARK` is for callers of `ChatTemplate.render`."""
+_RESERVED = re.compile(f"[{GUARD}{SLOT}]")
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -188,18 +188,15 @@ class ChatTemplate:
         Raises `InvalidRequest` if the template refuses the conversation or ignores its tools.
         """
         self._refuse_unknown(conversation, slots)
-        guard, slot_mark = _unused_characters(conversation)
-        guarded = partial(self._literals.guarded, guard=guard)
         messages: list[dict[str, Any]] = []
         for i, message in enumerate(conversation.messages):
-            open_slot = f"{slot_mark}{i}{slot_mark}"
             if i in slots:
-                messages.append({"role": "assistant", "content": open_slot})
+                messages.append({"role": "assistant", "content": f"{SLOT}{i}{SLOT}"})
                 continue
-            messages.append(self._plain(message, guarded))
+            messages.append(self._plain(message))
             if i in call_slots:
-                messages[i]["tool_calls"][0]["function"]["name"] = open_slot
-        tools = [guarded(dict(tool)) for tool in conversation.tools] or None
+                messages[i]["tool_calls"][0]["function"]["name"] = f"{SLOT}{i}{SLOT}"
+        tools = [self._literals.guarded(dict(tool), "tools") for tool in conversation.tools] or None
         try:
             output = self._template.render(
                 **(variables or {}),
@@ -213,21 +210,22 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
             ) from error
-        pieces = re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output)
+        pieces = self._literals.split(output)
         texts = pieces[::2]
-        slot_of = {f"{slot_mark}{i}{slot_mark}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
+        slot_of = {f"{SLOT}{i}{SLOT}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
         marks = [slot_of.get(mark, mark) for mark in pieces[1::2]]
-        if any(slot_mark in text for text in texts):
+        if any(SLOT in text for text in texts):
             raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
-        return Rendered([text.replace(guard, "") for text in texts] if guard in output else texts, marks)
+        return Rendered([text.replace(GUARD, "") for text in texts], marks)
 
-    def _plain(self, message: Message, guarded: Callable[[Any], Any]) -> dict[str, Any]:
+    def _plain(self, message: Message) -> dict[str, Any]:
         """Returns a message as templates expect it: without empty fields, and with JSON arguments as values."""
         role = "system" if message.role == "developer" and not self._supports_developer else message.role
         if self._splits_reasoning and role == "assistant" and not message.reasoning and "</think>" in message.content:
             reasoning, _, _ = message.content.partition("</think>")
             content = message.content.rpartition("</think>")[2].lstrip("\n")
             message = replace(message, content=content, reasoning=reasoning.rpartition("<think>")[2].strip("\n"))
+        guarded = self._literals.guarded
         plain: dict[str, Any] = {"role": role, "content": guarded(message.content)}
         if message.reasoning:
             plain["reasoning_content"] = plain["thinking"] = guarded(message.reasoning)
@@ -271,7 +269,8 @@ class _Literals:
 
     def __init__(self, literals: Collection[str]) -> None:
         ordered = sorted(literals, key=lambda literal: (-len(literal), literal))
-        self.pattern = "|".join(map(re.escape, ordered)) or r"(?!)"
+        self.split = re.compile(rf"({'|'.join([*map(re.escape, ordered), rf'{SLOT}[0-9]+{SLOT}'])})").split
+        """Splits rendered text into n + 1 texts and, between them, n literals or slots."""
         # The look-ahead finds overlapping literals. Grouping by the first character makes the scan of plain text fast.
         firsts = {literal[0]: [other[1:] for other in ordered if other[0] == literal[0]] for literal in ordered}
         self._first_of_literal = re.compile(
@@ -295,16 +294,23 @@ class _Literals:
             return True
         return 0 < len(text) < self._longest and any(text in literal for literal in self._ordered)
 
-    def guarded(self, value: Any, guard: str) -> Any:
-        """Returns a copy of a value with the guard in every string of it."""
+    def guarded(self, value: Any, param: str = "messages") -> Any:
+        """Returns a copy of a value with the guard in every string of it.
+
+        Raises `InvalidRequest` for the request parameter `param` if a string contains a reserved noncharacter.
+        """
         if isinstance(value, str):
-            marked = self._first_of_literal.sub(lambda found: found[0] + guard, value)
-            before = guard if self._may_end_at_start_of(value) else ""
-            return before + marked + (guard if self._may_begin_at_end_of(value) else "")
+            if not value.isascii() and (found := _RESERVED.search(value)):
+                name = f"U+{ord(found[0]):04X}"
+                message = f"{param}: the text contains {name}, which Unicode reserves for internal use: remove it."
+                raise InvalidRequest(message, code="invalid_text", param=param)
+            marked = self._first_of_literal.sub(lambda found: found[0] + GUARD, value)
+            before = GUARD if self._may_end_at_start_of(value) else ""
+            return before + marked + (GUARD if self._may_begin_at_end_of(value) else "")
         if isinstance(value, Mapping):
-            return {self.guarded(key, guard): self.guarded(item, guard) for key, item in value.items()}
+            return {self.guarded(key, param): self.guarded(item, param) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.guarded(item, guard) for item in value]
+            return [self.guarded(item, param) for item in value]
         return value
 
 
@@ -315,35 +321,3 @@ def _json_object(call: ToolCall) -> Any:
     except ValueError:
         return call.arguments
     return value if isinstance(value, dict) else call.arguments
-
-
-def _unused_characters(conversation: Conversation) -> tuple[str, str]:
-    """Returns two private-use characters that do not occur in the conversation."""
-    text = "".join(filterfalse(str.isascii, chain.from_iterable(map(_texts_of, conversation.messages))))
-    text += "".join(_strings(conversation.tools))
-    free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
-    try:
-        return next(free), next(free)
-    except StopIteration:
-        raise InvalidRequest("the messages use thousands of different private-use characters") from None
-
-
-def _texts_of(message: Message) -> Sequence[str]:
-    texts = (message.content, message.reasoning, message.tool_call_id, message.name)
-    if not message.tool_calls:
-        return texts
-    calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
-    escaped = (call for call in message.tool_calls if "\\" in call.arguments)
-    # JSON escapes in arguments become characters.
-    return [*texts, *calls, *(text for call in escaped for text in _strings(_json_object(call)))]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings(list(value.keys()))
-        yield from _strings(list(value.values()))
-    elif isinstance(value, Iterable):
-        for item in value:
-            yield from _strings(item)

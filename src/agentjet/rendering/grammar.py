@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import Any, Generic, TypeVar
+from functools import lru_cache
+from typing import Any
 
 from llguidance import LLMatcher
 
@@ -28,44 +27,9 @@ from agentjet.errors import InvalidRequest
 from agentjet.rendering.parser import TOOL_FORMATS, ToolFormat
 from agentjet.types import ANY_ANSWER, Constraint
 
-Made = TypeVar("Made")
-
-
-class TextCache(Generic[Made]):
-    """An LRU cache from texts to the results of `make`, bounded by the total length of the texts.
-
-    A limit on the number of entries alone would not bound memory, because clients choose the length of their schemas.
-    Thread-safe. Two threads that miss the same text at the same time both call `make`.
-    """
-
-    def __init__(self, make: Callable[[str], Made], *, most: int, characters: int) -> None:
-        self._make = make
-        self._max_entries = most
-        self._free_characters = characters
-        self._made: OrderedDict[str, Made] = OrderedDict()
-        self._lock = Lock()
-
-    def __call__(self, text: str) -> Made:
-        with self._lock:
-            if text in self._made:
-                self._made.move_to_end(text)
-                return self._made[text]
-        made = self._make(text)
-        with self._lock:
-            if text not in self._made:
-                self._made[text] = made
-                self._free_characters -= len(text)
-            while self._made and (self._free_characters < 0 or len(self._made) > self._max_entries):
-                oldest, _ = self._made.popitem(last=False)
-                self._free_characters += len(oldest)
-        return made
-
-
 WHITE_SPACE = r"(\n( {0,32}|\t{0,8})| )?"
-MAX_SCHEMA = 128 * 2**10
-"""Maximum number of characters in a JSON schema. OpenAI allows 120,000 in all names and values together."""
-MAX_GRAMMAR = 4 * MAX_SCHEMA
-"""Maximum number of characters in a grammar with all its schemas."""
+MAX_GRAMMAR = 128 * 2**10
+"""Maximum number of characters in a grammar with all its schemas. OpenAI allows 120,000 in names and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +171,9 @@ def _checked(schema: Mapping[str, Any], param: str, what: str, *, lenient: bool 
     """Returns a schema for use in a grammar; with `lenient`, without unsupported keywords. Raises `InvalidRequest`."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-    if len(text) > MAX_SCHEMA:
+    if len(text) > MAX_GRAMMAR:
         raise InvalidRequest(
-            f"{what}: this JSON schema has {len(text)} characters, above the limit of {MAX_SCHEMA}: simplify it.",
+            f"{what}: this JSON schema has {len(text)} characters, above the limit of {MAX_GRAMMAR}: simplify it.",
             code="unsupported_schema",
             param=param,
         )
@@ -220,10 +184,8 @@ def _checked(schema: Mapping[str, Any], param: str, what: str, *, lenient: bool 
     return text
 
 
-def _find_error(schema: str) -> str:
+@lru_cache(maxsize=64)  # Of at most `MAX_GRAMMAR` characters each.
+def _error(schema: str) -> str:
     """Returns why a schema is not supported, or ""."""
     message: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
     return " ".join(message.partition("<state>")[0].split()).rstrip(".")
-
-
-_error = TextCache(_find_error, most=256, characters=8 * MAX_SCHEMA)

@@ -68,7 +68,6 @@ def _split_reasoning(text: str, in_reasoning: bool) -> tuple[str, str]:
 
 
 def _split_calls(text: str, tool_format: ToolFormat) -> tuple[str, list[Found]]:
-    """Returns the text without its tool calls, and the calls."""
     if not tool_format.opening:
         found = _calls(text.strip().removeprefix("<|python_tag|>"), tool_format.arguments)
         return ("", found) if found else (text, [])

@@ -17,27 +17,16 @@ adds then do not fork the tree. Before each completion, the gateway adds `genera
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
-from agentjet.rendering.chat_template import OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
+from agentjet.rendering.chat_template import MARK, OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
 from agentjet.rendering.grammar import OutputStyle, write_grammar
 from agentjet.rendering.parser import MARKERS, TOOL_FORMATS, parse_completion
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import Constraint, Conversation, Message, ModelInfo, ToolCall
-
-_MARK = "\U000f1fff"
-"""Marks text to find in a rendered conversation. A private-use character, so it does not occur otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Body:
-    """A completion without its end token, and the end token or b"". Templates write the end token themselves."""
-
-    encoded: bytes
-    end: bytes
 
 
 class Renderer:
@@ -48,7 +37,9 @@ class Renderer:
         if model_info.tool_format and model_info.tool_format not in TOOL_FORMATS:
             raise ConfigError(f"tool_format = {model_info.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
         self._model_info = model_info
-        self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
+        vocabulary = self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
+        self.pieces, self.show = vocabulary.pieces, vocabulary.show
+        self.counted_lower_bound = vocabulary.counted_lower_bound
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
         self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
@@ -91,21 +82,23 @@ class Renderer:
                 code="tools_not_supported",
                 param="tools",
             )
-        bodies = {i: self._body(encoded) for i, encoded in (sampled or {}).items()}
-        if bodies:
-            for slots, call_slots in self._placements(conversation, bodies):
-                try:
-                    return self._encode(self._template.render(conversation, slots=slots, call_slots=call_slots), bodies)
-                except InvalidRequest:
-                    continue
+        bodies = {i: self._split_end(encoded) for i, encoded in (sampled or {}).items()}
+        # Some templates treat messages with tool calls differently from answers: these get call slots.
+        calling = {i for i in bodies if conversation.messages[i].tool_calls and self._call_head is not None}
+        attempts = [set[int](), calling] if calling else [set[int]()]
+        for call_slots in attempts if bodies else ():
+            try:
+                rendered = self._template.render(conversation, slots=bodies.keys() - call_slots, call_slots=call_slots)
+                return self._encode(rendered, bodies)
+            except InvalidRequest:
+                continue
         return self._encode(self._template.render(conversation), {})
 
     def ignores(self, conversation: Conversation, variables: Mapping[str, Any]) -> bool:
         """True if the template variables `variables` do not change the prompt of `conversation`."""
         if conversation.prompt is not None or OWN_VARIABLES & set(variables):
             return conversation.prompt is not None
-        plain = self._template.render(conversation)
-        return plain == self._template.render(conversation, variables=variables)
+        return self._template.render(conversation) == self._template.render(conversation, variables=variables)
 
     def encode_raw_prompt(self, prompt: str | Sequence[int]) -> bytes:
         """Returns a raw prompt as encoded text: text after the tokens with which the tokenizer opens it, ids unchanged.
@@ -133,7 +126,7 @@ class Renderer:
 
     def strip_end_token(self, encoded: bytes) -> bytes:
         """Returns the encoded text of a completion without its end token, if it has one."""
-        return self._body(encoded).encoded
+        return self._split_end(encoded)[0]
 
     def closes_reasoning(self, encoded: bytes) -> bool:
         """True if the encoded text of a completion contains the end of a reasoning block, even of an empty one."""
@@ -152,27 +145,12 @@ class Renderer:
             left = left[len(raw) :]
         return None if left else b"".join(parts)
 
-    def show(self, encoded: bytes) -> str:
-        """Returns encoded text for display: control tokens by name, incomplete characters replaced."""
-        return self._vocabulary.show(encoded)
-
-    def _placements(self, conversation: Conversation, bodies: Collection[int]) -> Iterator[tuple[set[int], set[int]]]:
-        """Yields the possible slots and call slots.
-
-        First, slots for whole messages. Then call slots for messages with tool calls, for templates that treat these
-        differently from answers.
-        """
-        yield set(bodies), set()
-        calling = {i for i in bodies if conversation.messages[i].tool_calls}
-        if calling and self._call_head is not None:
-            yield set(bodies) - calling, calling
-
     def keeps_reasoning(self, conversation: Conversation) -> frozenset[int]:
         """Returns the assistant messages whose reasoning the template keeps.
 
         Renders the conversation if it has reasoning. Empty if the template refuses the conversation.
         """
-        marks = {i: f"{_MARK}{i}{_MARK}" for i, message in enumerate(conversation.messages) if message.reasoning}
+        marks = {i: f"{MARK}{i}{MARK}" for i, message in enumerate(conversation.messages) if message.reasoning}
         if not marks:
             return frozenset()
         messages = tuple(
@@ -189,10 +167,6 @@ class Renderer:
         """Returns the minimum number of tokens of encoded text with this many bytes."""
         return -(-num_bytes // self._vocabulary.longest_piece)
 
-    def counted_lower_bound(self, encoded: bytes, enough: int) -> int:
-        """Returns a closer lower bound by tokenising slices of the text. Stops when it exceeds `enough`."""
-        return self._vocabulary.tokens_lower_bound(encoded, enough)
-
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
         return self._vocabulary.tokenize(encoded)
@@ -200,10 +174,6 @@ class Renderer:
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """Returns the exact encoded text of tokens."""
         return b"".join(self._vocabulary.pieces(token_ids))
-
-    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Returns the encoded text of each token, as `ConversationTree.add` needs it."""
-        return self._vocabulary.pieces(token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns text without special tokens, except those in `parser.MARKERS`; replaces incomplete characters."""
@@ -245,7 +215,7 @@ class Renderer:
         """
         return write_grammar(constraint, conversation.tools, self._style)
 
-    def _encode(self, rendered: Rendered, bodies: Mapping[int, _Body]) -> bytes:
+    def _encode(self, rendered: Rendered, bodies: Mapping[int, tuple[bytes, bytes]]) -> bytes:
         texts, marks = self._stripped(rendered), rendered.marks
         pieces = [b""] * (len(texts) + len(marks))
         encode = str.encode if self._vocabulary.is_plain("".join(texts)) else self._encode_text
@@ -257,19 +227,21 @@ class Renderer:
                 pieces[2 * i + 1] = self._escapes[mark]
         return b"".join(pieces)
 
-    def _fill(self, pieces: list[bytes], at: int, slot: BodySlot, body: _Body, then: str | BodySlot) -> None:
+    def _fill(
+        self, pieces: list[bytes], at: int, slot: BodySlot, body: tuple[bytes, bytes], then: str | BodySlot
+    ) -> None:
         """Replaces a slot by its body, and removes the template's text that the body already contains.
 
         Such text is what follows the generation prompt, the rest of a tool call after a call slot, and white space
         before the end token.
         """
         self._cut_head(pieces, at, slot)
-        pieces[at] = body.encoded
+        pieces[at], own_end = body
         end = "" if isinstance(then, BodySlot) else then
         if slot.in_call and not (end and self._control[end].id in self._model_info.end_tokens):
             # Without an end token after it, the end of a tool call is unknown.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
-        if slot.in_call or (end and self._escapes[end] == body.end and not pieces[at + 1].strip()):
+        if slot.in_call or (end and self._escapes[end] == own_end and not pieces[at + 1].strip()):
             pieces[at + 1] = b""
 
     def _cut_head(self, pieces: list[bytes], at: int, slot: BodySlot) -> None:
@@ -313,10 +285,11 @@ class Renderer:
                 param=param,
             ) from error
 
-    def _body(self, encoded: bytes) -> _Body:
+    def _split_end(self, encoded: bytes) -> tuple[bytes, bytes]:
+        """Returns a completion without its end token, and the end token or b"". Templates write that themselves."""
         ends = (escape(token_id) for token_id in self._model_info.end_tokens)
         end = next((end for end in ends if encoded.endswith(end)), b"")
-        return _Body(encoded.removesuffix(end), end)
+        return encoded.removesuffix(end), end
 
     def _literal(self, literal: str) -> bytes:
         """Returns a literal as encoded text: as a control token if the vocabulary has it."""

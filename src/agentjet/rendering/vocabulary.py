@@ -181,7 +181,7 @@ class Vocabulary:
                 text = b""
         return tuple(tokens + self._encode(text))
 
-    def tokens_lower_bound(self, encoded: bytes, enough: int) -> int:
+    def counted_lower_bound(self, encoded: bytes, enough: int) -> int:
         """Returns a lower bound of the number of tokens of encoded text. Stops when it exceeds `enough`.
 
         Tokenises one slice at a time, because the tokens of a long text take a hundred times its memory. Each cut can
@@ -298,7 +298,6 @@ def _is_prefix(step: dict[str, Any]) -> bool:
 
 
 def _token_bytes(plain: Tokenizer) -> dict[int, bytes]:
-    """Returns the bytes of every ordinary token by id."""
     vocab: dict[str, int] = plain.get_vocab(with_added_tokens=False)
     if "ByteLevel" in repr(plain.pre_tokenizer):
         table = _byte_level_table()

@@ -22,7 +22,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -44,31 +44,31 @@ log = logging.getLogger(__name__)
 
 
 class SecretFile:
-    """A secret in a file. Calling it returns the present content of the file."""
+    """A secret in a file, which is created if it is missing. Calling it returns the present content of the file."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the file if it is missing. Raises `ConfigError` if it does not contain a usable secret."""
+        """Raises `ConfigError` if the file does not contain a usable secret."""
         self._path = path
         if not path.exists():
             replace_secret(path)
         if path.stat().st_mode & OTHERS:
             log.warning("%s is readable by other users of this machine: run chmod 600 on it, or rotate it", path)
-        self._stamp = self._now()
-        self._held = read_secret(path)
+        self._stamp = self._present_stamp()
+        self._secret = read_secret(path)
 
     def __call__(self) -> str:
         """Returns the secret. If the file is unreadable or invalid, logs an error and returns the last valid secret."""
-        stamp = self._now()
+        stamp = self._present_stamp()
         if stamp != self._stamp:
             self._stamp = stamp
             try:
-                self._held = read_secret(self._path)
+                self._secret = read_secret(self._path)
                 log.info("%s was replaced", self._path)
             except ConfigError as error:
                 log.error("%s; the previous secret stays valid until the server restarts", error)
-        return self._held
+        return self._secret
 
-    def _now(self) -> tuple[int, int, int] | None:
+    def _present_stamp(self) -> tuple[int, int, int] | None:
         try:
             found = self._path.stat()
         except OSError:
@@ -105,7 +105,14 @@ def replace_secret(path: Path, secret: str | None = None) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
-Bearer = Literal["admin", "client", "viewer"]
+Bearer = Literal["viewer", "client", "admin"]
+LEVELS: tuple[Bearer, ...] = ("viewer", "client", "admin")
+"""Each token opens what those before it open."""
+TOO_LOW: dict[Bearer, str] = {
+    "client": "The viewer token only reads: use the token in the file 'token' beside it.",
+    "admin": "Configuring, starting and stopping needs the token in the file 'admin-token', which is beside the file "
+    "'token'.",
+}
 Secret = str | Callable[[], str]
 """A secret, or a function that returns the present one."""
 KEY_PREFIX = "ajk-"
@@ -117,27 +124,17 @@ class Keys:
 
     def __init__(
         self,
+        given: Mapping[SecretName, Secret],
         *,
-        token: Secret,
-        admin_token: Secret,
-        viewer_token: Secret | None = None,
-        key_secret: Secret | None = None,
         server_admin: Secret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A missing viewer token or key secret is replaced by a random one, which is lost with this process.
-
-        `server_admin` is a second admin token, if given.
-        """
-        self.admin_token = _source(admin_token)
-        self._tokens: list[tuple[Bearer, Callable[[], str]]] = [
-            ("admin", self.admin_token),
-            ("client", _source(token)),
-            ("viewer", _source(viewer_token)),
-        ]
+        """A secret that is not given is random, and lost with this process. `server_admin` is a second admin token."""
+        self._secrets = {name: given.get(name) or secrets.token_urlsafe(24) for name in SECRET_FILES}
+        self.admin_token = self._secrets["admin"]
+        self._tokens = [(level, self._secrets[level]) for level in LEVELS]
         if server_admin is not None:
-            self._tokens.append(("admin", _source(server_admin)))
-        self._key_secret = _source(key_secret)
+            self._tokens.append(("admin", server_admin))
         self.clock = clock
 
     @classmethod
@@ -156,14 +153,8 @@ class Keys:
         path = folder / SECRET_FILES["client"]
         if token is not None and not (path.exists() and read_secret(path) == token):
             replace_secret(path, token)
-        return cls(
-            token=SecretFile(path),
-            admin_token=SecretFile(folder / SECRET_FILES["admin"]),
-            viewer_token=SecretFile(folder / SECRET_FILES["viewer"]),
-            key_secret=SecretFile(folder / SECRET_FILES["keys"]),
-            server_admin=server_admin,
-            clock=clock,
-        )
+        held = {name: SecretFile(folder / file) for name, file in SECRET_FILES.items()}
+        return cls(held, server_admin=server_admin, clock=clock)
 
     def sign(self, episode_id: str, begun: float) -> str:
         """Returns the key of an episode that started at `begun` (Unix seconds)."""
@@ -174,7 +165,7 @@ class Keys:
 
         Raises `Unauthorized`, or `Forbidden` for one of the server's tokens.
         """
-        if self._bearer(key) is not None:
+        if self.bearer(key) is not None:
             raise Forbidden(
                 "This is a token of the server. Model requests need the api_key of an episode.",
                 code="episode_key_needed",
@@ -188,13 +179,17 @@ class Keys:
             raise Unauthorized(f"The key of episode {episode_id} has expired.", code="key_expired")
         return episode_id
 
-    def control(self, token: str, *, episode_id: str = "", max_age: float = math.inf) -> Bearer | Literal["episode"]:
-        """Returns the owner of a token or key on a control route of the episode `episode_id`.
+    def control(
+        self, token: str, needed: Bearer = "viewer", *, episode_id: str = "", max_age: float = math.inf
+    ) -> Bearer | Literal["episode"]:
+        """Returns the owner of a token of level `needed` or above, or of a key of the episode `episode_id`.
 
-        Raises `Unauthorized` or `Forbidden`.
+        Raises `Unauthorized` or `Forbidden` for any other.
         """
-        bearer = self._bearer(token)
+        bearer = self.bearer(token)
         if bearer is not None:
+            if LEVELS.index(bearer) < LEVELS.index(needed):
+                raise Forbidden(TOO_LOW[needed], code=f"{needed}_token_needed")
             return bearer
         if not token.startswith(KEY_PREFIX):
             why = "is missing" if not token else "is not a token of this server"
@@ -208,42 +203,20 @@ class Keys:
             raise Forbidden(f"The key of episode {own} opens that episode only.", code="not_your_episode")
         return "episode"
 
-    def client(self, token: str, *, episode_id: str = "", max_age: float = math.inf) -> None:
-        """As `control`, but raises `Forbidden` for the viewer token: use it for requests that change something."""
-        if self.control(token, episode_id=episode_id, max_age=max_age) == "viewer":
-            raise Forbidden(
-                "The viewer token only reads: use the token in the file 'token' beside it.",
-                code="client_token_needed",
-            )
-
-    def admin(self, token: str) -> None:
-        """Raises `Unauthorized` or `Forbidden` unless this is the admin token."""
-        if self.control(token) != "admin":
-            raise Forbidden(
-                "Configuring, starting and stopping needs the token in the file 'admin-token', which is beside the "
-                "file 'token'.",
-                code="admin_token_needed",
-            )
-
-    def is_admin(self, token: str) -> bool:
-        return self._bearer(token) == "admin"
+    def bearer(self, token: str) -> Bearer | None:
+        """Returns the level of a token; None for any other text, keys included."""
+        given = token.encode(errors="replace")
+        for level, secret in self._tokens:
+            if hmac.compare_digest(given, _present(secret).encode()):
+                return level
+        return None
 
     def knows(self, token: str) -> bool:
         """True for a token of the run and for a key that it signed, expired or not."""
-        if self._bearer(token) is not None:
-            return True
         try:
-            self._opened(token)
+            return self.bearer(token) is not None or bool(self._opened(token))
         except Unauthorized:
             return False
-        return True
-
-    def _bearer(self, token: str) -> Bearer | None:
-        given = token.encode(errors="replace")
-        for role, held in self._tokens:
-            if hmac.compare_digest(given, held().encode()):
-                return role
-        return None
 
     def _opened(self, key: str) -> tuple[str, float]:
         """Returns the episode id and the start time that this server signed. Raises `Unauthorized`."""
@@ -260,13 +233,8 @@ class Keys:
         return opened
 
     def _signer(self) -> URLSafeSerializer:
-        return URLSafeSerializer(self._key_secret(), salt="agentjet-episode-key")
+        return URLSafeSerializer(_present(self._secrets["keys"]), salt="agentjet-episode-key")
 
 
-def _source(secret: Secret | None) -> Callable[[], str]:
-    if secret is None:
-        secret = secrets.token_urlsafe(24)
-    if isinstance(secret, str):
-        fixed = secret
-        return lambda: fixed
-    return secret
+def _present(secret: Secret) -> str:
+    return secret if isinstance(secret, str) else secret()

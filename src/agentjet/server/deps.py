@@ -1,7 +1,7 @@
 """Dependencies of the routes: guards, the reading of request bodies, and `until_disconnect`.
 
-A guard decides from headers and path alone who may use a route. A route lists its guard among its dependencies, where
-it is part of the route's documentation. `GuardedRoute` checks the guard before it reads the first byte of the body.
+A guard decides from headers and path alone who may use a route. A route lists its guard among its dependencies.
+`GuardedRoute` checks the guard before it reads the first byte of the body.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import Response
 from agentjet.errors import Forbidden, NotFound, TooLarge, Unauthorized
 from agentjet.gateway import observability
 from agentjet.gateway.concurrency import offload
-from agentjet.server.auth import KEY_PREFIX
+from agentjet.server.auth import KEY_PREFIX, Bearer
 from agentjet.server.limits import Limits, parse_body
 from agentjet.server.runs import AppDeps, bearer_of, deps_of, key_of
 
@@ -37,12 +37,6 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client closed the connection before it was answered."""
-
-
-def hang_up_of(request: Request) -> Callable[[], None]:
-    """Returns a function that closes the request's connection at once. In-process transports have no connection."""
-    hang_up: Callable[[], None] = getattr(request.state, "hang_up", lambda: None)
-    return hang_up
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
@@ -69,23 +63,20 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-Check = Callable[[AppDeps, str, Request], object]
-"""Arguments: the dependencies, the bearer token or "", the request. Raises `Unauthorized` or `Forbidden`."""
 CHECKED = "agentjet.checked"
 """Key in the scope of a request whose guards were checked before its body was read."""
 
 
 class Guard:
-    """One access rule, listed among the dependencies of a route."""
+    """One access rule. `check` raises `Unauthorized`, `Forbidden`, or `NotFound` for a route the run does not have."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: Callable[[AppDeps, Request], object]) -> None:
         self._check = check
 
     def check(self, request: Request) -> None:
-        """Raises `Unauthorized`, `Forbidden`, or `NotFound` for a route that the run does not have."""
         deps = deps_of(request)
         try:
-            self._check(deps, bearer_of(request), request)
+            self._check(deps, request)
         except Unauthorized:
             if not deps.keys.knows(key_of(request)):
                 deps.runs.refuse_foreign(key_of(request))
@@ -97,21 +88,19 @@ class Guard:
             self.check(request)
 
 
-def _episode(deps: AppDeps, token: str, request: Request) -> None:
+def _token(needed: Bearer) -> Guard:
+    return Guard(lambda deps, request: deps.keys.control(bearer_of(request), needed))
+
+
+def _check_episode(deps: AppDeps, request: Request, needed: Bearer = "client") -> None:
     episode_id = request.path_params["episode_id"]
-    deps.keys.client(token, episode_id=episode_id, max_age=deps.max_age)
+    deps.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=deps.max_age)
     observability.episode_id.set(episode_id)
 
 
-def _episode_reader(deps: AppDeps, token: str, request: Request) -> None:
-    episode_id = request.path_params["episode_id"]
-    deps.keys.control(token, episode_id=episode_id, max_age=deps.max_age)
-    observability.episode_id.set(episode_id)
-
-
-def _episode_scorer(deps: AppDeps, token: str, request: Request) -> None:
-    _episode(deps, token, request)
-    if token.startswith(KEY_PREFIX) and not deps.gateway.config.server.episode_may_finish:
+def _check_scorer(deps: AppDeps, request: Request) -> None:
+    _check_episode(deps, request)
+    if bearer_of(request).startswith(KEY_PREFIX) and not deps.gateway.config.server.episode_may_finish:
         raise Forbidden(
             "This server does not accept rewards with an episode key: use the token in the file 'token' of its data "
             "dir, or set server.episode_may_finish = true.",
@@ -119,31 +108,29 @@ def _episode_scorer(deps: AppDeps, token: str, request: Request) -> None:
         )
 
 
-def _episode_key(deps: AppDeps, token: str, request: Request) -> None:
+def _check_episode_key(deps: AppDeps, request: Request) -> None:
     request.state.episode_id = deps.keys.episode(key_of(request), deps.max_age)
 
 
-def _server_admin(deps: AppDeps, token: str, request: Request) -> None:
+def _check_server_admin(deps: AppDeps, request: Request) -> None:
     if request.scope.get("root_path"):
         raise NotFound("Runs are managed at /swarm/v1/runs: send this request without /runs/NAME.", code="not_found")
-    deps.keys.admin(token)
+    deps.keys.control(bearer_of(request), "admin")
 
 
-VIEWER = Guard(lambda deps, token, _: deps.keys.control(token))
+VIEWER = [Depends(_token("viewer"))]
 """Allows every token of the run, and the server's admin token, as the other guards do."""
-CLIENT = Guard(lambda deps, token, _: deps.keys.client(token))
-"""Allows the client token and the admin token."""
-ADMIN = Guard(lambda deps, token, _: deps.keys.admin(token))
-"""Allows the admin token."""
-SERVER_ADMIN = Guard(_server_admin)
+CLIENT = [Depends(_token("client"))]
+ADMIN = [Depends(_token("admin"))]
+SERVER_ADMIN = [Depends(Guard(_check_server_admin))]
 """Allows the admin token of the default run, and no path of another run."""
-EPISODE = Guard(_episode)
+EPISODE = [Depends(Guard(_check_episode))]
 """Allows the client token, the admin token, and the key of the episode in the path."""
-EPISODE_READER = Guard(_episode_reader)
+EPISODE_READER = [Depends(Guard(lambda deps, request: _check_episode(deps, request, "viewer")))]
 """Allows every token of the run, and the key of the episode in the path."""
-EPISODE_SCORER = Guard(_episode_scorer)
+EPISODE_SCORER = [Depends(Guard(_check_scorer))]
 """As `EPISODE`, but allows the key only if `server.episode_may_finish` is true."""
-EPISODE_KEY = Guard(_episode_key)
+EPISODE_KEY = [Depends(Guard(_check_episode_key))]
 """Allows the key of an episode, and stores the episode's id in the state of the request."""
 
 BEARER = HTTPBearer(auto_error=False)
@@ -167,15 +154,21 @@ class GuardedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         guards = [each.dependency for each in self.dependencies if isinstance(each.dependency, Guard)]
-        model: TypeAdapter[Any] | None = None
-        if self.body_field is not None and (annotation := self.body_field.field_info.annotation) is not None:
-            model = TypeAdapter(annotation)
+        annotation: Any = self.body_field and self.body_field.field_info.annotation
+        model: TypeAdapter[Any] | None = TypeAdapter(annotation) if self.body_field else None
 
         async def guarded(request: Request) -> Response:
             for guard in guards:
                 guard.check(request)
             request.scope[CHECKED] = True
-            return await handle(request if model is None else await _read(request, model))
+            if model is not None:
+                limits = deps_of(request).limits
+                body = await _body(request, limits)
+                value = None
+                if body and _is_json(request):
+                    value = await offload(len(body), parse_body, body, model, limits)
+                request = _ReadRequest(request, body, value)
+            return await handle(request)
 
         return guarded
 
@@ -195,30 +188,21 @@ class _ReadRequest(Request):
         return self._value
 
 
-async def _read(request: Request, model: TypeAdapter[Any]) -> Request:
-    limits = deps_of(request).limits
-    body = await _body(request, limits)
-    value = await offload(len(body), parse_body, body, model, limits) if body and _is_json(request) else None
-    return _ReadRequest(request, body, value)
-
-
 async def _body(request: Request, limits: Limits) -> bytes:
     """Raises `TooLarge`, if possible from the headers alone, or `ClientGone`."""
+    too_large = TooLarge(f"The body is larger than {limits.body_bytes} bytes (server.max_body_mb).")
     declared = request.headers.get("content-length", "")
-    pieces, size = [], int(declared) if declared.isdecimal() and len(declared) < 16 else 0
+    if declared.isdecimal() and int(declared[:16]) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
     try:
-        if size <= limits.body_bytes:
-            size = 0
-            async for piece in request.stream():
-                pieces.append(piece)
-                size += len(piece)
-                if size > limits.body_bytes:
-                    break
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limits.body_bytes:
+                raise too_large
     except ClientDisconnect:
         raise ClientGone from None
-    if size > limits.body_bytes:
-        raise TooLarge(f"The body is larger than {limits.body_bytes} bytes (server.max_body_mb).")
-    return b"".join(pieces)
+    return bytes(body)
 
 
 def _is_json(request: Request) -> bool:

@@ -7,58 +7,73 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
-from reprlib import Repr
+from reprlib import repr as short_repr
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from agentjet.errors import InvalidRequest, Later, RequestError
-from agentjet.gateway.engine import IllegalInState
+from agentjet.errors import CheckpointError, InvalidRequest, Later, RequestError
 from agentjet.protocol import Problem
 from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
-from agentjet.server.runs import deps_of, route_path
+from agentjet.server.runs import INFERENCE_PATH, deps_of, route_path
 
-_REPR = Repr()
-"""Shortens values in messages: a value can be as large as a body."""
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
-_REPR.maxlist = _REPR.maxdict = 40
 COUNTED = (400, 404, 413, 422, 500)
 """Statuses after which a client does not repeat a call."""
 PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
 """Documentation of an error response of a control route in `/openapi.json`."""
-INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 
-def install(app: FastAPI) -> None:
-    """Registers the error handlers of `app`."""
-    app.add_exception_handler(RequestError, _request_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(ClientGone, _client_gone)
-    app.add_exception_handler(Exception, _unexpected)
+async def respond_to_error(request: Request, error: Exception) -> Response:
+    """Returns the response to an exception of a route, and counts it on the episode of the request."""
+    path = route_path(request.scope)  # `request.url.path` has no line breaks, so `/k/%0D/v1/` would not match.
+    headers: Mapping[str, str] = {}
+    match error:
+        case ClientGone():
+            return Response(status_code=499)
+        case RequestError():
+            refused = error
+        case RequestValidationError():
+            refused = describe_validation(error, 400 if INFERENCE_PATH.match(path) else 422, _known_names(request))
+        case HTTPException():
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+            shown_path = re.sub(r"^/k/[^/]+", "/k/…", path)
+            refused = RequestError(
+                f"{request.method} {shown_path}: {error.detail}", code=code, status=error.status_code
+            )
+            headers = error.headers or {}
+        case CheckpointError():
+            refused = RequestError(str(error), code="checkpoint_failed", status=507)
+        case _:
+            refused = internal_error()
+    await count_refusal(request, refused)
+    response = error_response(path, refused)
+    response.headers.update(headers)
+    return response
 
 
-def _without_key(path: str) -> str:
-    return re.sub(r"^/k/[^/]+", "/k/…", path)
+HANDLED = (ClientGone, RequestError, RequestValidationError, HTTPException, CheckpointError, Exception)
+"""The exceptions for which an application calls `respond_to_error`."""
+
+
+def internal_error() -> RequestError:
+    return RequestError("Internal error: see the server's log.", code="internal_error", status=500)
 
 
 def error_response(path: str, error: RequestError) -> Response:
     """Returns the response to `error` in the shape of the route `path`, which is without `/runs/NAME`."""
     headers = {}
-    retry_after: float | None = None
-    if isinstance(error, Later):
-        retry_after = error.retry_after
+    retry_after = error.retry_after if isinstance(error, Later) else None
+    if retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
-    inference = INFERENCE_PATH.match(path)
-    if inference:
+    if inference := INFERENCE_PATH.match(path):
         # Without this header, OpenAI's SDKs also repeat requests after a 409 or 500, which cannot help here.
         headers["x-should-retry"] = "true" if retry_after is not None else "false"
         return JSONResponse(error_shape(inference[2]).body(error), error.status, headers)
@@ -71,64 +86,16 @@ def error_response(path: str, error: RequestError) -> Response:
         retry_after=retry_after,
     )
     body = problem.model_dump(exclude_none=True)
-    if isinstance(error, IllegalInState):  # RFC 9457, section 3.2: extension members
-        body |= {"state": error.state, "legal": list(error.legal)}
     return JSONResponse(body, error.status, headers, media_type="application/problem+json")
-
-
-async def _refusal(request: Request, error: RequestError) -> Response:
-    await count_refusal(request, error)
-    return error_response(_path(request), error)
 
 
 async def count_refusal(request: Request, error: RequestError) -> None:
     """Counts `error` on the episode of the request if it is a final error of a call (see `COUNTED`)."""
-    inference = INFERENCE_PATH.match(_path(request))
+    inference = INFERENCE_PATH.match(route_path(request.scope))
     is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
-    if not is_call or request.method != "POST" or error.status not in COUNTED:
-        return
     episode_id = getattr(request.state, "episode_id", None)  # stored by the guard of the route
-    if episode_id is not None:
+    if is_call and request.method == "POST" and error.status in COUNTED and episode_id is not None:
         await deps_of(request).gateway.refused(episode_id, error)
-
-
-def _path(request: Request) -> str:
-    """Returns the path that was routed. `request.url.path` has no line breaks, so `/k/%0D/v1/` would not match."""
-    return route_path(request.scope)
-
-
-async def _request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return await _refusal(request, error)
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    status = 400 if INFERENCE_PATH.match(_path(request)) else 422
-    return await _refusal(request, describe_validation(error, status, _known_names(request)))
-
-
-async def _http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    what = f"{request.method} {_without_key(_path(request))}: {error.detail}"
-    response = await _refusal(
-        request,
-        RequestError(what, code=codes.get(error.status_code, "invalid_request"), status=error.status_code),
-    )
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    return await _refusal(
-        request,
-        RequestError("Internal error: see the server's log.", code="internal_error", status=500),
-    )
 
 
 def describe_validation(error: RequestValidationError, status: int, known: tuple[str, ...]) -> InvalidRequest:
@@ -145,10 +112,9 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
             code="not_json",
             status=status,
         )
-    shown = _REPR.repr(first.get("input"))
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    given = short_repr(first.get("input"))[:80]  # a value can be as large as a body
     message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{name}: {message} (given: {shown})", code="invalid_value", status=status, param=name)
+    return InvalidRequest(f"{name}: {message} (given: {given})", code="invalid_value", status=status, param=name)
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:

@@ -1,7 +1,7 @@
 """HTTP below the routes: the `Host` check, the paths of runs, the TLS certificate, the socket, the connections and
 uvicorn's settings.
 
-`HostCheck` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
+`Entry` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
 server, but the browser then sends that name in `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers
 in plain text and accepts a repeated `Host`.
 """
@@ -15,7 +15,6 @@ import re
 import socket
 import ssl
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -29,9 +28,10 @@ from agentjet.config import ServerConfig
 from agentjet.config.schema import is_loopback
 from agentjet.errors import ConfigError, InvalidRequest, RequestError
 from agentjet.gateway import observability
-from agentjet.server import error_handlers
+from agentjet.server.error_handlers import error_response
 from agentjet.server.limits import Limits
-from agentjet.server.runs import RUN, AppDeps, ServedRuns, key_of, route_path, run_in_path
+from agentjet.server.runs import RUN, RUN_PATH, ServedRuns, route_path
+from agentjet.types import RUN_NAME
 
 
 def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
@@ -49,32 +49,48 @@ HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII)
 """Syntax of `Host` in lower case: a name or an address, with or without a port."""
 
 
-class HostCheck:
-    """Middleware that refuses requests whose `Host` is not allowed, malformed or repeated.
+class Entry:
+    """Middleware that checks `Host`, and finds the run of a path below `/runs/NAME`, or refuses the request.
 
-    Loopback names and those in `allowed` are allowed; None allows every name.
+    Loopback names and those in `allowed` are allowed; None allows every name. `/runs/NAME` becomes the root path, so
+    routes match the rest and `request.base_url` is that of the run.
     """
 
-    def __init__(self, app: ASGIApp, allowed: frozenset[str] | None) -> None:
+    def __init__(self, app: ASGIApp, runs: ServedRuns, allowed: frozenset[str] | None) -> None:
         self._app = app
+        self._runs = runs
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
-        if scope["type"] != "http" or self._is_allowed(given):
-            await self._app(scope, receive, send)
-            return
-        error = InvalidRequest(
-            f"The host {', '.join(given)[:200]!r} is not allowed: to allow it, add it to server.allowed_hosts.",
-            code="host_not_allowed",
-        )
-        await error_handlers.error_response(route_path(scope), error)(scope, receive, send)
+        if scope["type"] == "http":
+            try:
+                self._check_host(Headers(scope=scope).getlist("host"))
+                if named := RUN_PATH.match(scope["path"]):
+                    scope = self._enter({**scope, "root_path": named[0]}, named[1])
+            except RequestError as error:
+                await error_response(route_path(scope), error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-    def _is_allowed(self, given: list[str]) -> bool:
+    def _check_host(self, given: list[str]) -> None:
         host = _host(given[0]) if len(given) == 1 else ""
-        if self._allowed is None:  # HTTP/1.0 requests can have no Host.
-            return bool(host) or not given
-        return is_loopback(host) or host in self._allowed
+        any_host = self._allowed is None and (host or not given)  # HTTP/1.0 requests can have no Host.
+        if not (any_host or is_loopback(host) or host in (self._allowed or ())):
+            raise InvalidRequest(
+                f"The host {', '.join(given)[:200]!r} is not allowed: to allow it, add it to server.allowed_hosts.",
+                code="host_not_allowed",
+            )
+
+    def _enter(self, scope: Scope, name: str) -> Scope:
+        """A name with percent signs, or one that no run can have, is looked up as a path, which no run has."""
+        root = scope["root_path"]
+        if not (RUN_NAME.fullmatch(name) and (scope["raw_path"] + b"/").startswith(f"{root}/".encode())):
+            name = root
+        # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
+        if scope["method"] != "HEAD":
+            scope[RUN] = self._runs.enter(name, HTTPConnection(scope))
+            observability.run.set(name)
+        return scope
 
 
 def _host(given: str) -> str:
@@ -83,63 +99,20 @@ def _host(given: str) -> str:
     return found[1].strip("[]") if found else ""
 
 
-class RunPaths:
-    """Middleware that finds the run of a path below `/runs/NAME`, if the caller may enter it, or refuses the request.
-
-    `NAME` becomes part of the root path, so routes match the rest and `request.base_url` is that of the run.
-    """
-
-    def __init__(self, app: ASGIApp, runs: ServedRuns) -> None:
-        self._app = app
-        self._runs = runs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        named = run_in_path(scope) if scope["type"] == "http" else None
-        if named is None:
-            await self._app(scope, receive, send)
-            return
-        root, name = named
-        scope = {**scope, "root_path": root}
-        try:
-            # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
-            if scope["method"] != "HEAD":
-                scope[RUN] = self._entered(name, HTTPConnection(scope))
-                observability.run.set(name)
-        except RequestError as error:
-            await error_handlers.error_response(route_path(scope), error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _entered(self, name: str, connection: HTTPConnection) -> AppDeps:
-        """Raises `Unauthorized`, `Forbidden` or `NotFound`."""
-        key, keys = key_of(connection), self._runs.default.keys
-        if (entered := self._runs.enter(name, key)) is not None:
-            return entered
-        if error_handlers.INFERENCE_PATH.match(route_path(connection.scope)):
-            keys.episode(key, 0.0)
-        keys.control(key)
-        raise AssertionError("no run has this token")
-
-
 def check_certificate(server: ServerConfig) -> None:
     """Raises `ConfigError` if the certificate or its key is unreadable, or if they do not belong together."""
-    for name, path in (("tls_cert", server.tls_cert), ("tls_key", server.tls_key)):
-        try:
-            if path:
-                Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"server.{name} = {path!r} cannot be read: {error.strerror}") from None
-    if server.tls_cert:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            # The empty password stops OpenSSL from asking for a passphrase on the terminal.
-            context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
-        except (ssl.SSLError, ValueError) as error:
-            why = getattr(error, "reason", None) or error
-            raise ConfigError(
-                f"server.tls_cert = {server.tls_cert!r} and server.tls_key = {server.tls_key!r} cannot be used "
-                f"together ({why}): use a certificate chain and its key without a passphrase, both PEM"
-            ) from None
+    if not server.tls_cert:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The empty password stops OpenSSL from asking for a passphrase on the terminal.
+        context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"server.tls_cert = {server.tls_cert!r} and server.tls_key = {server.tls_key!r} cannot be used together "
+            f"({why}): use a certificate chain and its key without a passphrase, both PEM"
+        ) from None
 
 
 log = logging.getLogger(__name__)
@@ -170,10 +143,7 @@ class LimitedConnection(HttpToolsProtocol):
     * the number of open connections;
     * the size of the headers and the time they take;
     * the time of the body, and its framing, which must not be larger than its content;
-    * the time of the rest of a body after an early response.
-
-    A request can close its connection at once with `hang_up` in its state, even if the client does not read. When the
-    server stops, connections whose client does not read are closed the same way.
+    * the time of the rest of a body after an early response, and of a response that its client does not read.
     """
 
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
@@ -181,14 +151,12 @@ class LimitedConnection(HttpToolsProtocol):
         self._limits = limits
         self._in_head = True
         self._num_bytes = 0
-        """Received bytes of the present headers, or of the present body with its framing."""
+        """Received bytes of the present headers, or of the framing of the present body."""
         self._body_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        """Closes the connection if the headers or the body are not complete in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "hang_up": transport.abort}
         if len(self.connections) > self._limits.connections:
             log.warning("connection refused: %d are open (server.max_connections)", len(self.connections) - 1)
             transport.abort()
@@ -211,13 +179,11 @@ class LimitedConnection(HttpToolsProtocol):
         if data and not self.transport.is_closing():
             self._num_bytes += len(data)
             super().data_received(data)
-            framing = self._num_bytes - self._body_bytes
-            if framing > min(self._body_bytes, self._limits.body_bytes) + self._limits.header_bytes:
+            if self._num_bytes > self._body_bytes + self._limits.header_bytes:
                 self.transport.abort()
 
     def on_message_begin(self) -> None:
-        if self._deadline is None:  # For the first request, the time runs since the connection.
-            self._must_end_within(self._limits.header_seconds)
+        self._must_end_within(self._limits.header_seconds)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -230,23 +196,28 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
+        self._num_bytes -= len(body)
+        self._body_bytes = min(self._body_bytes + len(body), self._limits.body_bytes)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_head, self._num_bytes = True, 0
-        self._must_end_within(None)
+        if not self.cycle.response_complete:  # After an early response, the connection is closed.
+            self._must_end_within(None)
         super().on_message_complete()
-        if self.cycle.response_complete and not self.pipeline:  # Answered early; idle from now on.
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._in_head and not self.transport.is_closing():
             self._must_end_within(self._limits.linger_seconds)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._must_end_within(self._limits.stall_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._must_end_within(None)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -260,15 +231,10 @@ class LimitedConnection(HttpToolsProtocol):
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
     def _refuse_headers(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # An earlier request is being answered.
-            self.transport.abort()
-            return
-        message = f"The request line and the headers are larger than {self._limits.header_bytes} bytes."
-        head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
-            f"content-length: {len(message)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write((head + message).encode())
+        if self.cycle is None or self.cycle.response_complete:  # Else an earlier request is being answered.
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
         self.transport.close()
 
 

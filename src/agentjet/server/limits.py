@@ -1,10 +1,6 @@
 """Limits of a request and of a connection, and the parsing of JSON bodies within them. Every route has the same limits.
 
-Two limits are settings. The others are constants, because they are far above what clients need; `docs/operations.md`
-has the table.
-
-A large body is counted before it is parsed: counting is cheap, and a parsed body of empty objects takes twenty-five
-times the memory of its text.
+Two limits are settings. The others are constants far above what clients need; `docs/operations.md` has the table.
 """
 
 from __future__ import annotations
@@ -44,9 +40,11 @@ class Limits:
     depth: int = 200
     """Nesting of arrays and objects."""
     header_seconds: float = 30.0
-    """From the connection, or from the first byte of a later request, to the end of the headers."""
+    """From the connection, or from the first byte of a request, to the end of the headers."""
     linger_seconds: float = 10.0
     """For the rest of a body after an early response; then the connection is closed."""
+    stall_seconds: float = 300.0
+    """For a client that reads nothing of its response; then the connection is closed."""
 
     @classmethod
     def of(cls, server: ServerConfig) -> Limits:
@@ -61,24 +59,15 @@ class Limits:
         return self.header_seconds + self.body_bytes / MIN_BODY_RATE
 
 
-CHUNK_BYTES = 64 * 2**10
-"""Bytes counted in one step. Other threads can run between two steps."""
-
-
 def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
     """Returns a body as a value of `model`. Raises `InvalidRequest`, `TooLarge`, or `RequestValidationError`."""
-    if len(body) >= LARGE:
+    if len(body) >= LARGE:  # Counting is cheap; a parsed body of empty objects has 25 times the size of its text.
         _check_counts(body, limits)
     try:
         value = json.loads(body)
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not JSON: {error.msg}.", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"The body cannot be read as JSON: {error}.", code="invalid_json") from None
-    for name, item in value.items() if isinstance(value, dict) else (("the body", value),):
-        _check_nesting(item, str(name), limits)
-    if isinstance(value, dict) and len(value) > limits.keys:
-        raise _too_many_keys(value, "the body", limits)
+        raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
+    _check_shape(value, limits)
     try:
         return model.validate_python(value)
     except ValidationError as error:
@@ -87,24 +76,11 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
 
 
 def count_values(body: bytes) -> tuple[int, int]:
-    """Returns an upper bound of the number of values in a JSON text, and the number of its arrays and objects.
-
-    One pass in constant memory. For text that is not JSON, the numbers have no meaning.
-    """
-    num_commas = num_opened = 0
-    in_string, carried = False, b""
-    for start in range(0, len(body), CHUNK_BYTES):
-        piece = carried + body[start : start + CHUNK_BYTES]
-        escaping = len(piece) - len(piece.rstrip(b"\\"))
-        carried = piece[-1:] if escaping % 2 else b""
-        # Without escapes, every remaining quote opens or closes a string.
-        plain = piece[: len(piece) - len(carried)].replace(b"\\\\", b"").replace(b'\\"', b"")
-        parts = plain.split(b'"')
-        outside = b"".join(parts[in_string::2])
-        num_commas += outside.count(b",")
-        num_opened += outside.count(b"[") + outside.count(b"{")
-        in_string ^= len(parts) % 2 == 0
-    return num_commas + num_opened + 1, num_opened
+    """Returns an upper bound of the number of values in a JSON text, and the number of its arrays and objects."""
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(without_escapes.split(b'"')[::2])
+    num_opened = outside.count(b"[") + outside.count(b"{")
+    return num_opened + outside.count(b",") + 1, num_opened
 
 
 def _check_counts(body: bytes, limits: Limits) -> None:
@@ -120,27 +96,21 @@ def _check_counts(body: bytes, limits: Limits) -> None:
             raise TooLarge(f"The body has {found} {what}, above the limit of {most}: send fewer items.")
 
 
-def _check_nesting(value: Any, name: str, limits: Limits) -> None:
-    """Goes level by level, because deep nesting would exceed the recursion limit."""
-    level, depth = [value], 1
-    while level := [container for container in level if isinstance(container, dict | list)]:
-        depth += 1
-        if depth > limits.depth:
-            raise InvalidRequest(
-                f"{name} nests its JSON more than {limits.depth} levels deep: flatten it.",
-                code="nested_too_deep",
-                param=name,
-            )
-        below: list[Any] = []
-        for container in level:
-            if isinstance(container, list):
-                below += container
-            elif len(container) > limits.keys:
-                raise _too_many_keys(container, name, limits)
-            else:
-                below += container.values()
+def _check_shape(body: Any, limits: Limits) -> None:
+    """Goes level by level, because deep nesting would exceed the recursion limit. Errors name the key of the body."""
+    level: list[tuple[str, Any]] = [("the body", body)]
+    for depth in range(limits.depth):
+        below: list[tuple[str, Any]] = []
+        for name, value in level:
+            if isinstance(value, dict):
+                if len(value) > limits.keys:
+                    why = f"has an object with {len(value)} keys, above the limit of {limits.keys}."
+                    raise TooLarge(f"{name} {why}", param=name)
+                below += [(name if depth else key, item) for key, item in value.items() if type(item) in (dict, list)]
+            elif isinstance(value, list):
+                below += [(name, item) for item in value if type(item) in (dict, list)]
+        if not below:
+            return
         level = below
-
-
-def _too_many_keys(value: dict[str, Any], name: str, limits: Limits) -> TooLarge:
-    return TooLarge(f"{name} has an object with {len(value)} keys, above the limit of {limits.keys}.", param=name)
+    why = f"nests its JSON more than {limits.depth} levels deep: flatten it."
+    raise InvalidRequest(f"{level[0][0]} {why}", code="nested_too_deep", param=level[0][0])

@@ -1,6 +1,6 @@
-"""Monitoring of the server: log formats, and the routes `/healthz`, `/readyz` and `/metrics`.
+"""Monitoring of the server: its log, and the routes `/healthz`, `/readyz` and `/metrics`.
 
-Log records are text or JSON, name their episode and batch, and contain no secrets. Episode keys occur in paths
+Log records name their episode and batch, and contain no secrets. Episode keys occur in paths
 (`/k/{key}/`), tokens and keys in headers; `redact` replaces them in messages and tracebacks.
 
 `/metrics` is in Prometheus' text format. It reads the gateway's numbers on each request and counts nothing itself.
@@ -8,24 +8,21 @@ Log records are text or JSON, name their episode and batch, and contain no secre
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
-from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from agentjet.config.schema import LogFormat
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import LogContextFilter
 from agentjet.server.deps import BEARER, VIEWER, Deps, GuardedRoute
@@ -39,8 +36,8 @@ SECRET_PATTERNS = (
 )
 
 
-NOT_SHOWN = (None, "", DEFAULT_RUN)
-"""Values of a record's context that are left out."""
+GAUGES = ("live", "waiting")
+"""Episode counts that can fall. The others only grow."""
 
 
 class LogFile(RotatingFileHandler):
@@ -58,12 +55,11 @@ def redact(text: str) -> str:
     return text
 
 
-def configure_handler(handler: logging.Handler, log_format: LogFormat, line: str) -> logging.Handler:
-    """Sets filters and format of `handler` and returns it. `line` is the text format in `logging`'s percent style."""
+def configure_handler(handler: logging.Handler, line: str) -> None:
+    """Sets filters and format of `handler`. `line` is the format in `logging`'s percent style."""
     handler.addFilter(LogContextFilter())
     handler.addFilter(_is_relevant)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(line))
-    return handler
+    handler.setFormatter(TextFormatter(line))
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
@@ -75,39 +71,19 @@ class TextFormatter(logging.Formatter):
     """A text line that ends with the run (not the default one), episode and batch of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
+        context = {name: getattr(record, name, None) for name in ("run", "episode_id", "batch_id")}
         about = [
-            f"{name}={held}"
-            for name in ("run", "episode_id", "batch_id")
-            if (held := getattr(record, name, None)) not in NOT_SHOWN and str(held) not in record.getMessage()
+            f"{name}={value}"
+            for name, value in context.items()
+            if value not in (None, "", DEFAULT_RUN) and str(value) not in record.getMessage()
         ]
         first, newline, rest = super().format(record).partition("\n")
         return redact(" ".join([first, *about]) + newline + rest)
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: `time` (Unix seconds), `level`, `logger`, `message`; if known, also `run` (not the
-    default one), `episode_id`, `batch_id`, `event` and `traceback`.
-    """
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": round(record.created, 3),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        for name in ("run", "episode_id", "batch_id", "event"):
-            held = getattr(record, name, None)
-            if held not in NOT_SHOWN:
-                line[name] = held
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return redact(json.dumps(line, ensure_ascii=False, default=str))
-
-
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-GAUGES = ("live", "waiting")
-"""Episode counts that can fall. The others only grow."""
+def printable(text: str) -> str:
+    """Returns `text` with control characters escaped: clients choose metric names, and terminals show them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def exposition(gateway: Gateway) -> bytes:
@@ -117,72 +93,42 @@ def exposition(gateway: Gateway) -> bytes:
     return generate_latest(registry)
 
 
-def printable(text: str) -> str:
-    """Returns `text` with control characters escaped: clients choose metric names, and terminals show them."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 class _GatewayCollector(Collector):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics. Those of the default run have no label `run`."""
-        run = self._gateway.run
-        for metric in self._collected():
-            if run != DEFAULT_RUN:
-                metric.samples = [sample._replace(labels={"run": run, **sample.labels}) for sample in metric.samples]
-            yield metric
+        status, engine, family = self._gateway.status(), self._gateway.engine, self._family
+        states = {state: float(state == status.state) for state in get_args(EngineState)}
+        yield family("state", "1 for the present state of the engine.", states, "state")
+        yield family("state_seconds", "Seconds since the engine entered its state.", engine.seconds_in_state())
+        waiting = {name: count for name, count in status.episodes.items() if name in GAUGES}
+        yield family("episodes", "Episodes that are live, or finished and not yet trained.", waiting, "status")
+        ended = {name: count for name, count in status.episodes.items() if name not in GAUGES}
+        yield family("episodes_total", "Ended episodes since the data dir was created.", ended, "status")
+        groups = {"open": status.groups_open, "complete": status.groups_complete}
+        yield family("groups", "Groups of the batch that is being filled.", groups, "state")
+        step = {printable(name): value for name, value in status.last_step.items()}
+        yield family("step", "Metrics of the newest batch.", step, "metric")
+        yield family("workers_started_total", "Workers started.", status.workers_started)
+        yield family("workers_hung_total", "Workers killed because they made no progress.", status.workers_hung)
+        yield family("policy_version", "Number of learned batches.", status.policy_version)
+        yield family("calls_active", "Calls that wait, are sampled, or are being sent.", status.calls_active)
+        yield family("clients", "Most recent clients since the server started.", len(status.clients))
+        unusable = len(status.unusable_checkpoints)
+        yield family("unusable_checkpoints", "Checkpoints that could not be used.", unusable)
+        journal = [path for path in self._gateway.folder.glob("journal.sqlite*") if path.suffix != ".lock"]
+        yield family("journal_bytes", "Size of the journal on disk.", sum(path.stat().st_size for path in journal))
+        yield family("uptime_seconds", "Seconds since the server started.", status.uptime)
 
-    def _collected(self) -> Iterator[Metric]:
-        status, engine = self._gateway.status(), self._gateway.engine
-        states = GaugeMetricFamily("agentjet_state", "1 for the present state of the engine.", labels=["state"])
-        for state in get_args(EngineState):
-            states.add_metric([state], float(state == status.state))
-        yield states
-        yield GaugeMetricFamily(
-            "agentjet_state_seconds", "Seconds since the engine entered its state.", engine.seconds_in_state()
-        )
-        yield from _episodes(status.episodes)
-        groups = GaugeMetricFamily("agentjet_groups", "Groups of the batch that is being filled.", labels=["state"])
-        groups.add_metric(["open"], status.groups_open)
-        groups.add_metric(["complete"], status.groups_complete)
-        yield groups
-        step = GaugeMetricFamily("agentjet_step", "Metrics of the newest batch.", labels=["metric"])
-        for name, value in status.last_step.items():
-            step.add_metric([printable(name)], value)
-        yield step
-        yield CounterMetricFamily("agentjet_workers_started", "Workers started.", status.workers_started)
-        yield CounterMetricFamily(
-            "agentjet_workers_hung", "Workers killed because they made no progress.", status.workers_hung
-        )
-        for name, meaning, value in (
-            ("policy_version", "Number of learned batches.", status.policy_version),
-            ("calls_active", "Calls that wait, are sampled, or are being sent.", status.calls_active),
-            ("clients", "Most recent clients since the server started.", len(status.clients)),
-            ("unusable_checkpoints", "Checkpoints that could not be used.", len(status.unusable_checkpoints)),
-            ("journal_bytes", "Size of the journal on disk.", self._journal_bytes()),
-            ("uptime_seconds", "Seconds since the server started.", status.uptime),
-        ):
-            yield GaugeMetricFamily(f"agentjet_{name}", meaning, value)
-
-    def _journal_bytes(self) -> int:
-        folder = self._gateway.folder
-        return sum(path.stat().st_size for path in folder.glob("journal.sqlite*") if path.suffix != ".lock")
-
-
-def _episodes(counts: dict[str, int]) -> Iterator[Metric]:
-    gauge = GaugeMetricFamily(
-        "agentjet_episodes",
-        "Episodes that are live, or finished and not yet trained.",
-        labels=["status"],
-    )
-    counter = CounterMetricFamily(
-        "agentjet_episodes", "Ended episodes since the data dir was created.", labels=["status"]
-    )
-    for name, count in counts.items():
-        (gauge if name in GAUGES else counter).add_metric([name], count)
-    yield from (gauge, counter)
+    def _family(self, name: str, meaning: str, values: float | Mapping[str, float], label: str = "") -> Metric:
+        """Returns a metric with a value for each value of `label`. Only other runs than the default one are a label."""
+        run = [] if self._gateway.run == DEFAULT_RUN else [self._gateway.run]
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(f"agentjet_{name}", meaning, labels=[*(["run"] if run else []), *([label] if label else [])])
+        for value, number in values.items() if isinstance(values, Mapping) else [("", values)]:
+            family.add_metric([*run, value], number)
+        return family
 
 
 READY: tuple[EngineState, ...] = ("sampling", "learning")
@@ -190,45 +136,30 @@ READY: tuple[EngineState, ...] = ("sampling", "learning")
 router = APIRouter(tags=["operations"], route_class=GuardedRoute)
 
 
-class Health(BaseModel):
-    """The answer of a process whose event loop runs."""
-
-    status: str = "alive"
-
-
-class Readiness(BaseModel):
-    """True if the server answers calls now."""
-
-    ready: bool
-    state: EngineState
-
-
 @router.get("/healthz", responses={400: PROBLEM})
-async def healthz() -> Health:
+async def healthz() -> dict[str, str]:
     """Answers 200 while the process is alive. Needs no token."""
-    return Health()
+    return {"status": "alive"}
 
 
-@router.get("/readyz", response_model=Readiness, responses={400: PROBLEM, 503: {"model": Readiness}})
+@router.get("/readyz", responses={400: PROBLEM, 503: {"description": "The server answers no calls now."}})
 async def readyz(deps: Deps) -> JSONResponse:
     """Answers 200 while the engine samples or learns and the disk can be written, else 503.
 
     Needs no token for the default run.
     """
     state = deps.gateway.engine.state
-    found = Readiness(ready=state in READY and not deps.gateway.swarm.store.file.refusal, state=state)
-    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
+    is_ready = state in READY and not deps.gateway.swarm.store.file.refusal
+    return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
 
 
-@router.get(
-    "/metrics",
-    dependencies=[Depends(BEARER), Depends(VIEWER)],
-    response_class=Response,
-    responses={
-        200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
-        **dict.fromkeys((400, 401, 403, 500), PROBLEM),
-    },
-)
+METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
+    **dict.fromkeys((400, 401, 403, 500), PROBLEM),
+}
+
+
+@router.get("/metrics", dependencies=[Depends(BEARER), *VIEWER], response_class=Response, responses=METRICS)
 async def get_metrics(deps: Deps) -> Response:
     """Metrics of the run for Prometheus. Needs a token of the run; use the viewer token."""
     return Response(exposition(deps.gateway), media_type=CONTENT_TYPE)

@@ -21,9 +21,9 @@ from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.gateway import Gateway
 from agentjet.gateway.runs import Runs
 from agentjet.protocol import RunSettings, RunView
-from agentjet.server.auth import SECRET_FILES, Keys
+from agentjet.server.auth import Keys
 from agentjet.server.limits import Limits
-from agentjet.types import DEFAULT_RUN, RUN_NAME
+from agentjet.types import DEFAULT_RUN
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ RUN = "agentjet.run"
 """Key in the scope of a request below `/runs/NAME`: the run, as `AppDeps`."""
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +79,6 @@ def key_of(request: HTTPConnection) -> str:
     return bearer_of(request) or request.headers.get("x-api-key", "")
 
 
-def run_in_path(scope: Scope) -> tuple[str, str] | None:
-    """Returns the part of the path that names a run, and the name; None for a path of the default run.
-
-    A name with percent signs, or one that no run can have, is returned with `/runs/` in front: no run has it.
-    """
-    found = RUN_PATH.match(scope["path"])
-    if found is None:
-        return None
-    is_plain = RUN_NAME.fullmatch(found[1]) and (scope["raw_path"] + b"/").startswith(f"{found[0]}/".encode())
-    return found[0], found[1] if is_plain else found[0]
-
-
 class ServedRuns:
     """The runs of a server, each with its keys."""
 
@@ -104,19 +93,30 @@ class ServedRuns:
             except (ConfigError, OSError) as error:
                 log.error("run %s cannot be entered: %s", view.name, error)
 
-    def enter(self, name: str, token: str) -> AppDeps | None:
-        """Returns the run `name` for the owner of `token`: a token or key of the run, or the server's admin token.
+    def enter(self, name: str, request: HTTPConnection) -> AppDeps:
+        """Returns the run `name` for the owner of a token or key of the run, or of the server's admin token.
 
-        None if no run has the token. Raises `Forbidden` for that of another run, and `NotFound` if the run is not open.
+        Raises `Unauthorized`; `Forbidden` for the owner of another run; `NotFound` if the run is not open.
         """
-        keys, default = self._keys.get(name), self.default.keys
-        if (keys or default).knows(token) and keys is not None:
-            return AppDeps(self._opened(name, token), keys, self, self.default.limits)
-        if default.is_admin(token):
-            self.runs.get(name)
+        key, keys, default = key_of(request), self._keys.get(name), self.default.keys
+        is_admin = default.bearer(key) == "admin"
+        is_known = (keys or default).knows(key) and keys is not None  # The same work for a name without a run.
+        if not (is_known or is_admin):
+            self.refuse_foreign(key)
+            if INFERENCE_PATH.match(route_path(request.scope)):
+                default.episode(key, 0.0)
+            default.control(key)
+            raise AssertionError("no run has this token")
+        try:
+            gateway = self.runs.get(name)
+        except NotFound:  # Only the server's admin gets the names of other runs.
+            if is_admin:
+                raise
+            way_out = f"the server's admin can open it (agentjet runs create {name})"
+            raise NotFound(f"The run {name!r} is not open: {way_out}.", code="run_not_found") from None
+        if keys is None:
             raise NotFound(f"The keys of run {name!r} cannot be read: see the server's log.", code="run_not_found")
-        self.refuse_foreign(token)
-        return None
+        return AppDeps(gateway, keys, self, self.default.limits)
 
     def refuse_foreign(self, token: str) -> None:
         """Raises `Forbidden` if a run has this token or key."""
@@ -136,24 +136,7 @@ class ServedRuns:
             raise Conflict(f"The run {name!r} cannot be entered: {error}.", code="run_unusable") from None
         return made
 
-    def _opened(self, name: str, token: str) -> Gateway:
-        """Raises `NotFound` if the run is not open; only the server's admin gets the names of other runs."""
-        try:
-            return self.runs.get(name)
-        except NotFound:
-            if self.default.keys.is_admin(token):
-                raise
-            raise NotFound(
-                f"The run {name!r} is not open: the server's admin can open it (agentjet runs create {name}).",
-                code="run_not_found",
-            ) from None
-
     def _open_keys(self, name: str) -> None:
-        """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`.
-
-        Keys that are known are read again if a file is missing: the folder may have been removed, and the run with it.
-        """
-        folder = self.default.gateway.config.server.data_dir / "runs" / name
-        if name not in self._keys or not all((folder / file).exists() for file in SECRET_FILES.values()):
-            default = self.default.keys
-            self._keys[name] = Keys.open(folder, server_admin=default.admin_token, clock=default.clock)
+        """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`."""
+        folder, default = self.default.gateway.config.server.data_dir / "runs" / name, self.default.keys
+        self._keys[name] = Keys.open(folder, server_admin=default.admin_token, clock=default.clock)

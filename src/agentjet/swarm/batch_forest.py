@@ -14,9 +14,8 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
-from agentjet.timeline.forks import OrphanReason, orphans
 from agentjet.timeline.support import unpack_sets
-from agentjet.timeline.tree import ConversationTree
+from agentjet.timeline.tree import ConversationTree, OrphanReason, orphans
 from agentjet.types import SOLE_POLICY, Call, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from agentjet.swarm import batch_forest, groups
 from agentjet.swarm.groups import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
+from agentjet.swarm.origin import of_policy
 from agentjet.swarm.state import Batch, Group, State
 from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
@@ -32,7 +33,8 @@ ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
 WAY_OUT = (
-    "Restore journal.sqlite together with its -wal and -shm files, or move only checkpoints/ to a new server.data_dir."
+    "Restore journal.sqlite together with its -wal and -shm files, or move only checkpoints/ to runs/default/ of a new "
+    "server.data_dir."
 )
 """For a data dir whose journal lost its end."""
 
@@ -88,8 +90,7 @@ class Batches:
             self._journal.add_batch(batch)
             for group in chosen:
                 store.put_group(replace(group, state="batched"))
-            store.record("run", composed=True, carry=batch.carry)
-            store.set(pending=batch)
+            store.pending, store.state.carry = batch, batch.carry
             self._mixture.start_batch()
             if not store.job.max_staleness:
                 self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
@@ -105,7 +106,7 @@ class Batches:
         with self._journal.reading() as journal:
             members = {}
             for episode_id in batch.episode_ids:
-                episode = self._store.episodes.get(episode_id) or journal.settled_episode(episode_id)
+                episode = self._store.episodes.get(episode_id) or journal.episode(episode_id)
                 assert episode is not None, "the journal keeps episodes longer than batches are replayed"
                 members[episode_id] = episode
             with _collector_paused():
@@ -136,9 +137,9 @@ class Batches:
         }
         merged = {name: value for name, value in merged.items() if math.isfinite(value)}
         with store.transaction():
-            self._journal.add_step(batch.id, merged, self._clock())
-            store.record("run", policy_version=batch.id + 1, composed=False)
-            store.set(pending=None, steps=self._journal.recent_steps(RECENT_STEPS))
+            self._journal.add_step(batch.id, merged)
+            store.state.advance(batch.id + 1)
+            store.pending, store.steps = None, self._journal.recent_steps(RECENT_STEPS)
             for episode_id in batch.episode_ids:
                 store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             self._mixture.start_batch()
@@ -156,14 +157,17 @@ class Batches:
         with store.transaction():
             pending = self._pending_groups()
             self._journal.remove_batches(batch.id)
-            store.record("run", composed=False, carry=self._journal.carry())
-            store.set(pending=None)
+            self._forget_pending()
             for group in pending:
                 groups.drop(store, group, "poisoned", self._clock())
             store.emit(
                 "batch",
                 {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
             )
+
+    def _forget_pending(self) -> None:
+        newest = self._journal.newest_batch()
+        self._store.pending, self._store.state.carry = None, newest.carry if newest is not None else {}
 
     def _pending_groups(self) -> list[Group]:
         """The groups of the pending batch as they were before its composition."""
@@ -184,8 +188,8 @@ class Batches:
         """
         if policy_version > self._store.state.durable_version:
             with self._store.transaction():
-                self._store.record("run", durable_version=policy_version)
-                self._store.snapshot()
+                self._store.state.durable_version = policy_version
+                self._journal.prune(self._store.state, self._clock())
 
     def from_version(self, policy_version: int) -> list[Batch]:
         """The batches that a worker at `policy_version` has yet to learn, in order, with the pending batch.
@@ -249,12 +253,16 @@ class Batches:
             for group in self._pending_groups():
                 store.put_group(group)
             journal.remove_batches(to)
-            journal.drop_settled(trained, ROLLED_BACK)
             store.start_at(version)
-            store.record("run", composed=False, carry=journal.carry())
-            num_groups = sum(len(batch.groups) for batch in undone)
-            store.record("rollback", episodes=len(trained), groups=num_groups, reason=ROLLED_BACK)
-            store.set(pending=None, steps=journal.recent_steps(RECENT_STEPS))
+            self._forget_pending()
+            for episode_id in trained:
+                episode = journal.episode(episode_id)
+                assert episode is not None, "the journal keeps episodes longer than batches are replayed"
+                journal.put_episode(replace(episode, trained_in=None, dropped=ROLLED_BACK))
+            store.state.counts["trained"] -= len(trained)
+            store.state.counts["dropped"] += len(trained)
+            store.state.count_lost("groups", version, ROLLED_BACK, sum(len(batch.groups) for batch in undone))
+            store.steps = journal.recent_steps(RECENT_STEPS)
             live, waiting = store.live(), store.state.counts["waiting"]
             for episode in live:
                 self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)
@@ -299,7 +307,7 @@ def check_stamp(journal: Journal, state: State, stamp: CheckpointStamp) -> None:
     """Raises `CheckpointError` unless the checkpoint belongs to the journal. Raises `ConfigError` if the journal ends
     before the checkpoint, because then the journal may have lost its end.
 
-    It belongs if the journal recorded its digest, if the journal is empty or begins at it, or if AgentJet 0.1 wrote it.
+    It belongs if the journal recorded its digest, or if the journal is empty or begins at it.
     """
     version, recorded = stamp.policy_version, journal.checkpoint_digest(stamp.policy_version)
     if recorded is not None and recorded != stamp.digest:
@@ -313,8 +321,7 @@ def check_stamp(journal: Journal, state: State, stamp: CheckpointStamp) -> None:
             f"The checkpoint of policy version {version} is newer than the journal, which ends at {end}. If another "
             f"run wrote the checkpoint, move it away. Otherwise the journal lost its end. {WAY_OUT}"
         )
-    is_old = not stamp.digest and version <= journal.undigested_until()
-    if recorded is None and not is_old and version != state.base_version:
+    if recorded is None and version != state.base_version:
         raise CheckpointError(
             f"The journal did not record a checkpoint of policy version {version}: they belong to different runs."
         )
@@ -324,7 +331,7 @@ def check_state_origin(journal: Journal, policy: str, state: Mapping[str, Any]) 
     """Raises `ConfigError` if the state of a policy's checkpoint has another origin than the journal, as far as both
     record it.
     """
-    origin = journal.origin_of(policy)
+    origin = of_policy(journal.origin, policy)
     recorded = {"model_weights": origin.get("model_weights"), "dtype": origin.get("model.dtype")}
     if "model.lora.rank" in origin:
         recorded["adapters"] = bool(origin["model.lora.rank"])

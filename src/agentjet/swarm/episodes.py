@@ -1,8 +1,7 @@
 """`SwarmState`: the rules of episodes, with `batches` and `queries` over the same store.
 
 Invariants:
-* an acknowledged change is on disk: the journal has it before the method returns, or, after `Store.defer_commits`, once
-  the `commit` and `sync` that follow have returned;
+* an acknowledged change is on disk: see `Store.defer_commits`;
 * a finished training episode is in exactly one of: waiting, one batch, a group dropped for a named reason;
 * only the episodes that the present batch needs are admitted, or, with `max_staleness`, as many batches as may wait
   without getting too old. Groups that do get too old are dropped and counted;
@@ -24,8 +23,9 @@ from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, Fin
 from agentjet.swarm import groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
-from agentjet.swarm.journal import Journal, of_worker
+from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
+from agentjet.swarm.origin import of_policy, of_worker
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, Episode, new_episode_id
 from agentjet.swarm.store import Leases, Store
@@ -66,9 +66,6 @@ class SwarmState:
         self._endings = Endings(self.store, self._leases)
         self.queries = Queries(self.store, self._leases, self._mixture, clock)
         self.batches = Batches(self.store, self._mixture, self._endings, clock)
-        self._seen_revisions = (-1, -1)
-        self._earliest: float | None = None
-        """No deadline is before it, as of `_seen_revisions`."""
 
     # ---- the run -------------------------------------------------------------------------------------------
 
@@ -80,7 +77,7 @@ class SwarmState:
     @property
     def job_revision(self) -> int:
         """Number of the settings in force; each change counts, from 1."""
-        return self.store.job_revision
+        return 0 if self.store.settings is None else self.store.settings.revision
 
     @property
     def policy_version(self) -> int:
@@ -98,19 +95,19 @@ class SwarmState:
 
     def dtype(self, policy: str) -> str:
         """The type of a policy's weights since its first version; empty until it is known."""
-        return str(self._journal.origin_of(policy).get("model.dtype", ""))
+        return str(of_policy(self._journal.origin, policy).get("model.dtype", ""))
 
     def replace_job(self, job: JobConfig) -> None:
         """Put other settings in force from here on. A batch keeps those it was composed with."""
         with self.store.transaction():
             self.store.put_job(job)
 
-    def check_origin(self, policy: str, info: ModelInfo) -> list[str]:
+    def check_origin(self, policy: str, info: ModelInfo) -> None:
         """Compare a new worker, before it loads or learns anything, with the origin of a policy.
 
-        Returns sentences about changes that are allowed. Raises `ConfigError` if the weights would differ.
+        Raises `ConfigError` if the weights would differ.
         """
-        return self._journal.check_origin(of_worker(info), metrics_prefix(policy, self.store.policies))
+        self._journal.check_origin(of_worker(info, metrics_prefix(policy, self.store.policies)))
 
     def record_origin(self) -> None:
         """Store the checked origins, because the workers and the newest checkpoint agree with them."""
@@ -151,8 +148,6 @@ class SwarmState:
         known = self.begun(request, idempotency_key)
         if known is not None:
             return known
-        if self.is_due():
-            self.reap()
         self.take_over(request)
         now = self._clock()
         if outdated := groups.outdated(self.store, request):
@@ -318,15 +313,14 @@ class SwarmState:
                 status=503,
                 retry_after=1.0,
             )
+        num_tokens, oldest = episode.num_tokens, episode.oldest_version
+        if not call.untrained:
+            num_tokens += len(call.completion)
+            oldest = min([version for version in (oldest, *call.versions[:1]) if version is not None], default=None)
         with self.store.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
-            num_tokens, oldest = episode.num_tokens, episode.oldest_version
-            if not call.untrained:
-                num_tokens += len(call.completion)
-                oldest = min([version for version in (oldest, *call.versions[:1]) if version is not None], default=None)
             num_calls = episode.num_calls + 1
             self.store.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
-            self.store.keep_tree((call.episode_id, call.role))
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.renew(episode)
 
@@ -364,44 +358,26 @@ class SwarmState:
         return self._leases.expires_at(episode, self.job)
 
     def reap(self) -> list[Episode]:
-        """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired."""
-        now = self._clock()
-        late = [episode for episode in self.store.live() if self.expires_at(episode) <= now]
-        with self.store.transaction():
-            expired = [self._endings.expire(episode, now) for episode in late]
-            for episode in expired:
-                self._endings.close_if_complete(episode, now)
-            for group in list(self.store.groups.values()):
-                deadline = groups.refill_deadline(self.store, group, self._leases.lease_epoch())
-                if deadline is not None and deadline <= now:
-                    groups.close(self.store, group, now)
-            self._endings.drop_groups(self._mixture.reap(), "stalled", STALLED, now)
-        return expired
+        """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired.
 
-    def next_deadline(self) -> float | None:
-        """Time at which `reap` next has an effect, if nothing changes."""
-        deadlines = [self.expires_at(episode) for episode in self.store.live()]
-        epoch = self._leases.lease_epoch()
-        refills = [groups.refill_deadline(self.store, group, epoch) for group in self.store.groups.values()]
-        others = [*refills, self._mixture.next_deadline()]
-        return min([*deadlines, *(deadline for deadline in others if deadline is not None)], default=None)
-
-    def no_deadline_before(self) -> float | None:
-        """A time that `next_deadline` is not before; None without a deadline.
-
-        Checks every lease only after a change, or once the deadline that it found before has passed. Activity only
-        postpones deadlines.
+        Call it often: it is what frees the places of the lost.
         """
-        self._leases.lease_epoch()
-        revisions = (self.store.revision, self._leases.revision)
-        if revisions != self._seen_revisions or (self._earliest is not None and self._earliest <= self._clock()):
-            self._seen_revisions, self._earliest = revisions, self.next_deadline()
-        return self._earliest
-
-    def is_due(self) -> bool:
-        """True if `reap` has an effect now."""
-        deadline = self.no_deadline_before()
-        return deadline is not None and deadline <= self._clock()
+        now, store = self._clock(), self.store
+        expired = []
+        for episode in [episode for episode in store.live() if self.expires_at(episode) <= now]:
+            with store.transaction():
+                expired.append(self._endings.expire(episode, now))
+                self._endings.close_if_complete(episode, now)
+        epoch = self._leases.lease_epoch()
+        for group in list(store.groups.values()):
+            deadline = groups.refill_deadline(store, group, epoch)
+            if deadline is not None and deadline <= now:
+                with store.transaction():
+                    groups.close(store, group, now)
+        if stalled := self._mixture.reap():
+            with store.transaction():
+                self._endings.drop_groups(stalled, "stalled", STALLED, now)
+        return expired
 
     # ---- inside --------------------------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
         return "no_tokens"
     if job.algorithm.drop_zero_variance and all_equal(members, store.policies):
         cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
-        if store.state.lost("groups", store.state.next_batch).get("zero_variance", 0) < cap:
+        if store.state.lost("groups", store.next_batch).get("zero_variance", 0) < cap:
             return "zero_variance"
     return ""
 

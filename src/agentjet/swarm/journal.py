@@ -1,23 +1,9 @@
 """`Journal`: the SQLite file that holds every fact that must survive a crash. One writer at a time.
 
-A transaction is on disk when it ends (`synchronous=FULL`), or, after `defer_commits`, when the next `commit` and `sync`
-have returned, so that several share one wait. The journal stores and finds; the rules are elsewhere. Times are Unix
-seconds.
-
-Retention:
-
-* facts are deleted once a snapshot contains their effect. The store writes a snapshot with each checkpoint, and after
-  every `SNAPSHOT_EVERY` facts;
-* with each snapshot the journal deletes calls that no replay needs, idempotency keys older than `IDEMPOTENCY_SECONDS`,
-  all events except the newest `EVENTS_KEPT`, evaluations and rollbacks, and all settled episodes except the newest
-  `EPISODES_KEPT`;
-* batches, their members, operations and metrics are kept.
-
-An `Origin` is what the weights of the policies follow from, besides the batches of the journal. It is recorded when a
-data dir is created and compared at every start, because from another origin the same `policy_version` would be other
-weights. Keys are settings, except `model_weights` (the fingerprint of the weights under `model.name`), `policies` (the
-policies that the settings name, sorted) and `branched_from` (the data dir and the policy version that a branch began
-at). Keys about a named policy have `POLICY/` in front.
+The journal stores and finds; the rules are elsewhere. Each episode and each group has one row with its present value.
+Times are Unix seconds. Bodies are JSON. Retention, by `prune`: calls that no replay needs, idempotency keys older than
+`IDEMPOTENCY_SECONDS`, all events except the newest `EVENTS_KEPT`, evaluations and rollbacks, and all settled episodes
+except the newest `EPISODES_KEPT` are deleted. Batches, operations and metrics are kept.
 """
 
 from __future__ import annotations
@@ -26,88 +12,98 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from agentjet.config import JobConfig, ModelConfig
+from pydantic import ConfigDict, TypeAdapter
+
+from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError
 from agentjet.protocol import Event
+from agentjet.swarm import origin
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.schema import (
-    SELECT_CALLS,
-    RecordedCall,
-    pack_floats,
-    pack_ints,
-    read_call,
-    settled_row,
-    to_json,
-)
-from agentjet.swarm.state import Batch, Episode, Fact, JobSettings, State
-from agentjet.types import SOLE_POLICY, Call, CheckpointStamp, EpisodeStatus, ModelInfo, metrics_prefix
+from agentjet.swarm.origin import BRANCHED_FROM, Origin
+from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
+from agentjet.types import Call, CheckpointStamp, EpisodeStatus
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """Longer than any client repeats a request."""
 EVENTS_KEPT = 100_000
 EPISODES_KEPT = 2_000_000
-SNAPSHOT_EVERY = 20_000
-"""Facts after which a snapshot is written without a checkpoint. A start reads at most so many facts."""
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE episodes (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    status TEXT NOT NULL,
+    settled INTEGER NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX episodes_by_status ON episodes (status, seq);
+CREATE INDEX unsettled_episodes ON episodes (seq) WHERE NOT settled;
+
+CREATE TABLE groups (id INTEGER PRIMARY KEY, body TEXT NOT NULL);
+
+CREATE TABLE instances (
+    number INTEGER PRIMARY KEY,
+    client_id TEXT NOT NULL,
+    instance_id TEXT NOT NULL,
+    UNIQUE (client_id, instance_id)
+);
+
+CREATE TABLE calls (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    episode_id TEXT NOT NULL,
+    undelivered INTEGER NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX calls_of_episode ON calls (episode_id, seq);
+
+CREATE TABLE batches (id INTEGER PRIMARY KEY, body TEXT NOT NULL, metrics TEXT);
+
+CREATE TABLE operations (
+    policy TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+    batch_id INTEGER NOT NULL,
+    PRIMARY KEY (policy, number)
+) WITHOUT ROWID;
+CREATE INDEX operations_of_batch ON operations (batch_id);
+
+CREATE TABLE checkpoints (policy_version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+
+CREATE TABLE idempotency (
+    scope TEXT NOT NULL,
+    key TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    episode_id TEXT NOT NULL,
+    created REAL NOT NULL,
+    PRIMARY KEY (scope, key)
+) WITHOUT ROWID;
+
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    time REAL NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
+"""
+
+RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
+"""A call with the encoded bytes of each token of its suffix and of its completion."""
+_CALL = TypeAdapter[RecordedCall](
+    RecordedCall, config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+)
+_EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
+_BATCH, _JOB_SETTINGS = TypeAdapter(Batch), TypeAdapter(JobSettings)
 
 
-Origin = Mapping[str, str | int]
-
-BRANCHED_FROM = "branched_from"
-POLICIES = "policies"
-FREE = ("model.device", "model.threads")
-"""Change the weights by rounding only, and depend on the machine: logged, not refused."""
-
-
-def of_settings(model: ModelConfig) -> Origin:
-    """The part of a policy's origin that is known before a worker runs."""
-    origin: dict[str, str | int] = {"model.name": model.name, "model.lora.rank": model.lora.rank}
-    if model.lora.rank:
-        origin["model.lora.alpha"] = model.lora.alpha
-        origin["model.lora.target_modules"] = ",".join(sorted(map(str.strip, model.lora.target_modules.split(","))))
-    if model.dtype != "auto":
-        origin["model.dtype"] = model.dtype
-    return origin
-
-
-def of_worker(model: ModelInfo) -> Origin:
-    """The part of a policy's origin that a worker reports, before it loads or learns anything."""
-    origin: dict[str, str | int] = {"model.dtype": model.dtype, "model.device": model.device}
-    if model.weights:
-        origin["model_weights"] = model.weights
-    if model.threads:
-        origin["model.threads"] = model.threads
-    return origin
-
-
-def changes(recorded: Origin, given: Origin, folder: Path) -> list[str]:
-    """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
-    differing = [key for key in given if key in recorded and recorded[key] != given[key]]
-    for key in differing:
-        policy, slash, setting = key.rpartition("/")
-        if setting not in FREE:
-            named = f"{setting} = {recorded[key]!r}"
-            if setting == "model_weights":
-                name = recorded.get(f"{policy}{slash}model.name")
-                named += f" (the fingerprint of the weights under model.name = {name!r})"
-            named += f" for policy {policy!r}" if policy else ""
-            raise ConfigError(
-                f"The run in {str(folder)!r} was created with {named}; {given[key]!r} would change the meaning of its "
-                "checkpoints. Restore the first one, or use a new run or a new server.data_dir, with an export of this "
-                "policy (`agentjet export`) as model.name."
-            )
-    return [
-        f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
-        "weights that differ by rounding"
-        for key in differing
-    ]
-
-
-def _named(policies: Sequence[str]) -> str:
-    return f"the policies {', '.join(sorted(policies))}" if policies else "no named policies"
+def to_json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class Journal:
@@ -116,35 +112,25 @@ class Journal:
     def __init__(self, file: JournalFile) -> None:
         self.file = file
         self.path = file.path
-        self._checked_origin: dict[str, str | int] = {}
+        self._checked_origin: Origin = {}
 
     @classmethod
     def open(cls, path: Path, *, models: Mapping[str, ModelConfig] | None = None) -> Self:
         """Open or create a journal. `models` are those of the policies; `policy` alone if the settings name none.
 
-        Raises `ConfigError` if another process has it open, the disk refuses it, it has an unknown schema, or it has
+        Raises `ConfigError` if another process has it open, the disk refuses it, it has another schema, or it has
         other policies or another origin than `models`.
         """
-        journal = cls(JournalFile.open(path))
+        journal = cls(JournalFile.open(path, SCHEMA))
         if models is None:
             return journal
-        policies = () if models.keys() == {SOLE_POLICY} else tuple(models)
         try:
-            has_begun = journal.read_state().num_episodes > 0
-            if not has_begun and BRANCHED_FROM not in journal.origin:
+            if not journal.read_state().num_episodes and BRANCHED_FROM not in journal.origin:
                 # A setting may be mistyped at the first start, so it counts only once an episode has begun.
                 journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
-            # An origin is recorded before the first call. Without one, no policy was ever up.
-            elif journal.origin and {*policies} != {*journal.policies}:
-                raise ConfigError(
-                    f"The run in {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
-                    f"have {_named(policies)}. The policies of a run cannot change: restore [policies], or use "
-                    "another run."
-                )
-            if policies:
-                journal.check_origin({POLICIES: ",".join(sorted(policies))})
-            for policy, model in models.items():
-                journal.check_origin(of_settings(model), metrics_prefix(policy, policies))
+            elif journal.origin:  # Recorded before the first call. Without one, no policy was ever up.
+                origin.check_policies(journal.origin, origin.named_policies(models), path.parent)
+            journal.check_origin(origin.of_settings(models))
         except (ConfigError, sqlite3.Error):
             journal.close()
             raise
@@ -159,7 +145,7 @@ class Journal:
     def reading(self) -> Iterator[Self]:
         """The same journal on a read-only connection, for another thread. It reads committed changes only."""
         with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-            yield type(self)(JournalFile(self.path, connection, -1))
+            yield type(self)(JournalFile(self.path, connection))
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent."""
@@ -169,119 +155,101 @@ class Journal:
     def _db(self) -> sqlite3.Connection:
         return self.file.db
 
-    # ---- origin --------------------------------------------------------------------------------------------
+    def _one(self, query: str, *values: Any) -> Any:
+        """The first column of the first row, or None."""
+        row = self._db.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+    # ---- the run -------------------------------------------------------------------------------------------
 
     @property
     def origin(self) -> Origin:
-        """The recorded origin. An older AgentJet recorded the model's name only."""
         recorded: dict[str, str | int] = json.loads(self.file.meta("origin", "{}"))
         return recorded
 
-    def branch(self, origin: Origin, branched_from: str) -> None:
+    def branch(self, recorded: Origin, branched_from: str) -> None:
         """Start a new journal with the origin of another one, and record which one."""
-        self.file.set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
+        self.file.set_meta("origin", to_json({**recorded, BRANCHED_FROM: branched_from}))
 
-    @property
-    def policies(self) -> tuple[str, ...]:
-        """The policies that the settings named when the origin was recorded, sorted."""
-        return tuple(filter(None, str(self.origin.get(POLICIES, "")).split(",")))
-
-    def origin_of(self, policy: str) -> Origin:
-        """The recorded origin of a policy, without the policy's name in its keys."""
-        prefix = metrics_prefix(policy, self.policies)
-        return {key.removeprefix(prefix): value for key, value in self.origin.items() if key.startswith(prefix)}
-
-    def check_origin(self, given: Origin, prefix: str = "") -> list[str]:
-        """Compare with the recorded origin; `prefix` comes in front of the keys. Returns sentences about allowed
-        differences; raises `ConfigError` for others.
-        """
-        given = {f"{prefix}{key}": value for key, value in given.items()}
-        changed = changes(self.origin, given, self.path.parent)
-        self._checked_origin |= given
-        return changed
+    def check_origin(self, given: Origin) -> None:
+        """Raises `ConfigError` if a part of the origin differs from the recorded one."""
+        origin.check(self.origin, given, self.path.parent)
+        self._checked_origin = {**self._checked_origin, **given}
 
     def record_origin(self) -> None:
         """Store the checked origin, because the policies were loaded with it."""
-        if (now := {**self.origin, **self._checked_origin}) != self.origin:
-            self.file.set_meta("origin", json.dumps(now))
-
-    # ---- facts ---------------------------------------------------------------------------------------------
+        self.file.set_meta("origin", to_json({**self.origin, **self._checked_origin}))
 
     def read_state(self) -> State:
-        """The newest snapshot with the facts after it."""
-        # One statement, so that a reader beside the server gets a snapshot and the facts that follow it.
-        query = "SELECT -1 AS seq, body FROM snapshot UNION ALL SELECT seq, body FROM facts ORDER BY seq"
-        state = State()
-        for seq, body in self._db.execute(query):
-            if seq < 0:
-                state = State(json.loads(body))
-                continue
-            for fact in json.loads(body):
-                state.apply(fact)
-        state.log.clear()
-        return state
+        return _STATE.validate_json(self.file.meta("state", "{}"))
 
-    def num_facts(self) -> int:
-        """Rows of facts since the snapshot."""
-        return int(self._db.execute("SELECT COUNT(*) FROM facts").fetchone()[0])
+    def put_state(self, state: State) -> None:
+        self.file.set_meta("state", _STATE.dump_json(state).decode())
 
-    def add_facts(self, facts: Sequence[Fact]) -> None:
-        """Record the facts of a transaction."""
-        self.file.insert("facts", (None, to_json(facts)))
+    def job_settings(self) -> JobSettings | None:
+        """None before the first start, and if another AgentJet wrote settings that this one cannot read."""
+        held = self.file.meta("job_settings", "")
+        try:
+            return _JOB_SETTINGS.validate_json(held) if held else None
+        except ValueError:
+            return None
 
-    def put_snapshot(self, state: State) -> None:
-        """Replace the snapshot, and delete the facts that it contains."""
-        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (to_json(state.snapshot()),))
-        self._db.execute("DELETE FROM facts")
-
-    # ---- checkpoints and settings --------------------------------------------------------------------------
+    def put_job_settings(self, settings: JobSettings) -> None:
+        self.file.set_meta("job_settings", _JOB_SETTINGS.dump_json(settings).decode())
 
     def checkpoint_digest(self, policy_version: int) -> str | None:
         """Digest of the checkpoint of that version; None if none was recorded."""
-        row = self._db.execute("SELECT digest FROM checkpoints WHERE policy_version = ?", (policy_version,)).fetchone()
-        return None if row is None else str(row[0])
+        found: str | None = self._one("SELECT digest FROM checkpoints WHERE policy_version = ?", policy_version)
+        return found
 
     def put_checkpoint(self, stamp: CheckpointStamp) -> None:
         """Record a checkpoint as the one of its version."""
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
 
-    def undigested_until(self) -> int:
-        """Newest policy version whose checkpoint AgentJet 0.1 may have written without a digest; -1 for none."""
-        return int(self.file.meta("undigested_until", "-1"))
+    # ---- episodes and groups -------------------------------------------------------------------------------
 
-    def job_settings(self) -> JobSettings | None:
-        """None before the first start, and if another AgentJet wrote settings that this one cannot read."""
-        held = json.loads(self.file.meta("job_settings", "null"))
-        try:
-            return held and JobSettings(held["revision"], *map(JobConfig.model_validate, (held["given"], held["job"])))
-        except ValueError:
-            return None
+    def put_episode(self, episode: Episode) -> None:
+        """Store a new or changed episode."""
+        body = _EPISODE.dump_json(episode).decode()
+        self._db.execute(
+            "INSERT INTO episodes VALUES (:seq, :id, :status, :settled, :body) "
+            "ON CONFLICT (seq) DO UPDATE SET status = :status, settled = :settled, body = :body",
+            {
+                "seq": episode.seq,
+                "id": episode.id,
+                "status": episode.status,
+                "settled": episode.is_settled,
+                "body": body,
+            },
+        )
 
-    def put_job_settings(self, settings: JobSettings) -> None:
-        jobs = {name: job.model_dump(mode="json") for name, job in (("given", settings.given), ("job", settings.job))}
-        self.file.set_meta("job_settings", to_json({"revision": settings.revision, **jobs}))
+    def episode(self, episode_id: str) -> Episode | None:
+        body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
+        return None if body is None else _EPISODE.validate_json(body)
 
-    # ---- settled episodes ----------------------------------------------------------------------------------
+    def unsettled_episodes(self) -> list[Episode]:
+        """The unsettled ones, in the order they began."""
+        rows = self._db.execute("SELECT body FROM episodes WHERE NOT settled ORDER BY seq")
+        return [_EPISODE.validate_json(body) for (body,) in rows]
 
-    def add_settled(self, episode: Episode) -> None:
-        self.file.insert("settled_episodes", settled_row(episode))
-
-    def settled_episode(self, episode_id: str) -> Episode | None:
-        row = self._db.execute("SELECT body FROM settled_episodes WHERE id = ?", (episode_id,)).fetchone()
-        return None if row is None else Episode(**json.loads(row[0]))
-
-    def settled_episodes(
+    def recent_episodes(
         self, limit: int, *, status: EpisodeStatus | None = None, before: int | None = None
     ) -> list[Episode]:
         """The newest ones, newest first: all, those of a status, those with `seq` < `before`."""
-        conditions = ["TRUE"]
-        if before is not None:
-            conditions.append("seq < :before")
-        if status:
-            conditions.append("status = :status")
-        query = f"SELECT body FROM settled_episodes WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit"
+        conditions = ["TRUE", *(["seq < :before"] if before else []), *(["status = :status"] if status else [])]
+        query = f"SELECT body FROM episodes WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit"
         rows = self._db.execute(query, {"status": status, "limit": limit, "before": before})
-        return [Episode(**json.loads(body)) for (body,) in rows]
+        return [_EPISODE.validate_json(body) for (body,) in rows]
+
+    def put_group(self, group: Group) -> None:
+        """Store a new or changed group."""
+        self._db.execute("INSERT OR REPLACE INTO groups VALUES (?, ?)", (group.id, _GROUP.dump_json(group).decode()))
+
+    def remove_group(self, group_id: int) -> None:
+        self._db.execute("DELETE FROM groups WHERE id = ?", (group_id,))
+
+    def groups(self) -> list[Group]:
+        return [_GROUP.validate_json(body) for (body,) in self._db.execute("SELECT body FROM groups ORDER BY id")]
 
     def add_instance(self, client_id: str, instance_id: str) -> None:
         """Record that a process of a client began an episode."""
@@ -297,88 +265,43 @@ class Journal:
     # ---- calls ---------------------------------------------------------------------------------------------
 
     def add_call(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
-        pieces = [*encoded_suffix, *encoded_completion]
-        values = (
-            *(None, call.id, call.episode_id, call.role, call.parent, call.kept),
-            *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
-            *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
-            *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
-            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.support, call.untrained),
-        )
-        self.file.insert("calls", values)
+        body = _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion))).decode()
+        self.file.insert("calls", (None, call.id, call.episode_id, False, body))
 
     def calls(self, episode_id: str) -> list[RecordedCall]:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""
-        rows = self._db.execute(f"{SELECT_CALLS} WHERE episode_id = ? ORDER BY seq", (episode_id,))
-        return [read_call(row) for row in rows]
+        rows = self._db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
+        return [_CALL.validate_json(body) for (body,) in rows]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
-        for call_id in call_ids:
-            self._db.execute("INSERT OR IGNORE INTO undelivered VALUES (?)", (call_id,))
+        self._db.executemany("UPDATE calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids])
 
     def undelivered(self, episode_id: str) -> frozenset[str]:
         """The episode's calls whose answer did not reach the agent, according to the transport."""
-        rows = self._db.execute(
-            "SELECT call_id FROM undelivered WHERE call_id IN (SELECT id FROM calls WHERE episode_id = ?)",
-            (episode_id,),
-        )
+        rows = self._db.execute("SELECT id FROM calls WHERE episode_id = ? AND undelivered", (episode_id,))
         return frozenset(row[0] for row in rows)
 
     # ---- batches -------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch) -> None:
-        self.file.insert("batches", (batch.id, batch.job.model_dump_json(), batch.composed, to_json(batch.carry)))
-        for g, members in enumerate(batch.groups):
-            for position, episode_id in enumerate(members):
-                self.file.insert("batch_members", (episode_id, batch.id, g, position))
-
-    def carry(self) -> dict[str, float]:
-        """Groups owed to each task set since the newest batch."""
-        row = self._db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
-        return {} if row is None else dict(json.loads(row[0]))
-
-    def remove_batches(self, start: int) -> None:
-        """Delete the batches from `start` on, learned or not."""
-        for table, column in (
-            ("operations", "batch_id"),
-            ("batch_members", "batch_id"),
-            ("steps", "batch_id"),
-            ("batches", "id"),
-        ):
-            self._db.execute(f"DELETE FROM {table} WHERE {column} >= ?", (start,))
-
-    def drop_settled(self, episode_ids: Iterable[str], reason: str) -> None:
-        """Turn trained episodes into dropped ones."""
-        query = "UPDATE settled_episodes SET body = json_set(body, '$.trained_in', NULL, '$.dropped', ?) WHERE id = ?"
-        self._db.executemany(query, [(reason, episode_id) for episode_id in episode_ids])
+        self.file.insert("batches", (batch.id, _BATCH.dump_json(batch).decode(), None))
 
     def batches(self, start: int, stop: int | None = None) -> list[Batch]:
         """Batches from `start` on, before `stop`, in order, learned or not."""
-        rows = self._db.execute(
-            "SELECT id, job, composed, carry FROM batches WHERE id >= ? AND id < ? ORDER BY id",
-            (start, 2**62 if stop is None else stop),
-        ).fetchall()
-        return [
-            Batch(
-                id=row[0],
-                groups=self._batch_groups(row[0]),
-                job=JobConfig.model_validate_json(row[1]),
-                composed=row[2],
-                carry=json.loads(row[3]),
-            )
-            for row in rows
-        ]
+        query = "SELECT body FROM batches WHERE id >= ? AND id < ? ORDER BY id"
+        rows = self._db.execute(query, (start, 2**62 if stop is None else stop))
+        return [_BATCH.validate_json(body) for (body,) in rows]
 
-    def _batch_groups(self, batch_id: int) -> tuple[tuple[str, ...], ...]:
-        groups: dict[int, list[str]] = {}
-        rows = self._db.execute(
-            "SELECT group_position, episode_id FROM batch_members WHERE batch_id = ? ORDER BY group_position, position",
-            (batch_id,),
-        )
-        for position, episode_id in rows:
-            groups.setdefault(position, []).append(episode_id)
-        return tuple(tuple(members) for members in groups.values())
+    def newest_batch(self) -> Batch | None:
+        """The newest batch, learned or not."""
+        body = self._one("SELECT body FROM batches ORDER BY id DESC LIMIT 1")
+        return None if body is None else _BATCH.validate_json(body)
+
+    def remove_batches(self, start: int) -> None:
+        """Delete the batches from `start` on, learned or not."""
+        self._db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
+        self._db.execute("DELETE FROM batches WHERE id >= ?", (start,))
 
     def put_operation(self, policy: str, number: int, kind: str, batch_id: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?, ?)", (policy, number, kind, batch_id))
@@ -388,29 +311,27 @@ class Journal:
         query = "SELECT number, kind, batch_id FROM operations WHERE policy = ? ORDER BY number"
         return list(self._db.execute(query, (policy,)))
 
-    def add_step(self, batch_id: int, metrics: Mapping[str, float], learned: float) -> None:
-        self.file.insert("steps", (batch_id, to_json(metrics), learned))
+    def add_step(self, batch_id: int, metrics: Mapping[str, float]) -> None:
+        """Record that a batch was learned."""
+        self._db.execute("UPDATE batches SET metrics = ? WHERE id = ?", (to_json(metrics), batch_id))
 
     def step(self, batch_id: int) -> dict[str, float]:
         """The metrics of a learned batch; empty if this run did not learn it."""
-        row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
-        return {} if row is None else dict(json.loads(row[0]))
+        return dict(json.loads(self._one("SELECT metrics FROM batches WHERE id = ?", batch_id) or "{}"))
 
     def recent_steps(self, limit: int) -> dict[int, dict[str, float]]:
         """The metrics of the newest learned batches by batch, the newest last."""
-        rows = self._db.execute(
-            "SELECT batch_id, metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)
-        ).fetchall()
+        query = "SELECT id, metrics FROM batches WHERE metrics IS NOT NULL ORDER BY id DESC LIMIT ?"
+        rows = self._db.execute(query, (limit,)).fetchall()
         return {batch_id: json.loads(metrics) for batch_id, metrics in reversed(rows)}
 
     # ---- keys and events -----------------------------------------------------------------------------------
 
     def recall(self, scope: str, key: str) -> tuple[str, str] | None:
         """The fingerprint of the request that used this key, and the episode it was about."""
-        row = self._db.execute(
-            "SELECT fingerprint, episode_id FROM idempotency WHERE scope = ? AND key = ?", (scope, key)
-        ).fetchone()
-        return None if row is None else (str(row[0]), str(row[1]))
+        query = "SELECT fingerprint, episode_id FROM idempotency WHERE scope = ? AND key = ?"
+        found: tuple[str, str] | None = self._db.execute(query, (scope, key)).fetchone()
+        return found
 
     def remember(self, scope: str, key: str, fingerprint: str, episode_id: str, created: float) -> None:
         self.file.insert("idempotency", (scope, key, fingerprint, episode_id, created))
@@ -420,38 +341,34 @@ class Journal:
         return Event(seq=seq, kind=kind, time=time, body=dict(body))
 
     def events(self, after: int, limit: int) -> list[Event]:
-        rows = self._db.execute(
-            "SELECT seq, kind, time, body FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit)
-        )
-        return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
+        """The oldest `limit` events numbered above `after`."""
+        return self._events("seq > ? ORDER BY seq LIMIT ?", after, limit)
 
     def events_of(self, kind: str) -> list[Event]:
         """All events of a kind that are kept, in order: evaluations and rollbacks are never deleted."""
         assert kind in ("evaluation", "rollback"), "events of other kinds have no index"
-        rows = self._db.execute(
-            "SELECT seq, kind, time, body FROM events WHERE kind = ? AND kind IN ('evaluation', 'rollback') "
-            "ORDER BY seq",
-            (kind,),
-        )
+        return self._events("kind = ? AND kind IN ('evaluation', 'rollback') ORDER BY seq", kind)
+
+    def _events(self, condition: str, *values: Any) -> list[Event]:
+        rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
 
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
-        return int(self._db.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0)
+        return int(self._one("SELECT MAX(seq) FROM events") or 0)
 
     def prune(self, state: State, now: float) -> None:
         """Delete what the retention rule above does not keep."""
-        needed = [*state.episodes, *(e for batch in self.batches(state.durable_version) for e in batch.episode_ids)]
+        replayed = [e for batch in self.batches(state.durable_version) for e in batch.episode_ids]
         self._db.execute(
-            "DELETE FROM calls WHERE episode_id IN "
-            "(SELECT DISTINCT episode_id FROM calls EXCEPT SELECT value FROM json_each(?))",
-            (json.dumps(needed),),
+            "DELETE FROM calls WHERE episode_id NOT IN "
+            "(SELECT id FROM episodes WHERE NOT settled UNION SELECT value FROM json_each(?))",
+            (json.dumps(replayed),),
         )
-        self._db.execute("DELETE FROM undelivered WHERE call_id NOT IN (SELECT id FROM calls)")
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
         self._db.execute(
             "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ? "
             "AND kind NOT IN ('evaluation', 'rollback')",
             (EVENTS_KEPT,),
         )
-        self._db.execute("DELETE FROM settled_episodes WHERE seq <= ?", (state.num_episodes - EPISODES_KEPT,))
+        self._db.execute("DELETE FROM episodes WHERE settled AND seq <= ?", (state.num_episodes - EPISODES_KEPT,))

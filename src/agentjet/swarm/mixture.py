@@ -231,12 +231,6 @@ class Mixture:
             self._store.emit("task_set", {"task_set": name, "state": "stalled"})
         return [group for group in self._store.groups.values() if group.state == "open" and group.task_set in late]
 
-    def next_deadline(self) -> float | None:
-        """Time at which `reap` next has an effect, if nothing changes."""
-        if not self._store.job.task_weights:
-            return None
-        return min([*self._departures().values(), *map(self._stalls_at, self._waited_for())], default=None)
-
     def _departures(self) -> dict[str, float]:
         """Time at which each set without live episodes becomes absent."""
         seconds = self._store.job.lease_seconds

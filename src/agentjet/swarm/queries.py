@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from agentjet.protocol import EvaluationView, Event
 from agentjet.swarm import batch_forest, groups
-from agentjet.swarm.journal import BRANCHED_FROM
 from agentjet.swarm.mixture import Mixture, TaskSetShare, places
+from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
-from agentjet.timeline.forks import OrphanReason
-from agentjet.timeline.forks import orphans as find_orphans
-from agentjet.timeline.tree import ConversationTree
+from agentjet.timeline.tree import ConversationTree, OrphanReason
+from agentjet.timeline.tree import orphans as find_orphans
 from agentjet.types import Call, EpisodeStatus
 
-CODE_VERSIONS_SHOWN = 20
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without activity."""
 
@@ -54,7 +52,7 @@ class Queries:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups that fill the present batch, open and complete, in the order they were opened."""
-        return tuple(sorted(self._store.groups.values(), key=lambda group: group.id))
+        return tuple(self._store.groups.values())
 
     def num_groups(self, state: str) -> int:
         """Number of groups that are `open` or `complete`."""
@@ -93,9 +91,8 @@ class Queries:
         return dict(self._store.state.counts)
 
     def code_versions(self) -> dict[str, OutcomeCounts]:
-        """Outcomes of training episodes by version of the agent's code; the 20 last used versions, the newest last."""
-        versions = sorted(self._store.state.code_versions.items(), key=lambda item: item[1].newest)
-        return dict(versions[-CODE_VERSIONS_SHOWN:])
+        """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
+        return dict(self._store.state.code_versions)
 
     def task_sets(self) -> dict[str, TaskSetShare]:
         """The task sets that share the batches, by name."""

@@ -1,21 +1,16 @@
-"""Episodes, groups and batches as frozen values, and `State`: the fold over the facts of a run.
-
-A fact is a change of one value: `[kind, {field: new value}]`. `State.apply` is the only program that computes counts
-and other derived numbers. A running server applies each fact as it records it, and a restarted one applies the facts of
-the journal to the newest snapshot, so both have the same state. Times are Unix seconds of the run's clock.
+"""Episodes, groups and batches as frozen values, and `State`, the numbers of a run. Times are Unix seconds of the run's
+clock.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from agentjet.config import JobConfig
 from agentjet.types import EpisodeStatus, Mode
-
-Fact = tuple[str, Mapping[str, Any]]
 
 RECOVERABLE = frozenset(
     {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
@@ -75,6 +70,19 @@ class Episode:
         """True if a refusal ended a call, except for refusals that agents are known to recover from."""
         return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
 
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """The counts that it belongs to."""
+        if self.status != "finished" or self.mode == "eval":
+            return (self.status,)
+        outcome = "trained" if self.trained_in is not None else "dropped" if self.dropped else "waiting"
+        return ("finished", outcome)
+
+    @property
+    def is_settled(self) -> bool:
+        """True once it is aborted, expired, trained or dropped, or finished in eval mode."""
+        return not {"live", "waiting"}.intersection(self.categories)
+
 
 def reward_of(episode: Episode, policy: str, policies: Sequence[str]) -> float | None:
     """The reward of a policy in an episode. `policies` are those that the settings of the run name, perhaps none."""
@@ -84,7 +92,7 @@ def reward_of(episode: Episode, policy: str, policies: Sequence[str]) -> float |
 def new_episode_id(now: float) -> str:
     """An id that no other episode has, in any run of any server: the time in milliseconds, then 64 random bits.
 
-    Ids sort by the time at which their episodes began. A data dir of edition 1 has ids such as `ep000001`, too.
+    Ids sort by the time at which their episodes began.
     """
     return f"ep_{max(0, int(now * 1000)):011x}{secrets.token_hex(8)}"
 
@@ -93,20 +101,10 @@ def new_episode_id(now: float) -> str:
 class OutcomeCounts:
     """Outcomes of the training episodes of one code version. `aborted` includes expired ones."""
 
-    episodes: int
-    finished: int
-    aborted: int
-    reward_sum: float
-    newest: int
-    """`seq` of the newest episode."""
-
-    def begun(self, seq: int) -> OutcomeCounts:
-        return replace(self, episodes=self.episodes + 1, newest=seq)
-
-    def ended(self, reward: float | None) -> OutcomeCounts:
-        if reward is None:
-            return replace(self, aborted=self.aborted + 1)
-        return replace(self, finished=self.finished + 1, reward_sum=self.reward_sum + reward)
+    episodes: int = 0
+    finished: int = 0
+    aborted: int = 0
+    reward_sum: float = 0.0
 
     @property
     def reward_mean(self) -> float | None:
@@ -169,208 +167,76 @@ class Batch:
         return tuple(episode_id for group in self.groups for episode_id in group)
 
 
-# ---- the fold ----------------------------------------------------------------------------------------------
-
 COUNTED = ("live", "finished", "aborted", "expired", "trained", "waiting", "dropped")
-CODE_VERSIONS_KEPT = 1000
+CODE_VERSIONS_KEPT = 20
 """Code versions with outcome counts, by last use. An older one starts from 0 when it is used again."""
-UNSCORED_REASONS = ("surplus", "stale", "not needed", "replaced")
-"""Beginnings of reasons, up to a colon, that are counted apart from `aborted` and `expired`."""
-_EPISODE = tuple(f.name for f in fields(Episode))
-_GROUP = tuple(f.name for f in fields(Group))
-_SCALARS = ("policy_version", "base_version", "durable_version", "composed", "num_episodes", "num_groups", "carry")
-_MISSING: Any = object()
 
 
-class UndoLog:
-    """Old values of changed entries. Rewinding costs as much as the changes, however large the state is."""
-
-    def __init__(self) -> None:
-        self._old: list[tuple[dict[Any, Any], Any, Any]] = []
-
-    def put(self, table: dict[Any, Any], key: Any, value: Any) -> None:
-        self._old.append((table, key, table.get(key, _MISSING)))
-        table[key] = value
-
-    def remove(self, table: dict[Any, Any], key: Any) -> None:
-        """Remove an entry if it exists."""
-        if key in table:
-            self._old.append((table, key, table.pop(key)))
-
-    def discard_on_rewind(self, table: dict[Any, Any], key: Any) -> None:
-        """The entry's value is about to be mutated: a rewind removes it."""
-        self._old.append((table, key, _MISSING))
-
-    def mark(self) -> int:
-        return len(self._old)
-
-    def rewind(self, mark: int) -> None:
-        """Undo the changes since `mark`."""
-        for table, key, old in reversed(self._old[mark:]):
-            if old is _MISSING:
-                table.pop(key, None)
-            else:
-                table[key] = old
-        del self._old[mark:]
-
-    def clear(self) -> None:
-        self._old.clear()
-
-
+@dataclass(slots=True)
 class State:
-    """The part of a run that is in memory: unsettled episodes, the groups of the present batch, versions and counts.
+    """The numbers of a run: versions and counts. One row of the journal."""
 
-    An episode is settled once it is aborted, expired, trained or dropped, or finished in eval mode. Settled episodes
-    and closed groups leave memory, so memory and snapshots do not grow with the length of a run.
+    policy_version: int = 0
+    base_version: int = -1
+    """The version at which the journal started, or continued after a rollback; -1 if it started without a
+    checkpoint.
     """
-
-    def __init__(self, snapshot: Mapping[str, Any] | None = None) -> None:
-        held = snapshot or {}
-        self.log = UndoLog()
-        self.episodes: dict[str, Episode] = {e["id"]: Episode(**e) for e in held.get("episodes", ())}
-        self.groups: dict[int, Group] = {g["id"]: _group(g) for g in held.get("groups", ())}
-        self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0) | held.get("counts", {})
-        """Episodes since the data dir was made: by status, and the finished training ones by outcome."""
-        self.code_versions = {name: OutcomeCounts(*counts) for name, counts in held.get("code_versions", {}).items()}
-        self.losses: dict[str, int] = dict(held.get("losses", {}))
-        """Dropped groups and unscored episodes by `BATCH/groups/REASON` and `BATCH/episodes/REASON`, of batches that
-        are not learned yet."""
-        self.policy_version: int = 0
-        self.base_version: int = -1
-        """The version at which the journal started, or continued after a rollback; -1 if it started without a
-        checkpoint.
-        """
-        self.durable_version: int = 0
-        """First policy version from which batches can be replayed. Tokens of older batches may be pruned."""
-        self.composed: bool = False
-        """True if the batch of `policy_version` is composed."""
-        self.num_episodes: int = 0
-        self.num_groups: int = 0
-        self.carry: Mapping[str, float] = {}
-        """Groups owed to each task set since the newest batch."""
-        vars(self).update(held.get("scalars", {}))
+    durable_version: int = 0
+    """First policy version from which batches can be replayed. Tokens of older batches may be pruned."""
+    num_episodes: int = 0
+    num_groups: int = 0
+    carry: Mapping[str, float] = field(default_factory=dict)
+    """Groups owed to each task set since the newest batch."""
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    """Episodes since the data dir was made: by status, and the finished training ones by outcome."""
+    code_versions: dict[str, OutcomeCounts] = field(default_factory=dict)
+    """Outcomes of training episodes by version of the agent's code, the last used version last."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """Dropped groups and unscored episodes of batches that are not learned yet, by `BATCH/groups/REASON` and
+    `BATCH/episodes/REASON`.
+    """
 
     @property
     def is_empty(self) -> bool:
         """True if no episode has begun and nothing was learned."""
         return not self.num_episodes and self.policy_version <= max(0, self.base_version)
 
-    @property
-    def next_batch(self) -> int:
-        """The batch that is being filled."""
-        return self.policy_version + self.composed
-
     def lost(self, kind: str, batch: int) -> dict[str, int]:
         """Dropped `groups`, or unscored `episodes`, while the batch was filled, by reason."""
         start = f"{batch}/{kind}/"
         return {key.removeprefix(start): count for key, count in self.losses.items() if key.startswith(start)}
 
-    def snapshot(self) -> dict[str, Any]:
-        """The state as JSON values."""
-        return {
-            "episodes": [{name: getattr(e, name) for name in _EPISODE} for e in self.episodes.values()],
-            "groups": [{name: getattr(g, name) for name in _GROUP} for g in self.groups.values()],
-            "counts": self.counts,
-            "code_versions": {
-                name: (c.episodes, c.finished, c.aborted, c.reward_sum, c.newest)
-                for name, c in self.code_versions.items()
-            },
-            "losses": self.losses,
-            "scalars": {name: getattr(self, name) for name in _SCALARS},
-        }
+    def count_lost(self, kind: str, batch: int, reason: str, number: int = 1) -> None:
+        key = f"{batch}/{kind}/{reason}"
+        self.losses[key] = self.losses.get(key, 0) + number
 
-    def apply(self, fact: Fact) -> Episode | None:
-        """Apply a fact. Returns the episode if it is settled by it."""
-        kind, values = fact
-        if kind == "episode":
-            return self._apply_episode(values)
-        if kind == "group":
-            self._apply_group(values)
-        elif kind == "run":
-            for name, value in values.items():
-                self.log.put(vars(self), name, value)
-            if "policy_version" in values:
-                for key in [key for key in self.losses if int(key.partition("/")[0]) < self.policy_version]:
-                    self.log.remove(self.losses, key)
-        else:
-            assert kind == "rollback", kind
-            self._count("trained", -values["episodes"])
-            self._count("dropped", values["episodes"])
-            self._add_loss("groups", values["reason"], values["groups"])
-        return None
+    def advance(self, policy_version: int) -> None:
+        """Set the policy version, and forget what was lost before it."""
+        self.policy_version = policy_version
+        self.losses = {key: n for key, n in self.losses.items() if int(key.partition("/")[0]) >= policy_version}
 
-    def _apply_episode(self, values: Mapping[str, Any]) -> Episode | None:
-        before = self.episodes.get(values["id"])
-        episode = Episode(**values) if before is None else replace(before, **values)
+    def count(self, before: Episode | None, after: Episode) -> None:
+        """Count a new or changed episode."""
         if before is None:
-            self.log.put(vars(self), "num_episodes", max(self.num_episodes, episode.seq))
-        for name in () if before is None else categories(before):
-            self._count(name, -1)
-        for name in categories(episode):
-            self._count(name, 1)
-        ended = episode.ended is not None and (before is None or before.ended is None)
-        if ended and episode.reward is None:
-            start, colon, _ = episode.reason.partition(":")
-            is_known = colon and start in UNSCORED_REASONS
-            self._add_loss("episodes", start.replace(" ", "_") if is_known else episode.status, 1)
-        if episode.code_version and episode.mode == "train":
-            self._count_code_version(episode, begun=before is None, ended=ended)
-        if {"live", "waiting"} & set(categories(episode)):
-            self.log.put(self.episodes, episode.id, episode)
-            return None
-        self.log.remove(self.episodes, episode.id)
-        return episode
+            self.num_episodes = after.seq
+        for name in () if before is None else before.categories:
+            self.counts[name] -= 1
+        for name in after.categories:
+            self.counts[name] += 1
+        if after.code_version and after.mode == "train":
+            self._count_code_version(before, after)
 
-    def _apply_group(self, values: Mapping[str, Any]) -> None:
-        before = self.groups.get(values["id"])
-        group = _group(values) if before is None else _group(values, before)
-        self.log.put(vars(self), "num_groups", max(self.num_groups, group.id))
-        if group.state == "dropped":
-            self._add_loss("groups", group.reason, 1)
-        if group.state in ("dropped", "batched"):
-            self.log.remove(self.groups, group.id)
-        else:
-            self.log.put(self.groups, group.id, group)
-
-    def _count(self, name: str, number: int) -> None:
-        self.log.put(self.counts, name, self.counts[name] + number)
-
-    def _add_loss(self, kind: str, reason: str, number: int) -> None:
-        key = f"{self.next_batch}/{kind}/{reason}"
-        self.log.put(self.losses, key, self.losses.get(key, 0) + number)
-
-    def _count_code_version(self, episode: Episode, *, begun: bool, ended: bool) -> None:
-        counts = self.code_versions.get(episode.code_version)
-        if counts is None:
-            if not begun:
-                return  # Its counts were removed since.
-            if len(self.code_versions) >= CODE_VERSIONS_KEPT:
-                self.log.remove(self.code_versions, min(self.code_versions, key=lambda v: self.code_versions[v].newest))
-            counts = OutcomeCounts(0, 0, 0, 0.0, 0)
-        counts = counts.begun(episode.seq) if begun else counts
-        counts = counts.ended(episode.reward) if ended else counts
-        self.log.put(self.code_versions, episode.code_version, counts)
-
-
-def changes(before: Episode | Group | None, after: Episode | Group) -> dict[str, Any]:
-    """The fields of `after` that differ from `before`, and its id: the values of a fact."""
-    names = _EPISODE if isinstance(after, Episode) else _GROUP
-    changed = {
-        name: getattr(after, name) for name in names if before is None or getattr(before, name) != getattr(after, name)
-    }
-    return {"id": after.id, **changed}
-
-
-def categories(episode: Episode) -> Sequence[str]:
-    """The counts that an episode belongs to."""
-    if episode.status != "finished" or episode.mode == "eval":
-        return (episode.status,)
-    if episode.trained_in is not None:
-        return ("finished", "trained")
-    return ("finished", "dropped" if episode.dropped else "waiting")
-
-
-def _group(values: Mapping[str, Any], before: Group | None = None) -> Group:
-    if "members" in values:
-        values = {**values, "members": tuple(values["members"])}
-    return Group(**values) if before is None else replace(before, **values)
+    def _count_code_version(self, before: Episode | None, after: Episode) -> None:
+        versions, name = self.code_versions, after.code_version
+        counts = versions.get(name, OutcomeCounts())
+        if before is None:
+            versions.pop(name, None)
+            versions[name] = replace(counts, episodes=counts.episodes + 1)
+            if len(versions) > CODE_VERSIONS_KEPT:
+                del versions[next(iter(versions))]
+        elif name in versions and before.ended is None and after.ended is not None:
+            if after.reward is None:
+                versions[name] = replace(counts, aborted=counts.aborted + 1)
+            else:
+                reward_sum = counts.reward_sum + after.reward
+                versions[name] = replace(counts, finished=counts.finished + 1, reward_sum=reward_sum)

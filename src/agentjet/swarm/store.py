@@ -1,13 +1,14 @@
 """`Store`: the journal and the state in memory, changed together. `Leases`: activity, the one state not journaled.
 
-Every change is a fact: it is applied to `State` at once and written to the journal at the end of its transaction. A
-failed transaction rewinds the state with the undo log and reads nothing. The store finds and keeps; the rules are in
-`episodes`, `groups`, `mixture` and `batches`.
+Memory has the unsettled episodes and the groups of the present batch, so it does not grow with the length of a run.
+Every change is written to its row at once. After a failed transaction the rows are read again. The store finds and
+keeps; the rules are in `episodes`, `groups`, `mixture` and `batches`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,68 +17,74 @@ from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later, NotFound
-from agentjet.protocol import Event
-from agentjet.protocol.bodies import Request
-from agentjet.swarm.journal import SNAPSHOT_EVERY, Journal
-from agentjet.swarm.state import Batch, Episode, Fact, Group, JobSettings, changes
+from agentjet.protocol import Event, Request
+from agentjet.swarm.journal import Journal
+from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import EpisodeStatus
 
 RECENT_STEPS = 50
 """Batches over which the shares and rewards of task sets are computed."""
+PRUNE_EVERY = 2000
+"""Episodes after which the journal is pruned without a checkpoint."""
+UNSCORED_REASONS = ("surplus", "stale", "not needed", "replaced")
+"""Beginnings of reasons, up to a colon, that are counted apart from `aborted` and `expired`."""
 MAX_CLIENTS_SHOWN = 256
 STALL_SECONDS = 3.0
-"""The server checks leases every second. A longer gap between two checks means that the event loop was blocked."""
+"""The server checks leases every half second. A longer gap between two checks means that the event loop was blocked."""
 
 
 class Store:
     """Journal and state of one run. Every change happens inside `transaction()`."""
+
+    state: State
+    episodes: dict[str, Episode]
+    """Unsettled episodes, in the order they began."""
+    groups: dict[int, Group]
+    """Open and complete groups that no batch contains, in the order they were opened."""
+    settings: JobSettings | None
+    pending: Batch | None
+    """The batch that is composed and not yet learned."""
+    steps: dict[int, dict[str, float]]
+    """Metrics of the newest learned batches by batch, the newest last."""
+    trees: dict[tuple[str, str], ConversationTree]
+    """Conversations of live episodes, by episode and role; a cache of the journal."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float], policies: tuple[str, ...] = ()) -> None:
         self.journal = journal
         self.policies = policies
         """The policies that the settings name."""
         self.file = journal.file
-        self.on_event: Callable[[Event], None] | None = None
+        self.on_event: Callable[[Event], None] = lambda event: None
         """Called with each event after it is on disk."""
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
         self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
         """Returns the recorded calls of an ending episode that are still on their way to its agent."""
         self._clock = clock
-        self.revision = 0
-        """Rises with every change. Not journaled."""
         self._outbox: list[Event] = []
         self._committed: list[Event] = []
-        self._facts: list[Fact] = []
-        """Facts of the present transaction."""
-        self._num_facts = journal.num_facts()
-        self._needs_snapshot = False
-        self.trees: dict[tuple[str, str], ConversationTree] = {}
-        """Conversations of live episodes, by episode and role; a cache of the journal."""
-        self.state = state = journal.read_state()
-        self._log = state.log
-        self.settings: JobSettings | None = journal.job_settings()
-        self.pending: Batch | None = next(iter(journal.batches(state.policy_version)), None) if state.composed else None
-        """The batch that is composed and not yet learned."""
-        self.steps = journal.recent_steps(RECENT_STEPS)
-        """Metrics of the newest learned batches by batch, the newest last."""
+        self._load()
+
+    def _load(self) -> None:
+        self.state = self.journal.read_state()
+        self.episodes = {episode.id: episode for episode in self.journal.unsettled_episodes()}
+        self.groups = {group.id: group for group in self.journal.groups()}
+        self.settings = self.journal.job_settings()
+        self.pending = next(iter(self.journal.batches(self.policy_version)), None)
+        self.steps = self.journal.recent_steps(RECENT_STEPS)
+        self.trees = {}
 
     # ---- reads ---------------------------------------------------------------------------------------------
 
     @property
-    def episodes(self) -> Mapping[str, Episode]:
-        """Unsettled episodes."""
-        return self.state.episodes
-
-    @property
-    def groups(self) -> Mapping[int, Group]:
-        """Open and complete groups that no batch contains."""
-        return self.state.groups
-
-    @property
     def policy_version(self) -> int:
         return self.state.policy_version
+
+    @property
+    def next_batch(self) -> int:
+        """The batch that is being filled."""
+        return self.policy_version + (self.pending is not None)
 
     @property
     def job(self) -> JobConfig:
@@ -85,14 +92,9 @@ class Store:
         assert self.settings is not None, "job settings are stored before they are used"
         return self.settings.job
 
-    @property
-    def job_revision(self) -> int:
-        """Number of the settings in force; each change counts, from 1."""
-        return 0 if self.settings is None else self.settings.revision
-
     def episode(self, episode_id: str) -> Episode:
         """Any episode that the journal keeps. Raises `NotFound`."""
-        episode = self.episodes.get(episode_id) or self.journal.settled_episode(episode_id)
+        episode = self.episodes.get(episode_id) or self.journal.episode(episode_id)
         if episode is None:
             raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
@@ -103,15 +105,7 @@ class Store:
         Raises `NotFound` if `before` does not exist.
         """
         end = self.episode(before).seq if before else None
-        found = {
-            episode.seq: episode
-            for episode in self.episodes.values()
-            if (status is None or episode.status == status) and (end is None or episode.seq < end)
-        }
-        if status != "live":
-            settled = self.journal.settled_episodes(limit, status=status, before=end)
-            found |= {episode.seq: episode for episode in settled}
-        return [found[seq] for seq in sorted(found, reverse=True)[:limit]]
+        return self.journal.recent_episodes(limit, status=status, before=end)
 
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
@@ -128,38 +122,27 @@ class Store:
         if self.file.in_transaction:
             yield
             return
-        self.revision += 1
-        mark, sent = self._log.mark(), len(self._outbox)
+        num_sent = len(self._outbox)
         try:
             with self.file.transaction():
                 yield
-                self._write_facts()
+                self.journal.put_state(self.state)
         except BaseException:
-            keeps_others = self.file.has_uncommitted  # Else the disk undid earlier transactions, too.
-            self._rewind(mark if keeps_others else 0, sent if keeps_others else 0)
+            self._reload(num_sent)
             raise
-        if self.file.has_uncommitted:
+        if self.file.defers_commits:
             self.on_uncommitted()
         else:
-            self._log.clear()
             self._committed, self._outbox = self._outbox, []
             self.announce()
 
-    def _write_facts(self) -> None:
-        if self._needs_snapshot or (self._facts and self._num_facts >= SNAPSHOT_EVERY):
-            self.journal.put_snapshot(self.state)
-            self.journal.prune(self.state, self._clock())
-            self.set(_num_facts=0)
-        elif self._facts:
-            self.journal.add_facts(self._facts)
-            self.set(_num_facts=self._num_facts + 1)
-        self._facts, self._needs_snapshot = [], False
-
-    def _rewind(self, mark: int, sent: int) -> None:
-        self._log.rewind(mark)
-        del self._outbox[sent:]
-        self._facts, self._needs_snapshot = [], False
-        self.revision += 1
+    def _reload(self, num_sent: int) -> None:
+        """Undo a failed transaction in memory, too. The first `num_sent` events are of earlier transactions."""
+        del self._outbox[num_sent:]
+        try:
+            self._load()
+        except sqlite3.Error as error:
+            raise self.file.refuse_writes(error) from error
 
     def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
         """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
@@ -175,9 +158,8 @@ class Store:
         try:
             self.file.commit()
         except Later:
-            self._rewind(0, 0)
+            self._reload(0)
             raise
-        self._log.clear()
         self._committed += self._outbox
         self._outbox.clear()
 
@@ -185,8 +167,7 @@ class Store:
         """Send the committed events. Call it once they are on disk."""
         committed, self._committed = self._committed, []
         for event in committed:
-            if self.on_event is not None:
-                self.on_event(event)
+            self.on_event(event)
 
     def emit(self, kind: str, body: Mapping[str, Any]) -> None:
         """Journal an event and pass it to `on_event` once it is on disk."""
@@ -200,50 +181,49 @@ class Store:
 
     # ---- changes, inside a transaction ---------------------------------------------------------------------
 
-    def record(self, kind: str, **values: Any) -> None:
-        """Apply a fact and write it with the transaction. A settled episode moves from memory to its table."""
-        assert self.file.in_transaction, "facts are recorded in transactions"
-        fact = (kind, values)
-        self._facts.append(fact)
-        settled = self.state.apply(fact)
-        if settled is not None:
-            self.journal.add_settled(settled)
-
     def put(self, episode: Episode) -> None:
-        """Record a new or changed episode."""
-        self.record("episode", **changes(self.episodes.get(episode.id), episode))
+        """Record a new or changed episode, and count it. A settled one leaves memory."""
+        assert self.file.in_transaction, "changes are made in transactions"
+        before = self.episodes.get(episode.id)
+        self.state.count(before, episode)
+        if episode.ended is not None and episode.reward is None:
+            start, colon, _ = episode.reason.partition(":")
+            is_known = colon and start in UNSCORED_REASONS
+            reason = start.replace(" ", "_") if is_known else episode.status
+            self.state.count_lost("episodes", self.next_batch, reason)
+        if episode.is_settled:
+            self.episodes.pop(episode.id, None)
+        else:
+            self.episodes[episode.id] = episode
+        self.journal.put_episode(episode)
+        if before is None and episode.seq % PRUNE_EVERY == 0:
+            self.journal.prune(self.state, self._clock())
 
     def put_group(self, group: Group) -> None:
-        """Record a new or changed group."""
-        self.record("group", **changes(self.groups.get(group.id), group))
-
-    def set(self, **values: Any) -> None:
-        """Set attributes of the store that cache rows of the journal. A rewind restores them."""
-        for name, value in values.items():
-            self._log.put(vars(self), name, value)
-
-    def snapshot(self) -> None:
-        """Write a snapshot at the end of the transaction, and prune."""
-        self._needs_snapshot = True
-
-    def keep_tree(self, key: tuple[str, str]) -> None:
-        """The tree of an episode and role is about to grow. A rewind removes it from the cache."""
-        self._log.discard_on_rewind(self.trees, key)
+        """Record a new or changed group, and count a dropped one. Dropped and batched ones leave memory."""
+        self.state.num_groups = max(self.state.num_groups, group.id)
+        if group.state == "dropped":
+            self.state.count_lost("groups", self.next_batch, group.reason)
+        if group.state in ("dropped", "batched"):
+            self.groups.pop(group.id, None)
+            self.journal.remove_group(group.id)
+        else:
+            self.groups[group.id] = group
+            self.journal.put_group(group)
 
     def forget_trees(self, episode_id: str) -> None:
         """Remove an episode's trees from the cache."""
         for key in [key for key in self.trees if key[0] == episode_id]:
-            self._log.remove(self.trees, key)
+            del self.trees[key]
 
     def put_job(self, job: JobConfig, *, given: JobConfig | None = None) -> None:
         """Put job settings in force; `given` if the server was started with them."""
         old = self.settings
         if old is None or given is not None:
-            settings = JobSettings(1 if old is None else old.revision + 1, given or job, job)
+            self.settings = JobSettings(1 if old is None else old.revision + 1, given or job, job)
         else:
-            settings = replace(old, revision=old.revision + 1, job=job)
-        self.journal.put_job_settings(settings)
-        self.set(settings=settings)
+            self.settings = replace(old, revision=old.revision + 1, job=job)
+        self.journal.put_job_settings(self.settings)
 
     def start_job(self, given: JobConfig) -> str:
         """Keep the stored job settings, or store `given` if it differs from what was given at the start before.
@@ -255,20 +235,18 @@ class Store:
             self.put_job(given)
             return ""
         if kept.given.with_defaults() == given.with_defaults():
-            if changed := changed_settings(given, kept.job):
-                return (
-                    f"the job settings are those of revision {kept.revision}, which replaced the given ones: "
-                    f"{', '.join(changed)}"
-                )
-            return ""
+            changed = ", ".join(changed_settings(given, kept.job))
+            replaced = f"the job settings are those of revision {kept.revision}, which replaced the given ones: "
+            return f"{replaced}{changed}" if changed else ""
         self.put_job(given, given=given)
         lost = f" (those in force were of revision {kept.revision})" if kept.job != kept.given else ""
-        changed = changed_settings(kept.job, given)
-        return f"the job settings are the ones given at this start{lost}: {', '.join(changed) or 'nothing changed'}"
+        changed = ", ".join(changed_settings(kept.job, given)) or "nothing changed"
+        return f"the job settings are the ones given at this start{lost}: {changed}"
 
     def start_at(self, policy_version: int) -> None:
         """Start an empty run, or continue one after a rollback, at the checkpoint of a version."""
-        self.record("run", policy_version=policy_version, base_version=policy_version, durable_version=policy_version)
+        self.state.advance(policy_version)
+        self.state.base_version = self.state.durable_version = policy_version
 
     # ---- idempotency ---------------------------------------------------------------------------------------
 
@@ -313,8 +291,6 @@ class Leases:
         self._clock = clock
         self._last_seen: dict[str, float] = {}
         self._calling: Counter[str] = Counter()
-        self.revision = 0
-        """Rises when a lease may end earlier than before."""
 
     def lease_epoch(self) -> float:
         """Time from which leases count. Reset to now if the event loop was blocked for more than `STALL_SECONDS`,
@@ -354,7 +330,6 @@ class Leases:
             yield
         finally:
             self._calling[episode.id] -= 1
-            self.revision += 1
             if not self._calling[episode.id]:
                 del self._calling[episode.id]
             if episode.id in self._last_seen:

@@ -6,16 +6,12 @@ weights. Shapes: E episodes, R roles, C calls, M targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentjet.timeline.forest import Forest, IntArray
-
-TYPES: dict[str, type[np.generic]] = {"rewards": np.float64, "role_rewards": np.float64, "spoke": np.bool_}
-"""Types of the arrays of `Facts`. All others are int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +35,6 @@ class Facts:
     call_turn: IntArray
     """The number [C] of each call among the calls of its role in its episode, from 0."""
 
-    def to_wire(self) -> dict[str, Any]:
-        """A dict of byte strings, for the worker's pipe."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "roles"}
-        return {"roles": list(self.roles), **{name: array.tobytes() for name, array in arrays.items()}}
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Facts:
-        roles = tuple(wire["roles"])
-        arrays: dict[str, Any] = {
-            name: np.frombuffer(values, TYPES.get(name, np.int32)) for name, values in wire.items() if name != "roles"
-        }
-        for name in ("role_rewards", "spoke"):
-            arrays[name] = arrays[name].reshape(len(arrays["rewards"]), len(roles))  # perhaps [E, 0]
-        return cls(roles=roles, **arrays)
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
@@ -65,13 +46,3 @@ class TrainingBatch:
     id: int
     forest: Forest
     facts: Facts | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """A dict of plain numbers and byte strings, for the worker's pipe."""
-        facts = None if self.facts is None else self.facts.to_wire()
-        return {"id": self.id, "forest": self.forest.to_wire(), "facts": facts}
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> TrainingBatch:
-        facts = None if wire["facts"] is None else Facts.from_wire(wire["facts"])
-        return cls(wire["id"], Forest.from_wire(wire["forest"]), facts)

@@ -23,14 +23,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.timeline.support import EVERYTHING, pack_sets, unpack_sets
+from agentjet.timeline.support import EVERYTHING
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 Column = NDArray[Any]
 """One value per target."""
 
-NODE_ARRAYS = ("tokens", "parent", "end", "depth", "node")
 INTEGER_COLUMNS = frozenset({"version", "sequence", "support", "call"})
 """Columns of type int32. All others are float32."""
 SAMPLED_COLUMNS = ("advantage", "call", "logprob", "sequence", "support", "temperature", "version")
@@ -151,27 +150,6 @@ class Forest:
         A node is the only child of the node before it exactly when both have the same `end`.
         """
         return np.append(np.flatnonzero(self.end[1:] != self.end[:-1]) + 1, self.num_nodes)
-
-    def to_wire(self) -> dict[str, Any]:
-        """A dict of plain numbers and little-endian byte strings, for the worker's pipe."""
-        return {
-            **{name: getattr(self, name).tobytes() for name in NODE_ARRAYS},
-            "targets": {name: values.tobytes() for name, values in self.targets.items()},
-            "sets": pack_sets(self.sets),
-            "num_sets": len(self.sets),
-            "num_sequences": self.num_sequences,
-            "num_row_tokens": self.num_row_tokens,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Forest:
-        return Forest(
-            **{name: np.frombuffer(wire[name], np.int32) for name in NODE_ARRAYS},
-            targets={name: np.frombuffer(values, column_type(name)) for name, values in wire["targets"].items()},
-            sets=unpack_sets(wire["sets"], wire["num_sets"]),
-            num_sequences=wire["num_sequences"],
-            num_row_tokens=wire["num_row_tokens"],
-        )
 
 
 def build_forest(rows: Sequence[Row], *, num_row_tokens: int | None = None) -> Forest:

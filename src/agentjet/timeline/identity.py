@@ -21,7 +21,7 @@ from typing import Any
 from agentjet.types import Conversation, Message, ToolCall
 
 Schemas = Mapping[str, Any]
-"""JSON schemas of arguments by function, for functions that declare defaults."""
+"""JSON schemas of arguments by function."""
 REMEMBERED = 4
 """Number of earlier conversations that `Identities` compares with: an agent and sub-agents may take turns."""
 
@@ -58,12 +58,10 @@ class Identities:
 
     def __init__(self) -> None:
         self._last: list[Identity] = []
-        self._schemas: dict[str, Schemas] = {}
 
     def of(self, conversation: Conversation) -> Identity:
         """Returns the identity of a conversation. It does not depend on earlier conversations."""
-        tools = tools_key(conversation.tools)
-        schemas = self.schemas(conversation.tools, tools)
+        tools, schemas = tools_key(conversation.tools), schemas_of(conversation.tools)
         known, same = Identity((), (), (tools,)), 0
         for other in self._last:
             if other.tools == tools and (common := _num_common(other.messages, conversation.messages)) > same:
@@ -78,15 +76,11 @@ class Identities:
         self._last = [*kept[1 - REMEMBERED :], found]
         return found
 
-    def schemas(self, tools: Sequence[Mapping[str, Any]], key: str) -> Schemas:
-        """Returns the schemas of a tool list that declare defaults, by function. `key` is its `tools_key`."""
-        if key not in self._schemas:
-            while len(self._schemas) >= REMEMBERED:
-                del self._schemas[next(iter(self._schemas))]
-            functions = (tool.get("function", {}) for tool in tools)
-            found = {function.get("name", ""): function.get("parameters") for function in functions}
-            self._schemas[key] = {name: schema for name, schema in found.items() if _declares_defaults(schema)}
-        return self._schemas[key]
+
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """Returns the schemas of the arguments in a tool list."""
+    functions = (tool.get("function", {}) for tool in tools)
+    return {function.get("name", ""): function.get("parameters") for function in functions}
 
 
 def answer_key(message: Message, schemas: Schemas = MappingProxyType({})) -> str:
@@ -109,25 +103,12 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     return _digest(["tools", *tools])
 
 
-class ContextHash:
-    """Hash of a sequence of tokens. It may be continued, in time linear in the tokens that follow."""
-
-    _hash: hashlib.blake2b
-
-    def __init__(self, tokens: Sequence[int] = (), before: ContextHash | None = None) -> None:
-        self._hash = hashlib.blake2b(digest_size=16) if before is None else before._hash.copy()
-        self._hash.update(array("I", tokens))  # Packing signed integers takes four times as long.
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
-
-
-def context_digest(*stretches: Sequence[int]) -> bytes:
-    """Returns a digest of 16 bytes of a sequence of tokens, given in one or more stretches."""
-    found = ContextHash()
+def context_hash(*stretches: Sequence[int], before: hashlib.blake2b | None = None) -> hashlib.blake2b:
+    """Returns a hash of 16 bytes of a sequence of tokens, which continues `before`."""
+    found = hashlib.blake2b(digest_size=16) if before is None else before.copy()
     for tokens in stretches:
-        found = ContextHash(tokens, found)
-    return found.digest()
+        found.update(array("I", tokens))  # Packing signed integers takes four times as long.
+    return found
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
@@ -141,7 +122,7 @@ def _arguments(call: ToolCall, schema: Any) -> list[Any]:
         value = _plain_numbers(call.value())
     except ValueError:
         return ["text", call.arguments]
-    return ["json", value if schema is None else _without_defaults(value, schema)]
+    return ["json", _without_defaults(value, schema)]
 
 
 def _without_defaults(value: Any, schema: Any) -> Any:
@@ -164,14 +145,6 @@ def _is_default(value: Any, schema: Any) -> bool:
     if not isinstance(schema, Mapping) or "default" not in schema:
         return False
     return _digest(value) == _digest(_plain_numbers(schema["default"]))  # In Python False equals 0.
-
-
-def _declares_defaults(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    properties = schema.get("properties")
-    inner = [schema.get("items"), *(properties.values() if isinstance(properties, Mapping) else ())]
-    return any(isinstance(one, Mapping) and ("default" in one or _declares_defaults(one)) for one in inner)
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from hashlib import blake2b
+from itertools import accumulate, chain
+from typing import Literal
 
-from agentjet.timeline.identity import ContextHash, Identities, Identity, Schemas, answer_key, tools_key
-from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
+from agentjet.timeline.identity import Identities, Identity, Schemas, answer_key, context_hash, schemas_of, tools_key
+from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Fork, Message, NewContext
+
+OrphanReason = Literal["retry", "undelivered", "side"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +131,6 @@ class ConversationTree:
         """Returns the length of a call's prompt + completion."""
         return self._nodes[call_id].length
 
-    def is_continued(self, call_id: str) -> bool:
-        """True if a later call continues this one at its end."""
-        return self._nodes[call_id].is_continued
-
-    def keeps_all_of(self, call_id: str, match: Match) -> bool:
-        """True if the tokens that `match` keeps begin with a call's whole prompt + completion."""
-        length = self.num_tokens(call_id)
-        if match.parent is None or match.kept < length:
-            return False
-        return match.parent == call_id or _path(self._nodes[match.parent], length) == self.tokens(call_id)
-
-    def has_seen_tools(self, asked: Identity) -> bool:
-        """True if a call of this tree was offered exactly these tools."""
-        return asked.tools in self._tools
-
     def identify(self, conversation: Conversation) -> Identity:
         """Returns the identity of a conversation of this tree."""
         return self._identities.of(conversation)
@@ -167,6 +156,25 @@ class ConversationTree:
             found[i] = next((call for call in candidates[i] if call.id == after), candidates[i][-1])
             after = found[i].ask.after
         return dict(sorted(found.items()))
+
+    def fork_cause(self, asked: Identity, known: Mapping[int, Call], match: Match) -> Fork:
+        """Returns why a request with this match begins a timeline. Empty if it continues one or is the tree's first.
+
+        `known` is what `recognise` found. The caller detects the causes `retry` and `role`. Most branches are
+        legitimate, and all are trained.
+        """
+        parent = None if match.parent is None else self._nodes[match.parent]
+        if not self._nodes or (parent is not None and match.kept == parent.length and not parent.is_continued):
+            return ""
+        if asked.tools not in self._tools:
+            return "tools"
+        if any(message.role == "assistant" and i not in known for i, message in enumerate(asked.messages)):
+            return "edit"
+        if not known:
+            return "branch"
+        end = self.num_tokens(newest := known[max(known)].id)
+        is_kept = parent is not None and match.kept >= end and _path(parent, end) == self.tokens(newest)
+        return "branch" if is_kept else "template"
 
     def match(self, encoded: bytes, *, to_the_end: bool = False) -> Match:
         """Returns how a prompt, as encoded text, continues the tree. Among equally long paths the newest wins.
@@ -211,9 +219,8 @@ class ConversationTree:
             stops=array("I", stops),
         )
         if call.ask.after is None:
-            tools = tools_key(call.ask.tools)
-            node.schemas = self._identities.schemas(call.ask.tools, tools)
-            self._tools.add(tools)
+            node.schemas = schemas_of(call.ask.tools)
+            self._tools.add(tools_key(call.ask.tools))
         elif call.ask.after in self._nodes:
             node.schemas = self._nodes[call.ask.after].schemas
         self._nodes[call.id] = node
@@ -241,15 +248,15 @@ class ConversationTree:
         return found
 
     def context_digests(self) -> dict[str, bytes]:
-        """`context_digest` of each call's prompt + completion, in time linear in the tokens of all calls."""
-        hashes: dict[str, ContextHash] = {}
+        """Digest of each call's prompt + completion, in time linear in the tokens of all calls."""
+        hashes: dict[str, blake2b] = {}
         for call_id, node in self._nodes.items():
             parent = node.parent
             if parent is None or node.start != parent.length:
-                before = ContextHash(() if parent is None else _path(parent, node.start))
+                before = context_hash(() if parent is None else _path(parent, node.start))
             else:
                 before = hashes[parent.call.id]
-            hashes[call_id] = ContextHash(node.tokens, before)
+            hashes[call_id] = context_hash(node.tokens, before=before)
         return {call_id: found.digest() for call_id, found in hashes.items()}
 
     def clear(self) -> None:
@@ -268,15 +275,8 @@ class ConversationTree:
     def encoded_prompt(self, call_id: str) -> bytes:
         """Returns the encoded text of the whole prompt of a call."""
         node = self._nodes[call_id]
-        at: _Node | None = node
-        end = node.start + node.prompt_end
-        parts: list[bytes] = []
-        while at is not None:
-            if end > at.start:
-                parts.append(at.encoded[: int(at.ends[end - at.start])])
-                end = at.start
-            at = at.parent
-        return b"".join(reversed(parts))
+        pieces = _pieces(node, node.start + node.prompt_end)
+        return b"".join(at.encoded[: at.ends[count]] for at, count in pieces)
 
     def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
         """Returns the whole prompt of a new call: the tokens that `match` keeps, then the tokenised suffix."""
@@ -295,19 +295,53 @@ class ConversationTree:
         return node
 
 
-def _path(node: _Node, length: int) -> tuple[int, ...]:
-    """Returns the first `length` tokens on the path from the root to the end of `node`."""
-    parts: list[tuple[int, ...]] = []
+def new_context(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> NewContext:
+    """Returns the new part of a request, given the calls that `ConversationTree.recognise` found in it."""
+    if not known:
+        return NewContext(conversation.messages, None, conversation.tools, fingerprint, conversation.instructed)
+    newest = max(known)
+    return NewContext(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
+
+
+def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, OrphanReason]:
+    """Returns the calls that are counted but not trained: answers that did not arrive, and side calls.
+
+    Among a request and its retries, the answers that the agent sent back are trained: they arrived, even if the
+    transport reported a failure. If it sent none back, the last delivered answer is trained.
+    """
+    sent_back = {call.ask.after for call in calls}
+    first: dict[str, str] = {}
+    tries: dict[str, list[Call]] = {}
+    for call in calls:
+        first[call.id] = first.get(call.retry_of, call.retry_of) if call.retry_of is not None else call.id
+        tries.setdefault(first[call.id], []).append(call)
+    found: dict[str, OrphanReason] = {}
+    found |= {call.id: "side" for call in calls if call.untrained}
+    for same in tries.values():
+        kept = {call.id for call in same if call.id in sent_back}
+        if not kept:
+            kept = {call.id for call in [call for call in same if call.id not in undelivered][-1:]}
+        for call in same:
+            if call.id not in kept and call.id not in found:
+                found[call.id] = "undelivered" if call.id in undelivered else "retry"
+    return found
+
+
+def _pieces(node: _Node, length: int) -> list[tuple[_Node, int]]:
+    """Returns the nodes of the first `length` tokens on the path to the end of `node`, and the tokens of each."""
+    pieces: list[tuple[_Node, int]] = []
     at: _Node | None = node
     while at is not None:
         if length > at.start:
-            parts.append(at.tokens[: length - at.start])
+            pieces.append((at, length - at.start))
             length = at.start
         at = at.parent
-    tokens: list[int] = []
-    for part in reversed(parts):
-        tokens += part
-    return tuple(tokens)
+    return pieces[::-1]
+
+
+def _path(node: _Node, length: int) -> tuple[int, ...]:
+    """Returns the first `length` tokens on the path from the root to the end of `node`."""
+    return tuple(chain.from_iterable(at.tokens[:count] for at, count in _pieces(node, length)))
 
 
 def _agreement(segment: bytes, encoded: bytes, offset: int, limit: int) -> int:

@@ -188,6 +188,7 @@ def digits(model: Path) -> Subject:
 
 
 app = typer.Typer(
+    name="research",
     help="Plan a study that compares ways to train a policy, run it on swarm servers, and report its conclusions.",
     no_args_is_help=True,
 )

@@ -1,8 +1,4 @@
-"""`python -m agentjet.compute.embedded`: the worker process.
-
-Objects of the imported libraries live as long as the process. The garbage collector is off during the import, where it
-would take a fifth of the start, and skips these objects afterwards.
-"""
+"""The worker process. The garbage collector would take a fifth of the start, so it is off during the import."""
 
 import gc
 

@@ -1,26 +1,301 @@
-"""The gateway's half of the embedded backend: which worker has which policy. No torch."""
+"""The gateway's half of the embedded backend: worker processes, and which one has which policy. No torch.
+
+Messages are pickles, because the pipes are private to parent and child. The worker handles requests in order, so the
+oldest one without an answer is the one that it works on.
+
+The watchdog ends a worker that hangs. Heartbeats could not detect that: a thread sends them while the main loop is
+deadlocked, and a main loop sends none for minutes while it computes one long pass. So the watchdog measures from
+outside. A worker is busy if it sent a message, used CPU time, or waits for a disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+import copy
+import itertools
+import os
+import pickle
+import struct
+import sys
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import psutil
 
-from agentjet.compute.embedded.worker_process import WorkerProcess
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved, WorkerDied
+from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+
+WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Environment of a worker. The user's own variables take precedence.
+
+Threads sleep while they wait for each other. OpenMP's default spins for 7 ms, which makes everything several times
+slower if agents or a second worker need the cores. cuBLAS is deterministic only with a workspace of fixed size.
+"""
+
+RESUMING = ("publish", "load", "add", "remove")
+"""Requests after which no completion of the policy pauses."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Request(NamedTuple):
+    """A request about a policy. `sample` and `cancel` have the id of the completion as first argument."""
+
+    op: str
+    id: int
+    policy: PolicyId
+    args: tuple[Any, ...]
+
+
+class Answer(NamedTuple):
+    """The answer to the request `id`. `ends`: its failure ends the process, not a request that waits behind it."""
+
+    id: int
+    result: Any = None
+    error: AgentJetError | None = None
+    ends: bool = False
+
+
+Message = Answer | list[tuple[int, Sampled]]
+"""A message of the worker: an answer, or pieces of completions by id."""
+
+
+def encode_message(message: Message) -> bytes:
+    """Returns the pickle with its length in front, because asyncio reads by length."""
+    body = pickle.dumps(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+MIN_CPU_SECONDS = 0.02
+"""Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
+CHECKS_PER_TIMEOUT = 10
+
+
+class Watchdog:
+    """Measures how long a worker with pending requests has not worked."""
+
+    def __init__(self, timeout: float) -> None:
+        """`timeout` in seconds."""
+        self.interval = timeout / CHECKS_PER_TIMEOUT
+        """Seconds between two checks."""
+        self._timeout = timeout
+        self._silence = 0.0
+        self._cpu_seconds = 0.0
+
+    def reset(self) -> None:
+        """Call for every message of the worker."""
+        self._silence = 0.0
+
+    def hangs(self, elapsed: float, cpu_seconds: Callable[[], float | None], *, has_work: bool) -> bool:
+        """Check the worker, `elapsed` seconds after the last check; True if it was idle for `timeout` seconds.
+
+        A late check counts as two intervals at most. A late check means that this process was stopped too, so messages
+        of that time may still be unread. `cpu_seconds` returns None if the process ended or waits for a disk.
+        """
+        found = cpu_seconds() if has_work else None
+        if found is None or abs(found - self._cpu_seconds) >= MIN_CPU_SECONDS:
+            self._silence = 0.0
+            self._cpu_seconds = found or 0.0
+            return False
+        self._silence += min(elapsed, 2 * self.interval)
+        return self._silence >= self._timeout
+
+
+def cpu_seconds_of(pid: int) -> float | None:
+    """Returns the CPU time of a process and its children; None if the process ended or waits for a disk."""
+    try:
+        process = psutil.Process(pid)
+        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        if process.status() == psutil.STATUS_DISK_SLEEP:
+            return None
+    except psutil.Error:
+        return None
+    return float(sum(time.user + time.system for time in times))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A request without its last answer. It stays until that comes, also if the caller of `ask` was cancelled."""
+
+    op: str
+    policy: PolicyId
+    answers: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+
+class WorkerProcess:
+    """One process from its start to its end."""
+
+    def __init__(self, log_path: Path, timeout: float) -> None:
+        """`timeout` in seconds is that of the watchdog."""
+        self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        """Done when the process ended unexpectedly."""
+        self._log_path = log_path
+        self._timeout = timeout
+        self._watchdog = Watchdog(timeout)
+        self._ids = itertools.count(1)
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pending: dict[int, _Pending] = {}
+        self._unpublished: set[PolicyId] = set()
+        """Policies that were asked for an `optim_step` and not published since: their completions pause."""
+        self._end: WorkerDied | None = None
+        self._hung = False
+        self._closing = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while the process runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._closing or self._end is not None
+
+    async def start(self) -> None:
+        """Start the process. Idempotent. Raises `PolicyRemoved` after `close`."""
+        async with self._starting:
+            if self._closing:
+                raise PolicyRemoved("the worker process was ended")
+            if self._process is not None:
+                return
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._log_path.touch(0o600)
+            with self._log_path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "agentjet.compute.embedded"),  # Nothing from the current folder.
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env={**WORKER_VARIABLES, **os.environ},
+                )
+            self._tasks = [
+                asyncio.create_task(self._read_messages(self._process)),
+                asyncio.create_task(self._watch(self._process)),
+            ]
+
+    async def ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
+        """Send a request about a policy; returns its answer. Raises the worker's error, or `WorkerDied`."""
+        id = next(self._ids)
+        self._write(Request(op, id, policy, args))
+        pending = self._pending[id] = _Pending(op, policy)
+        if op == "optim_step":
+            self._unpublished.add(policy)
+        return await _next(pending)
+
+    async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
+        """Request a completion; yields its pieces. Closing the iterator cancels it."""
+        id = next(self._ids)
+        self._write(Request("sample", id, policy, (id, *args)))
+        pending = self._pending[id] = _Pending("sample", policy)
+        try:
+            while True:
+                piece: Sampled = await _next(pending)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            if self._pending.pop(id, None) is not None:
+                with contextlib.suppress(WorkerDied):
+                    self._write(Request("cancel", id, policy, (id,)))
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        self._closing = True
+        async with self._starting:
+            if self._process is None:
+                return
+            if self._process.returncode is None:
+                self._process.kill()
+            reader, watch = self._tasks
+            watch.cancel()
+            await asyncio.wait([reader, watch])
+
+    def _write(self, request: Request) -> None:
+        if self._end is not None:
+            raise copy.copy(self._end)  # Several callers raise it.
+        process = self._process
+        if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
+            raise WorkerDied("the worker process is not running")
+        process.stdin.write(pickle.dumps(request))
+
+    async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # The process ended.
+            while True:
+                (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+                self._dispatch(pickle.loads(await process.stdout.readexactly(length)))
+        self._end = self._reason(await process.wait())
+        for pending in self._pending.values():
+            pending.answers.put_nowait(copy.copy(self._end))
+        self._pending.clear()
+        if not self._closing:
+            self.died.set_result(self._end)
+
+    def _reason(self, code: int) -> WorkerDied:
+        if self._closing:
+            return PolicyRemoved("the worker process was ended")
+        during = next((str(one.policy) for one in self._pending.values() if one.op != "sample"), self._sampled())
+        kind, end = WorkerDied, f"ended with exit code {code}"
+        if self._hung:
+            kind, end = WorkerHung, f"did no work for {self._timeout:g} s (server.worker_timeout) and was killed"
+        return kind(f"the worker process {end}; see {self._log_path}", during=during)
+
+    def _sampled(self) -> str:
+        """Returns a policy of the only run that samples, one that does not pause if possible; '' for several runs."""
+        policies = sorted((one.policy for one in self._pending.values()), key=self._unpublished.__contains__)
+        return str(policies[0]) if len({policy.run for policy in policies}) == 1 else ""
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the worker if it hangs."""
+        now = asyncio.get_running_loop().time
+        self._watchdog.reset()
+        while process.returncode is None:
+            checked = now()
+            await asyncio.sleep(self._watchdog.interval)
+            # Paused completions may hold the places of others, so no completion counts meanwhile.
+            has_work = any(not self._unpublished or one.op != "sample" for one in self._pending.values())
+            if self._watchdog.hangs(now() - checked, lambda: cpu_seconds_of(process.pid), has_work=has_work):
+                self._hung = True
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                return
+
+    def _dispatch(self, message: Message) -> None:
+        self._watchdog.reset()
+        if isinstance(message, list):
+            for id, piece in message:
+                if (pending := self._pending.get(id)) is not None:
+                    pending.answers.put_nowait(piece)
+                    if piece.finish_reason is not None:
+                        del self._pending[id]
+        elif (pending := self._pending.get(message.id)) is not None:
+            if not message.ends:  # Else it stays the oldest one, for the reason of the end.
+                del self._pending[message.id]
+            if message.error is None and pending.op in RESUMING:
+                self._unpublished.discard(pending.policy)
+            pending.answers.put_nowait(message.result if message.error is None else message.error)
+
+
+async def _next(pending: _Pending) -> Any:
+    """Returns the next answer, or raises it."""
+    answer = await pending.answers.get()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 class EmbeddedCompute:
     """Implements `Compute` with worker processes by name. A policy keeps its process until `add` or `remove`."""
+
+    capabilities = Capabilities(support_sets=True, adapters=True)
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -29,119 +304,70 @@ class EmbeddedCompute:
         self._hosts: dict[PolicyId, WorkerProcess] = {}
         """The process that each policy was added to. It may have died."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `Compute.capabilities`."""
-        return Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
-
     def pid(self, policy: PolicyId) -> int | None:
         """Returns the process id of a policy's worker while it runs."""
         return self._hosts[policy].pid if policy in self._hosts else None
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
-        """See `Compute.add`."""
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
         process = self._workers.get(worker)
         if process is None or process.has_ended:
             log_path = self._config.server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
             process = self._workers[worker] = WorkerProcess(log_path, self._config.server.worker_timeout)
         replaced, self._hosts[policy] = self._hosts.get(policy), process
-        process.policies.add(policy)
         if replaced is not None and replaced is not process:
             await self._leave(policy, replaced)
         try:
             await process.start()
-            info = await process.ask(
-                "add",
-                policy,
-                model=model.model_dump(mode="json"),
-                dtype=dtype,
-                sampler=self._config.sampler.model_dump(mode="json"),
-            )
+            info: ModelInfo = await process.ask("add", policy, model, self._config.sampler)
         except AgentJetError:
             await self.remove(policy)
             raise
-        info["end_tokens"] = tuple(info["end_tokens"])
-        return ModelInfo(**info)
+        return info
 
     async def remove(self, policy: PolicyId) -> None:
-        """See `Compute.remove`."""
         if (process := self._hosts.pop(policy, None)) is not None:
             await self._leave(policy, process)
 
     async def _leave(self, policy: PolicyId, process: WorkerProcess) -> None:
         """Free a policy in a worker, or end the worker if it has no other policy."""
-        process.policies.discard(policy)
-        if process.policies:
+        if process in self._hosts.values():
             with contextlib.suppress(ComputeError):  # The worker died, or ends because the removal failed.
                 await process.ask("remove", policy)
         else:
             await process.close()
 
-    async def sample(
+    def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled, None]:
-        """See `Sampler.sample`."""
-        process = self._process(policy)
-        tokens = np.asarray(token_ids, np.int32).tobytes()
-        id, queue = process.open_stream(policy, tokens=tokens, params=dataclasses.asdict(params))
-        try:
-            while True:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            process.close_stream(policy, id)
+        return self._process(policy).sample(policy, np.asarray(token_ids, np.int32), params)
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        """See `Sampler.score`."""
-        tokens = np.asarray(token_ids, np.int32).tobytes()
-        scores = await self._ask("score", policy, tokens=tokens, num_likeliest=num_likeliest)
-        return [TokenScore(logprob, tuple((id, value) for id, value in likeliest)) for logprob, likeliest in scores]
+        return cast(list[TokenScore], await self._ask("score", policy, np.asarray(token_ids, np.int32), num_likeliest))
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        """See `Learner.forward_backward`."""
-        found = await self._ask("forward_backward", op.policy_id, number=op.number, batch=batch, loss=loss.to_wire())
-        return Outputs(**found)
+        return cast(Outputs, await self._ask("forward_backward", op.policy_id, op, batch, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        """See `Learner.optim_step`."""
-        metrics: dict[str, float] = await self._ask(
-            "optim_step", op.policy_id, number=op.number, optimizer=optimizer.model_dump(mode="json")
-        )
-        return metrics
-
-    async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
-        """See `Learner.logprobs`."""
-        found = await self._ask("logprobs", policy, batch=batch, reference=reference)
-        return Outputs(columns={"logprob": np.frombuffer(found, np.float32)})
+        return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))
 
     async def publish(self, policy: PolicyId, version: int) -> None:
-        """See `Learner.publish`."""
-        await self._ask("publish", policy, version=version)
+        await self._ask("publish", policy, version)
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        """See `Learner.save`."""
-        return CheckpointStamp(**await self._ask("save", policy, path=str(path)))
+        return cast(CheckpointStamp, await self._ask("save", policy, path))
 
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        """See `Learner.load`."""
-        return CheckpointStamp(**await self._ask("load", policy, path=str(path)))
+        return cast(CheckpointStamp, await self._ask("load", policy, path))
 
     async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
-        """See `Learner.export`."""
-        await self._ask("export", policy, path=str(path), adapter=adapter)
+        await self._ask("export", policy, path, adapter)
 
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
-        """See `Compute.died`."""
         ended = {self._process(policy).died for policy in policies}
         done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
 
     async def close(self) -> None:
-        """See `Compute.close`. A worker is killed only if it does not end in time."""
         processes = {*self._workers.values(), *self._hosts.values()}
         self._workers.clear()
         self._hosts.clear()
@@ -153,5 +379,5 @@ class EmbeddedCompute:
             raise PolicyRemoved(f"no worker has the policy {policy}: add it first")
         return self._hosts[policy]
 
-    async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:
-        return await self._process(policy).ask(op, policy, **arguments)
+    async def _ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
+        return await self._process(policy).ask(op, policy, *args)

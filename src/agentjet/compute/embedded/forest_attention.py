@@ -250,9 +250,9 @@ class FlexPlan:
         return cast(Tensor, out[0].transpose(0, 1)[: self._num_nodes])
 
 
-def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
-    """Returns the attention plan of a forest for a device."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest)
+def forest_plan(forest: Forest, device: torch.device, past: KeyValues | None = None) -> AttentionPlan:
+    """Returns the attention plan of a forest for a device. On CUDA nothing is computed before."""
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, past)
 
 
 def interval_mask(end: Tensor) -> MaskMod:

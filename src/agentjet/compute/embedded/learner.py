@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,27 +22,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentjet.compute.embedded.passes import pass_of
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.protocol import LossSpec, Outputs, StepMetrics, merged_metrics
+from agentjet.compute.embedded.policy import Policy, fingerprint
+from agentjet.compute.operations import merged_metrics
+from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
 from agentjet.recipes.losses import kl_k3
-from agentjet.recipes.recipe import MISMATCH, Recipe, recipe_of
+from agentjet.recipes.recipe import MISMATCH, Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
 HEAD_ROWS = 512
 """Number of distributions whose logits over the vocabulary exist at the same time."""
-
-
-@dataclass(slots=True)
-class _MicroBatch:
-    """A piece of a mini-batch's forest, the weights [M] of its targets, and computed columns [M] of the loss."""
-
-    forest: Forest
-    weight: NDArray[np.float32]
-    computed: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +80,15 @@ class PolicyLearner:
         self._reference: dict[str, Tensor] | None = None
         self._prepared: _PreparedBatch | None = None
         """The batch between its first and its last step."""
+        self._fingerprints: dict[str, int] = {}
+        self.weights_changed()
 
     def forward_backward(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         """Add the gradient of one mini-batch to the accumulated gradient; returns its metrics.
 
         Raises `ComputeError` if a later step of a batch comes without its first step.
         """
-        recipe = recipe_of(loss.algorithm)
+        recipe = Recipe(loss.algorithm)
         if loss.step == 0:
             self._prepared = self._prepare(batch, loss, recipe)
         prepared = self._prepared
@@ -112,15 +106,29 @@ class PolicyLearner:
         return Outputs(metrics, num_steps=prepared.num_steps)
 
     def optim_step(self, optimizer: OptimizerConfig, version: int) -> dict[str, float]:
-        """Apply the accumulated gradient; returns metrics. `version` is the policy version, for the schedule."""
-        self._configure(optimizer, version)
-        norm = self._apply(optimizer)
+        """Apply the accumulated gradient; returns metrics. `version` is the policy version, for the schedule.
+
+        Without a gradient, the step applies momentum and weight decay, as with zeros. A norm that is not finite skips
+        the step. The metrics show that, with the norm before clipping.
+        """
+        rate, masters = learning_rate(optimizer, version), self.masters()
+        for group in self._optimizer.param_groups:
+            betas = optimizer.beta1, optimizer.beta2
+            group.update(lr=rate, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+        for master in masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, optimizer.max_grad_norm or math.inf))
+        if math.isfinite(norm):
+            self._optimizer.step()
+            self._copy_masters()
+        self._optimizer.zero_grad(set_to_none=True)
         return {
             "optim/grad_norm": norm,
             "optim/skipped_steps": float(not math.isfinite(norm)),
-            "optim/lr": self._optimizer.param_groups[0]["lr"],
+            "optim/lr": rate,
             "optim/steps": 1.0,
-            "weights/finite": float(math.isfinite(torch.nn.utils.get_total_norm(self.masters()))),
+            "weights/finite": float(math.isfinite(torch.nn.utils.get_total_norm(masters))),
         }
 
     @property
@@ -129,88 +137,71 @@ class PolicyLearner:
         return any(master.grad is not None for master in self.masters())
 
     def learn(self, forest: Forest, job: JobConfig, version: int, facts: Facts | None = None) -> dict[str, float]:
-        """Train on a batch; returns metrics. The same steps as `protocol.learn`, without a worker process."""
+        """Train on a batch; returns metrics. The same steps as `operations.learn`, without a worker process."""
         batch, num_steps = TrainingBatch(version, forest, facts), 1
-        steps: list[StepMetrics] = []
+        steps: list[Mapping[str, float]] = []
         while len(steps) < num_steps:
             outputs = self.forward_backward(batch, LossSpec.of(job, len(steps)))
-            steps.append((outputs.metrics, self.optim_step(job.optimizer, version)))
+            steps.append({**outputs.metrics, **self.optim_step(job.optimizer, version)})
             num_steps = outputs.num_steps
         return merged_metrics(steps)
 
     def _prepare(self, batch: TrainingBatch, loss: LossSpec, recipe: Recipe) -> _PreparedBatch:
-        missing = recipe.required(batch) - batch.forest.targets.keys()
-        if missing:
-            raise ComputeError(f"batch {batch.id} lacks the columns {', '.join(sorted(missing))}, which its loss needs")
-        outputs = {}
-        if "logprob" in recipe.needs and batch.forest.num_targets:
-            outputs["logprob"] = self.batch_logprobs(batch.forest, loss.micro_batch_tokens)
-        columns = recipe.columns(batch, outputs)
-        forest = batch.forest.with_columns(**columns.values)
-        if columns.counts is not None and not columns.counts.all():
-            forest = select(forest, columns.counts)
-        return _PreparedBatch(batch.id, loss, forest, columns.metrics)
+        proximal = self._batch_logprobs(batch.forest, loss.micro_batch_tokens) if recipe.corrects else None
+        return _PreparedBatch(batch.id, loss, *recipe.prepared(batch, proximal))
 
     def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
-        micro_batches = self._micro_batches(forest, recipe, loss.micro_batch_tokens)
+        """Add the gradient of a mini-batch, micro-batch by micro-batch; returns means over its targets.
+
+        Only targets that contribute to the loss are computed. Their weights count every target. The mismatch is a mean
+        over computed targets. A skipped target is never clipped, and with a KL term no target is skipped.
+        """
+        pieces: list[Forest] = []
+        if (contributing := recipe.contributing(forest)).any():
+            weighted = select(forest.with_columns(weight=recipe.weights(forest)), contributing)
+            pieces = [piece for piece, _ in self._pass.pieces(weighted, loss.micro_batch_tokens)]
         if "sequence_log_ratio" in recipe.reads:
-            self._compute_sequence_ratios(micro_batches)
-        if "reference" in recipe.needs:
-            for micro_batch in micro_batches:
-                micro_batch.computed["reference"] = self._reference_logprobs(micro_batch.forest)
-        means = _TokenMeans(forest, micro_batches)
-        for micro_batch in micro_batches:
-            self._accumulate(micro_batch, recipe, means)
+            pieces = self._with_sequence_ratios(pieces)
+        if "reference" in recipe.reads:
+            pieces = [_with_column(piece, "reference", _array(self._reference_logprobs(piece))) for piece in pieces]
+        sums = defaultdict[str, float](float, {"policy/clip_fraction": 0.0} if forest.num_targets else {})
+        for piece in pieces:
+            self._accumulate(piece, recipe, sums)
         self._pass.finish()
         self._gather_gradients()
-        num_computed = sum(self._pass.num_computed(micro_batch.forest) for micro_batch in micro_batches)
-        return {**means.values, "forest/tokens_computed": float(num_computed)}
+        counts = {MISMATCH: sum(piece.num_targets for piece in pieces)}
+        means = {name: total / counts.get(name, forest.num_targets) for name, total in sums.items()}
+        return {**means, "forest/tokens_computed": float(sum(map(self._pass.num_computed, pieces)))}
 
-    def _micro_batches(self, forest: Forest, recipe: Recipe, max_tokens: int) -> list[_MicroBatch]:
-        """Returns the targets that contribute to the loss in micro-batches, with weights that count every target."""
-        contributing = recipe.contributing(forest)
-        if not contributing.any():
+    def _with_sequence_ratios(self, pieces: list[Forest]) -> list[Forest]:
+        """Add the sequence means of logp - old, over the tokens of all micro-batches."""
+        if not pieces:
             return []
-        weight = recipe.weights(forest)[contributing]
-        pieces = self._pass.pieces(select(forest, contributing), max_tokens)
-        return [_MicroBatch(piece, weight[targets]) for piece, targets in pieces]
+        sequences = np.concatenate([piece["sequence"] for piece in pieces])
+        ratios = np.concatenate([_array(self.logprobs(piece).double()) - piece["logprob"] for piece in pieces])
+        means = np.bincount(sequences, ratios) / np.maximum(1, np.bincount(sequences))
+        return [_with_column(piece, "sequence_log_ratio", means[piece["sequence"]]) for piece in pieces]
 
-    def _compute_sequence_ratios(self, micro_batches: list[_MicroBatch]) -> None:
-        """Compute the sequence means of logp - old, over the tokens of all micro-batches."""
-        sums: Counter[int] = Counter()
-        counts: Counter[int] = Counter()
-        for micro_batch in micro_batches:
-            forest = micro_batch.forest
-            ratios = self.logprobs(forest).double().cpu().numpy() - forest["logprob"]
-            for sequence, ratio in zip(forest["sequence"].tolist(), ratios.tolist(), strict=True):
-                sums[sequence] += ratio
-                counts[sequence] += 1
-        for micro_batch in micro_batches:
-            means = [sums[sequence] / counts[sequence] for sequence in micro_batch.forest["sequence"].tolist()]
-            micro_batch.computed["sequence_log_ratio"] = _to(np.array(means), self.policy.device)
-
-    def batch_logprobs(self, forest: Forest, max_tokens: int, *, reference: bool = False) -> NDArray[np.float32]:
+    def _batch_logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
         """Returns the log-probabilities [M] of the targets of a whole batch, micro-batch by micro-batch."""
-        compute = self._reference_logprobs if reference else self.logprobs
         found = np.zeros(forest.num_targets, np.float32)
         for piece, targets in self._pass.pieces(forest, max_tokens):
-            found[targets] = compute(piece).float().cpu().numpy()
+            found[targets] = _array(self.logprobs(piece).float())
         return found
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Returns the log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
             hidden, positions = self._pass.hidden(forest)
-            chunks = [(targets, logp) for targets, logp in self._heads(hidden, positions, forest)]
+            chunks = list(self._heads(hidden, positions, forest))
             if not chunks:
-                return hidden.new_zeros(0)
-            order = torch.from_numpy(np.concatenate([targets for targets, _ in chunks])).to(hidden.device)
-            found = torch.cat([logp for _, logp in chunks])
-            return torch.empty_like(found).index_copy_(0, order, found)
+                return torch.zeros(0, device=hidden.device)
+            order = np.argsort(np.concatenate([targets for targets, _ in chunks]))
+            return torch.cat([logp for _, logp in chunks])[torch.from_numpy(order).to(hidden.device)]
 
     def _reference_logprobs(self, forest: Forest) -> Tensor:
         if self.policy.has_adapters:
-            with self.policy.adapters_off():
+            with cast(Any, self.policy.model).disable_adapter():
                 return self.logprobs(forest)
         if self._reference is None:
             self._reference = self.policy.original_weights()
@@ -241,26 +232,19 @@ class PolicyLearner:
                 logits = logits.masked_fill(outside, -torch.inf)
             yield targets, logits.log_softmax(-1)[of, wanted]
 
-    def _accumulate(self, micro_batch: _MicroBatch, recipe: Recipe, means: _TokenMeans) -> None:
+    def _accumulate(self, forest: Forest, recipe: Recipe, sums: defaultdict[str, float]) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
-        forest, device = micro_batch.forest, self.policy.device
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
         for chunk, logp in self._heads(cut, rows, forest):
-            here = torch.from_numpy(chunk).to(device)
-            columns = {
-                name: micro_batch.computed[name][here].to(logp.dtype)
-                if name in micro_batch.computed
-                else _to(forest[name][chunk], device)
-                for name in recipe.reads
-            }
-            terms = recipe.token_loss(logp, columns)
-            (terms.loss * _to(micro_batch.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
-            for name, values in terms.metrics.items():
-                means.add(name, values)
-            if "logprob" in forest.targets:
-                means.add_mismatch(_to(forest["logprob"][chunk], device), logp)
+            names = ("weight", "logprob", *recipe.reads)
+            columns = {name: _to(forest[name][chunk], cut.device).to(logp.dtype) for name in names}
+            loss, metrics = recipe.token_loss(logp, columns)
+            (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
+            sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
+            for name, values in metrics.items():
+                sums[name] += float(values.detach().sum())
         self._pass.backward(hidden, cut.grad)
         self._gather_gradients()
 
@@ -273,34 +257,11 @@ class PolicyLearner:
             master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
-    def _apply(self, optimizer: OptimizerConfig) -> float:
-        """Clip, step, copy the masters into the weights; returns the gradient norm before clipping.
-
-        A norm that is not finite skips the step. The metrics show that.
-        """
-        masters = self.masters()
-        limit = optimizer.max_grad_norm or math.inf
-        for master in masters:  # without any gradient the step still applies momentum, as with zeros
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, limit))
-        if math.isfinite(norm):
-            self._optimizer.step()
-            with torch.no_grad():
-                for name, p in self._params.items():
-                    if self._masters[name] is not p:
-                        p.copy_(self._masters[name])
-        self._optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def _configure(self, optimizer: OptimizerConfig, version: int) -> None:
-        for group in self._optimizer.param_groups:
-            group.update(
-                lr=learning_rate(optimizer, version),
-                betas=(optimizer.beta1, optimizer.beta2),
-                eps=optimizer.eps,
-                weight_decay=optimizer.weight_decay,
-            )
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        for name, p in self._params.items():
+            if self._masters[name] is not p:
+                p.copy_(self._masters[name])
 
     def masters(self) -> list[Tensor]:
         """Returns the tensors that the optimiser changes: for float32 policies the weights themselves."""
@@ -308,10 +269,8 @@ class PolicyLearner:
 
     def state(self) -> dict[str, Any]:
         """Returns masters and moments as tensors. `restore` continues from them bit by bit."""
-        return {
-            "masters": {name: m.detach() for name, m in self._masters.items()},
-            "optimizer": self._optimizer.state_dict(),
-        }
+        masters = {name: master.detach() for name, master in self._masters.items()}
+        return {"masters": masters, "optimizer": self._optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`. Drops an accumulated gradient."""
@@ -320,8 +279,22 @@ class PolicyLearner:
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
-                self._params[name].copy_(master)
+        self._copy_masters()
         self._optimizer.load_state_dict(state["optimizer"])
+        self.weights_changed()
+
+    def weights_changed(self) -> dict[str, float]:
+        """Returns 1 for the masters and for the sampler's weights if they changed since the last call, else 0.
+
+        A float32 policy has one copy of the weights, unless a bug replaces a parameter.
+        """
+        known: dict[int, Tensor] = {}
+        before = self._fingerprints
+        self._fingerprints = {
+            "weights/learner": fingerprint(self.masters(), known),
+            "weights/sampler": fingerprint(self.policy.trainable().values(), known),
+        }
+        return {name: float(now != before.get(name)) for name, now in self._fingerprints.items()}
 
 
 def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
@@ -333,27 +306,6 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
     progress = min(1.0, (version - optimizer.warmup_steps) / (optimizer.total_steps - optimizer.warmup_steps))
     shape = 1 - progress if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return optimizer.lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shape)
-
-
-class _TokenMeans:
-    """Means of per-token metrics over a mini-batch.
-
-    The means are over every target of the mini-batch. A skipped token has advantage 0 and is never clipped. With a KL
-    term no token is skipped. The mismatch needs log-probabilities, so its mean is over computed tokens only.
-    """
-
-    def __init__(self, forest: Forest, micro_batches: Sequence[_MicroBatch]) -> None:
-        self._num_targets = forest.num_targets
-        self._num_computed = sum(micro_batch.forest.num_targets for micro_batch in micro_batches)
-        self.values: dict[str, float] = {"policy/clip_fraction": 0.0} if self._num_targets else {}
-
-    def add(self, name: str, values: Tensor) -> None:
-        self.values[name] = self.values.get(name, 0.0) + float(values.detach().sum()) / self._num_targets
-
-    def add_mismatch(self, old: Tensor, logp: Tensor) -> None:
-        """Compare the learner with the sampler."""
-        total = float(kl_k3(old, logp.detach()).sum()) / self._num_computed
-        self.values[MISMATCH] = self.values.get(MISMATCH, 0.0) + total
 
 
 def _distributions(
@@ -384,5 +336,14 @@ def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tenso
     return torch.from_numpy(outside)
 
 
-def _to(values: NDArray[np.floating[Any]], device: torch.device) -> Tensor:
+def _to(values: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+def _array(values: Tensor) -> NDArray[Any]:
+    return values.cpu().numpy()
+
+
+def _with_column(forest: Forest, name: str, values: NDArray[Any]) -> Forest:
+    """Returns the forest with a column of any type."""
+    return replace(forest, targets={**forest.targets, name: values})

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
 import re
 from typing import Any, cast
 
@@ -35,9 +34,9 @@ from agentjet.compute.embedded.policy import (
     locate_model,
     model_fingerprint,
     probe_tokens,
-    rename_or_discard,
     resolve_device,
     resolve_dtype,
+    save_once,
     tolerance,
     why_not_loaded,
 )
@@ -68,7 +67,7 @@ class BaseModel:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
-        dtype = resolve_dtype(config.dtype, device, hf_config)
+        dtype = resolve_dtype(config.dtype, device)
         model = load_pretrained(config.name, folder, hf_config, dtype).to(device).eval()
         _freeze_towers(model)
         self._folder = folder
@@ -220,10 +219,8 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
         )
     text = backend.to_str()
     target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if not target.exists():  # A worker beside this one may read or write it: it appears whole.
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        tokenizer.save_pretrained(partial)
-        rename_or_discard(partial, target)
+    if not target.exists():
+        save_once(target, tokenizer)
     return str(target)
 
 

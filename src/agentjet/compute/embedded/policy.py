@@ -15,12 +15,10 @@ import importlib.util
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +29,6 @@ from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError
 from agentjet.types import ModelInfo
 
-NUM_SHOWN = 3
-"""Maximum number of missing weights that an error names."""
 BUNDLED = "smollm2-135m"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -46,26 +42,13 @@ def resolve_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def resolve_dtype(wanted: str, device: torch.device, hf_config: Any) -> torch.dtype:
-    """`auto` times a matrix product of the model's width in both types and chooses bfloat16 unless it is slower."""
+def resolve_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and on processors that multiply it (AVX512-BF16, AMX), else float32."""
     if wanted != "auto":
         return cast(torch.dtype, getattr(torch, wanted))
-    width = int(hf_config.get_text_config().hidden_size)
-
-    def seconds(dtype: torch.dtype) -> float:
-        a = torch.randn(512, width, dtype=dtype, device=device)
-        b = torch.randn(width, 4 * width, dtype=dtype, device=device)
-        best = float("inf")
-        for _ in range(4):
-            start = time.perf_counter()
-            float((a @ b).float().sum())
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    bf16, fp32 = seconds(torch.bfloat16), seconds(torch.float32)
-    chosen = torch.bfloat16 if bf16 <= fp32 else torch.float32
-    log.info("dtype auto: bfloat16 %.2f ms, float32 %.2f ms: %s", bf16 * 1e3, fp32 * 1e3, chosen)
-    return chosen
+    processor = torch.cpu.get_capabilities()
+    is_fast = device.type == "cuda" or any(processor.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def locate_model(name: str) -> str:
@@ -108,7 +91,7 @@ def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) 
     model, loading = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
     missing = sorted(set(loading["missing_keys"]) & {name for name, _ in model.named_parameters()})
     if missing:
-        shown = ", ".join(missing[:NUM_SHOWN]) + (", …" if len(missing) > NUM_SHOWN else "")
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ConfigError(
             f"model.name = {name!r}: its files lack {len(missing)} of the model's weights ({shown}): "
             "use files that hold the whole language model"
@@ -117,9 +100,7 @@ def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) 
 
 
 def _unpack_gguf(gguf: Path, target: Path) -> None:
-    """Convert the quantised file to a bfloat16 folder. The loaded object itself stays flagged as quantised and cannot
-    train.
-    """
+    """Convert the quantised file to a bfloat16 folder, because the loaded object itself cannot train."""
     quantised = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
     )
@@ -130,17 +111,16 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
     plain = type(quantised)(config)
     plain.load_state_dict(quantised.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    cast(Any, plain).to(torch.bfloat16).save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    save_once(target, cast(Any, plain).to(torch.bfloat16), tokenizer)
     del quantised, plain
     gc.collect()
-    rename_or_discard(partial, target)
 
 
-def rename_or_discard(partial: Path, target: Path) -> None:
-    """Give a complete folder its name. Remove it if another process was faster."""
+def save_once(target: Path, *parts: Any) -> None:
+    """Save models and tokenizers to a folder that appears whole, because other workers may read or write it, too."""
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    for part in parts:
+        part.save_pretrained(partial)
     try:
         partial.rename(target)
     except OSError:
@@ -163,17 +143,9 @@ def why_not_loaded(error: BaseException) -> str:
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 """Files of a model's folder that an export copies unchanged: tokenizer, chat template, processor."""
 
@@ -181,8 +153,7 @@ LogitTransform = Callable[[Tensor], Tensor]
 """Maps the product of hidden states and output embeddings to logits: identity, a scale or a soft cap."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
+class CacheShape(NamedTuple):
     """Sizes of the sampler's cache. Every layer has keys and values of the same sizes."""
 
     layers: int
@@ -209,12 +180,10 @@ class Policy:
 
     @property
     def shape(self) -> CacheShape:
-        heads = int(self.config.num_attention_heads)
-        return CacheShape(
-            layers=int(self.config.num_hidden_layers),
-            kv_heads=int(getattr(self.config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads),
-        )
+        heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        return CacheShape(int(self.config.num_hidden_layers), int(kv_heads), int(head_dim))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -262,18 +231,10 @@ class Policy:
         original = load_pretrained(self.info.name, self._folder, hf_config, self.dtype)
         return {name: p.detach().to(self.device) for name, p in original.named_parameters()}
 
-    @contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Disable the adapters inside the context: the reference policy of a LoRA run."""
-        with cast(Any, self.model).disable_adapter():
-            yield
-
     def save(self, path: Path, *, merged: bool) -> None:
         """Write a Hugging Face folder; `merged` folds the adapters into the weights."""
         model: Any = self.model
-        if self.has_adapters and merged:
-            model = copy.deepcopy(model).merge_and_unload()
-        model.save_pretrained(path)
+        (copy.deepcopy(model).merge_and_unload() if self.has_adapters and merged else model).save_pretrained(path)
         for name in TOKENIZER_FILES:
             if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(source, path / name)
@@ -298,16 +259,18 @@ def find_logit_transform(policy: Policy) -> LogitTransform:
     theirs = cast(Any, policy.model)(input_ids=tokens, use_cache=False).logits[0]
     hidden = cast(Any, policy.decoder)(input_ids=tokens, use_cache=False).last_hidden_state[0]
     plain = policy.head(hidden)
-    candidates = _candidates(policy.config)
-    differences = [float((shape(plain).float() - theirs.float()).abs().max()) for shape in candidates]
-    closest = min(range(len(candidates)), key=differences.__getitem__)
-    if not differences[closest] <= tolerance(policy.dtype, theirs):
+
+    def difference(transform: LogitTransform) -> float:
+        return float((transform(plain).float() - theirs.float()).abs().max())
+
+    closest = min(_candidates(policy.config), key=difference)
+    if not difference(closest) <= tolerance(policy.dtype, theirs):
         raise ConfigError(
             f"model.name = {policy.info.name!r}: its logits are not the product of its last hidden states and its "
-            f"output embeddings (they differ by {differences[closest]:.3f}), which this version cannot train; "
+            f"output embeddings (they differ by {difference(closest):.3f}), which this version cannot train; "
             "use another model"
         )
-    return candidates[closest]
+    return closest
 
 
 def tolerance(dtype: torch.dtype, logits: Tensor) -> float:
@@ -321,35 +284,28 @@ def probe_tokens(policy: Policy, count: int) -> Tensor:
 
 
 def _candidates(config: Any) -> list[LogitTransform]:
-    found: list[LogitTransform] = []
-    for name in SOFT_CAPS:
-        if cap := getattr(config, name, None):
-            found.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)  # type: ignore[misc]
-    for name in SCALES:
-        if scale := getattr(config, name, None):
-            found.append(lambda logits, scale=scale: logits / scale)  # type: ignore[misc]
-            found.append(lambda logits, scale=scale: logits * scale)  # type: ignore[misc]
+    found: list[Any] = []
+    for cap in filter(None, (getattr(config, name, None) for name in SOFT_CAPS)):
+        found.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
+    for scale in filter(None, (getattr(config, name, None) for name in SCALES)):
+        found += [lambda logits, scale=scale: logits / scale, lambda logits, scale=scale: logits * scale]
     return [*found, lambda logits: logits]
 
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type by the bytes of an element."""
 LANE = 8
-"""Bytes of one addition: several elements at once, at the speed of the memory."""
+"""Bytes of one addition: several elements at once."""
 
 
 def fingerprint(weights: Iterable[Tensor], known: dict[int, Tensor]) -> int:
     """Returns one number for all bits of some weights. `known` caches the sums of tensors by id.
 
-    A fingerprint reads the weights at the speed of the memory. 135 million weights in bfloat16 and their masters take
-    27 ms on two cores.
+    135 million weights in bfloat16 and their masters take 27 ms on two cores.
     """
-    sums = []
-    for tensor in weights:
-        if id(tensor) not in known:
-            known[id(tensor)] = summed(tensor)
-        sums.append(known[id(tensor)])
-    return int(summed(torch.stack(sums)))
+    weights = list(weights)
+    known |= {id(tensor): summed(tensor) for tensor in weights if id(tensor) not in known}
+    return int(summed(torch.stack([known[id(tensor)] for tensor in weights])))
 
 
 def model_fingerprint(model: nn.Module) -> str:
@@ -359,10 +315,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def summed(weights: Tensor) -> Tensor:
-    """Returns the sum of the bits modulo 2^64, each row times a different odd number.
-
-    The factor detects swapped rows. Two opposite changes within one row cancel and are not detected.
-    """
+    """Returns the sum of the bits modulo 2^64, each row times a different odd number, which detects swapped rows."""
     rows = weights.detach().reshape(len(weights) if weights.dim() else 1, -1).contiguous()
     wide = rows.shape[1] * rows.element_size() % LANE == 0 and rows.storage_offset() * rows.element_size() % LANE == 0
     lanes = rows.view(torch.int64) if wide else rows.view(BITS[rows.element_size()]).long()

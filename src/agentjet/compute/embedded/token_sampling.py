@@ -10,7 +10,7 @@ Shapes: C completions, R rows of logits, V vocabulary. Completions of one row sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -21,14 +21,13 @@ from torch import Tensor
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import GrammarError
-from agentjet.rendering.grammar import TextCache
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.timeline.support import EVERYTHING, encode_set
 from agentjet.types import ModelInfo, SamplingParams, TokenScore
 
-MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 2**20
-"""Limits of the compiled grammars in memory. A compiled grammar takes about 200 bytes per character."""
+MAX_GRAMMARS = 16
+"""Compiled grammars in memory. Each takes about 200 bytes per character; `rendering.grammar` limits its characters."""
 
 
 class Guide:
@@ -60,7 +59,7 @@ class Grammars:
         """`vocabulary` is the number of token ids of the model, which may exceed that of its tokenizer."""
         self._info = info
         self._vocabulary = vocabulary
-        self._compiled = TextCache(self._compile, most=MAX_GRAMMARS, characters=MAX_GRAMMAR_CHARACTERS)
+        self._compiled = lru_cache(MAX_GRAMMARS)(self._compile)
 
     def guide(self, grammar: str) -> Guide | None:
         """Returns a guide at the grammar's start; None for the empty grammar, which allows everything.

@@ -7,66 +7,42 @@ answer continues that timeline: see `gateway.prompts`.
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any
 
 from pydantic import Field, Strict
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import MAX_CHOICES, CallChunk, CallRequest, ScoredToken, TokenLogprob
 from agentjet.protocol import Int64
-from agentjet.server.dialects.dialect import (
-    AnswerHead,
-    Chunks,
-    call_of,
-    call_request,
-    refuse_unused_stream_options,
-)
-from agentjet.server.dialects.error_shapes import sse
-from agentjet.server.dialects.keys import (
-    COMPLETIONS_KEYS,
-    Body,
-    Count,
-    RequestBody,
-    StopString,
-    StopStrings,
-    refuse_value,
-    with_keys,
-)
+from agentjet.server.dialects.dialect import AnswerHead, CallLookup, Chunks, Dialect, OpenAIBody, call_of
+from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, sse
+from agentjet.server.dialects.keys import COMPLETIONS_KEYS, Count, Items, StopString, StopStrings, refusal
 from agentjet.types import Call, Conversation
 
 # --- shared with chat completions
 
-DONE = "data: [DONE]\n\n"
-"""The end of a stream."""
 
-
-class StreamOptions(Body):
-    """Options of a stream."""
-
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
-
-
-class SamplingBody(RequestBody):
+class SamplingBody(OpenAIBody):
     """The keys that chat completions and text completions share, except the length of the answer."""
 
     top_k: Annotated[Int64, Field(ge=-1)] | None = None
-    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
+    """an extension; 0 and -1 truncate nothing"""
     seed: Int64 | None = None
+    """a whole number of 64 bits"""
     stop: StopString | StopStrings | None = None
+    """up to 16 of up to 1,000 characters"""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream_options: StreamOptions | None = None
+    """up to 64"""
 
 
-def sampling_request(
-    body: SamplingBody, conversation: Conversation, max_tokens: int | None, notes: Iterable[str]
-) -> CallRequest:
-    """Returns the canonical request of a body. Raises `InvalidRequest` for stream options without a stream."""
-    refuse_unused_stream_options(body, body.stream_options)
-    return replace(
-        call_request(body, conversation, notes),
+def sampling_request(body: SamplingBody, conversation: Conversation, max_tokens: int | None) -> CallRequest:
+    """Returns the canonical request of a body."""
+    return CallRequest(
+        conversation,
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
         seed=body.seed,
@@ -87,42 +63,56 @@ def usage_of(choices: Iterable[CallChunk], num_per_prompt: int = MAX_CHOICES) ->
     return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
 
-def fingerprint_of(call: Call, head: AnswerHead) -> str:
-    """Returns `POLICY-N`: the policy, and its version that sampled the last token."""
-    return f"{head.policy}-{call.versions[-1]}" if call.versions else head.policy
+def answer_head(head: AnswerHead, prefix: str, kind: str, call: Call | None = None) -> dict[str, Any]:
+    """Returns an answer without its choices. The fingerprint is `POLICY-N`, with the version of the last token."""
+    version = f"-{call.versions[-1]}" if call is not None and call.versions else ""
+    fingerprint = f"{head.policy}{version}" if call is not None else None
+    known = {"id": f"{prefix}-{head.id}", "object": kind, "created": head.created, "model": head.model}
+    return {**known, "system_fingerprint": fingerprint}
+
+
+async def stream_choices(
+    chunks: Chunks, body: OpenAIBody, head_of: Callable[[Call | None], dict[str, Any]], show: Callable[[CallChunk], Any]
+) -> AsyncGenerator[str]:
+    """Yields the events of a streamed answer. `show` returns the new part of a choice."""
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    choices: list[CallChunk] = []
+    event = head_of(None) | ({"usage": None} if with_usage else {})
+    async for chunk in chunks:
+        if chunk.call is not None:
+            choices.append(chunk)
+            event |= head_of(chunk.call)
+        yield sse({**event, "choices": [show(chunk)]})
+    if with_usage:
+        yield sse({**event, "choices": [], "usage": usage_of(choices)})
+    yield "data: [DONE]\n\n"
 
 
 # --- requests
 
-TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
-MAX_LIKELIEST = 20
+TokenIds = Annotated[Items[Annotated[int, Strict(), Field(ge=0, lt=2**24)]], Field(min_length=1)]
 MAX_PROMPTS = 64
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
-@with_keys(COMPLETIONS_KEYS)
 class CompletionBody(SamplingBody):
     """A text completion request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1)]
-    """Text, or token ids, which are used as given; or a list of either.
-
-    Control tokens must be given as ids: in text, their names stay text.
-    """
+    prompt: str | TokenIds | Annotated[Items[str] | Items[TokenIds], Field(min_length=1)]
+    """a text or a list of token ids; in evaluation episodes a list of up to 64 of either"""
     max_tokens: Count | None = None
-    """The default is the job's limit, not OpenAI's 16."""
-    logprobs: Annotated[Int64, Field(ge=0, le=MAX_LIKELIEST)] | None = None
-    """0: log-probabilities of the sampled tokens. Above 0, in evaluation episodes: of the likeliest tokens as well."""
+    """the default is the job's limit, not OpenAI's 16"""
+    logprobs: Annotated[Int64, Field(ge=0, le=20)] | None = None
+    """0: the sampled tokens; up to 20 in evaluation episodes: the likeliest tokens as well"""
     echo: bool | None = None
-    """In evaluation episodes: the prompt comes back before the completion, with its log-probabilities."""
+    """in evaluation episodes, without `stream`"""
     best_of: int | None = None
+    """1, or equal to `n`"""
 
 
-def to_request(body: CompletionBody) -> CallRequest:
+def translate(body: CompletionBody, _: CallLookup) -> CallRequest:
     """Returns the canonical request. Raises `InvalidRequest` for the first thing that cannot be honoured."""
-    notes = body.noted_keys()
-    if body.best_of != body.n:  # The best n of n are all of them.
-        refuse_value(body.best_of, (1,), "best_of")
+    if body.best_of not in (None, 1, body.n):  # The best n of n are all of them.
+        raise refusal("best_of", f" = {body.best_of} is not supported: leave it out or use n.")
     scored = bool(body.echo or body.logprobs)
     first, *others = _prompts(body.prompt)
     if len(others) >= MAX_PROMPTS:
@@ -137,14 +127,13 @@ def to_request(body: CompletionBody) -> CallRequest:
             param="stream",
         )
     return replace(
-        sampling_request(body, Conversation((), prompt=first), body.max_tokens, notes),
+        sampling_request(body, Conversation((), prompt=first), body.max_tokens),
         others=tuple(Conversation((), prompt=prompt) for prompt in others),
         num_likeliest=(body.logprobs or 0) if scored else None,
     )
 
 
 def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | tuple[int, ...]]:
-    """Returns the prompts of a request: one, or the items of a list."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
@@ -158,40 +147,19 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
 def to_answer(choices: Sequence[CallChunk], body: CompletionBody, head: AnswerHead) -> dict[str, Any]:
     """Returns the whole answer."""
     shown = [_whole_choice(body, last) for last in choices]
-    return _answer(head, shown, usage_of(choices, body.n or 1), fingerprint_of(call_of(choices[0]), head))
+    known = answer_head(head, "cmpl", "text_completion", call_of(choices[0]))
+    return {**known, "choices": shown, "usage": usage_of(choices, body.n or 1)}
 
 
-async def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> AsyncGenerator[str]:
-    """Yields the events of a streamed answer."""
-    choices: list[CallChunk] = []
-    offsets: dict[int, _Offsets] = {}
-    fingerprint: str | None = None
-    async for chunk in chunks:
-        if chunk.call is not None:
-            choices.append(chunk)
-            fingerprint = fingerprint_of(chunk.call, head)
-        logprobs = None
-        if body.logprobs is not None:
-            logprobs = offsets.setdefault(chunk.index, _Offsets()).logprobs(chunk.tokens)
-        yield sse(_answer(head, [_choice(chunk, chunk.text, logprobs)], None, fingerprint))
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield sse(_answer(head, [], usage_of(choices), fingerprint))
-    yield DONE
+def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> AsyncGenerator[str]:
+    """Yields the events of a streamed answer. They have the shape of the whole answer."""
+    offsets = defaultdict[int, _Offsets](_Offsets)
 
+    def show(chunk: CallChunk) -> dict[str, Any]:
+        logprobs = None if body.logprobs is None else offsets[chunk.index].logprobs(chunk.tokens)
+        return _choice(chunk, chunk.text, logprobs)
 
-def _answer(
-    head: AnswerHead, choices: list[Any], usage: dict[str, int] | None, fingerprint: str | None
-) -> dict[str, Any]:
-    """Returns the whole answer. A chunk of a stream has the same shape."""
-    return {
-        "id": f"cmpl-{head.id}",
-        "object": "text_completion",
-        "created": head.created,
-        "model": head.model,
-        "choices": choices,
-        "usage": usage,
-        "system_fingerprint": fingerprint,
-    }
+    return stream_choices(chunks, body, partial(answer_head, head, "cmpl", "text_completion"), show)
 
 
 def _choice(chunk: CallChunk, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -240,7 +208,11 @@ class _Offsets:
         }
 
     def _next(self, utf8: bytes) -> int:
-        """Returns the position of the next token."""
         at = self._offset
         self._offset += len(self._decoder.decode(utf8))
         return at
+
+
+COMPLETIONS = Dialect(
+    "/v1/completions", CompletionBody, COMPLETIONS_KEYS, OPENAI_ERRORS, translate, to_answer, to_events
+)

@@ -4,33 +4,24 @@ A dialect translates one API of a provider. A request body becomes a `CallReques
 answer or server-sent events. The translation is pure: it has no I/O, no clock and no state. `server.inference` does the
 rest once for all dialects: keys, roles, retries, delivery and streams.
 
-Sections: text of the parts of a message; tools and constraints; the dialect; the choices of an answer; parts of
-OpenAI's dialects.
+Sections: parts of a message; tools and constraints; the dialect; the choices of an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel
+from pydantic import Field
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.server.dialects.error_shapes import ErrorShape
-from agentjet.server.dialects.keys import Body, RequestBody, RequestKeys, refusal
+from agentjet.server.dialects.keys import Body, JsonObject, RequestBody, RequestKeys, Text, refusal, request_notes
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
 
-# --- text of the parts of a message
-
-
-class TextPart(Body):
-    """A part of a message's content. The policy reads text; subclasses add the keys of other parts."""
-
-    type: str
-    text: str | None = None
-
+# --- parts of a message
 
 UNREADABLE_PARTS = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
@@ -41,36 +32,25 @@ UNREADABLE_PARTS = {
 """Types of part that the policy cannot read, in any dialect, with the word used for them in the prompt."""
 
 
-def placeholder_of(part_type: str, notes: list[str]) -> str:
-    """Returns the text that the policy reads in place of an unreadable part. Adds to `notes`."""
-    notes.append(f"{UNREADABLE_PARTS[part_type]} omitted")
-    return f"[{UNREADABLE_PARTS[part_type]} omitted: this model reads text only]"
+class ContentPart(Body):
+    """A part of a message's content. The policy reads text, and a placeholder for an unreadable part."""
+
+    type: str
+    text: Text | None = None
+
+    @property
+    def omission(self) -> str:
+        return f"{UNREADABLE_PARTS[self.type]} omitted" if self.type in UNREADABLE_PARTS else ""
 
 
-def text_of(content: str | Sequence[TextPart], text_types: Sequence[str], where: str, notes: list[str]) -> str:
-    """Returns the text of a content. Parts of `text_types` hold text; unreadable parts become placeholders.
-
-    Raises `InvalidRequest` for any other part.
-    """
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        notes += part.noted_keys(f"{where}.{i}.")
-        if part.type in text_types and part.text is not None:
-            texts.append(part.text)
-        elif part.type in UNREADABLE_PARTS:
-            texts.append(placeholder_of(part.type, notes))
-        else:
-            why = f" is of type {part.type!r}: the policy reads text only."
-            raise refusal(f"{where}.{i}", why, "unsupported_content")
-    return "".join(texts)
+def text_of(content: str | Sequence[ContentPart] | None) -> str:
+    """Returns the text of a content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(f"[{p.omission}: this model reads text only]" if p.omission else p.text or "" for p in content)
 
 
 # --- tools and constraints
-
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-"""The schema of JSON mode."""
 
 
 def function_tool(name: str | None, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -95,11 +75,19 @@ def check_choice(constraint: Constraint, offered: Sequence[str]) -> Constraint:
     if constraint.calls == "required" and not offered:
         raise InvalidRequest("tool_choice requires a tool call, but the request offers no tools.", param="tool_choice")
     if constraint.function and constraint.function not in offered:
-        raise InvalidRequest(
-            f"tool_choice names the function {constraint.function!r}; offered are {', '.join(offered)}.",
-            param="tool_choice",
-        )
+        names = ", ".join(offered)
+        message = f"tool_choice names the function {constraint.function!r}; offered are {names}."
+        raise InvalidRequest(message, param="tool_choice")
     return constraint
+
+
+class NamedSchema(Body):
+    """A JSON schema. The answer follows all of it, whether `strict` or not. The name has no effect."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
 def schema_of(kind: str, schema: Mapping[str, Any] | None, place: str, param: str) -> Mapping[str, Any] | None:
@@ -109,24 +97,25 @@ def schema_of(kind: str, schema: Mapping[str, Any] | None, place: str, param: st
     """
     if kind == "json_schema" and schema is None:
         raise InvalidRequest(f"A format of type 'json_schema' needs {place}.", param=param)
-    return {"text": None, "json_object": ANY_OBJECT}.get(kind, schema)
-
-
-def call_request(body: RequestBody, conversation: Conversation, notes: Iterable[str]) -> CallRequest:
-    """Returns the canonical request of a body with the settings that all dialects share."""
-    return CallRequest(
-        conversation=conversation,
-        temperature=body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        stream=bool(body.stream),
-        model=body.model,
-        notes=tuple(dict.fromkeys(notes)),
-    )
+    return {"text": None, "json_object": {"type": "object"}}.get(kind, schema)
 
 
 # --- the dialect
 
-"""Maximum characters of an agent role's name. Rewards by role have the same limit."""
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    place = "stream_options."
+    include_usage: bool = False
+
+
+class OpenAIBody(RequestBody):
+    """The keys that all of OpenAI's dialects share."""
+
+    stream_options: StreamOptions | None = None
+    """`include_usage`"""
+
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
 Chunks = AsyncGenerator[CallChunk]
@@ -148,18 +137,33 @@ class AnswerHead:
 class Dialect(Generic[RequestT]):
     """One route of an API.
 
-    `to_request` raises `RequestError` for the first thing that cannot be honoured. `to_answer` takes the choices of
+    `translate` raises `RequestError` for the first thing that cannot be honoured. `to_answer` takes the last chunks of
     `merge_chunks`. `to_events` takes the chunks of `Gateway.call`, and yields server-sent events as text.
     """
 
     path: str
     request: type[RequestT]
     keys: RequestKeys
-    """The treatment of every key of a request."""
+    """The noted and the refused keys of a request."""
     errors: ErrorShape
-    to_request: Callable[[RequestT, CallLookup], CallRequest]
+    translate: Callable[[RequestT, CallLookup], CallRequest]
     to_answer: Callable[[Sequence[CallChunk], RequestT, AnswerHead], dict[str, Any]]
     to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[str]]
+
+    def to_request(self, body: RequestT, lookup_call: CallLookup) -> CallRequest:
+        """Returns the canonical request. Raises `RequestError` for the first thing that cannot be honoured."""
+        notes = list(request_notes(body, self.keys))
+        if isinstance(body, OpenAIBody) and body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options need stream = true.", param="stream_options")
+        request = self.translate(body, lookup_call)
+        return replace(
+            request,
+            temperature=body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            stream=bool(body.stream),
+            model=body.model,
+            notes=tuple(dict.fromkeys((*notes, *request.notes))),
+        )
 
 
 # --- the choices of an answer
@@ -187,15 +191,6 @@ def call_of(last: CallChunk) -> Call:
     return last.call
 
 
-# --- shared by the dialects of OpenAI
-
-
-def refuse_unused_stream_options(body: RequestBody, options: BaseModel | None) -> None:
-    """Raises `InvalidRequest` for stream options in a request that does not stream."""
-    if options is not None and not body.stream:
-        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-
-
 def shown_logprobs(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Returns sampled tokens with their log-probabilities under the distribution that they were sampled from."""
+    """Returns sampled tokens, as OpenAI shows them, with the log-probabilities that they were sampled with."""
     return [{"token": t.text, "logprob": t.logprob, "bytes": list(t.utf8), "top_logprobs": []} for t in tokens]

@@ -30,19 +30,10 @@ class ErrorShape:
 # --- OpenAI
 
 
-class OpenAIErrorBody(BaseModel):
-    """The error fields that SDKs of OpenAI read."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
 class OpenAIError(BaseModel):
-    """An error on a route of OpenAI's API."""
+    """An error on a route of OpenAI's API: `message`, `type`, `param` and `code`."""
 
-    error: OpenAIErrorBody
+    error: dict[str, str | None]
 
 
 def openai_error(error: RequestError) -> dict[str, Any]:
@@ -50,32 +41,29 @@ def openai_error(error: RequestError) -> dict[str, Any]:
     kind = {Unauthorized: "authentication_error", Forbidden: "permission_error", NotFound: "not_found_error"}
     name = kind.get(type(error), "server_error" if error.status >= 500 else "invalid_request_error")
     name = "rate_limit_error" if error.status == 429 else name
-    body = OpenAIErrorBody(message=error.message, type=name, param=error.param, code=error.code)
-    return OpenAIError(error=body).model_dump()
+    return {"error": {"message": error.message, "type": name, "param": error.param, "code": error.code}}
 
 
-OPENAI_ERRORS = ErrorShape(model=OpenAIError, body=openai_error, event=lambda error, num_sent: sse(openai_error(error)))
+OPENAI_ERRORS = ErrorShape(OpenAIError, openai_error, lambda error, num_sent: sse(openai_error(error)))
 """Also used where a path belongs to no dialect."""
-
-# --- OpenAI's Responses API
 
 
 def responses_error(error: RequestError) -> dict[str, Any]:
-    """Returns the body of an error."""
+    """Returns the body of an error of the Responses API."""
     body = openai_error(error)
     if error.param == "messages" and error.code != "unknown_parameter":  # That error has the body's own name.
         body["error"]["param"] = "input"
     return body
 
 
-def _error_event(error: RequestError, num_sent: int) -> str:
+def _responses_event(error: RequestError, num_sent: int) -> str:
     """Returns the event of OpenAI's reference, with the object that OpenAI's SDKs raise from."""
     body = responses_error(error)
     described = {name: body["error"][name] for name in ("code", "message", "param")}
     return sse({"type": "error", **described, "sequence_number": num_sent, **body}, name="error")
 
 
-RESPONSES_ERRORS = ErrorShape(model=OpenAIError, body=responses_error, event=_error_event)
+RESPONSES_ERRORS = ErrorShape(OpenAIError, responses_error, _responses_event)
 
 
 # --- Anthropic
@@ -91,21 +79,13 @@ ERROR_TYPES = {
 """Error types by status. Other statuses are `invalid_request_error`, or `api_error` from 500."""
 
 
-class AnthropicErrorBody(BaseModel):
-    """The error fields that Anthropic's SDKs read. The message names the key, because no field does."""
-
-    type: str
-    message: str
-    details: dict[Literal["error_code"], str]
-    """Anthropic's SDKs decide by the code."""
-
-
 class AnthropicError(BaseModel):
-    """An error on a route of Anthropic's API. Also the last event of a stream that failed."""
+    """An error on a route of Anthropic's API. The message names the key, because no field does."""
 
-    type: Literal["error"] = "error"
-    error: AnthropicErrorBody
-    request_id: str | None = None
+    type: Literal["error"]
+    error: dict[str, Any]
+    """`type`, `message` and `details`: Anthropic's SDKs decide by `details.error_code`."""
+    request_id: str | None
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
@@ -123,5 +103,5 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
 
 
 ANTHROPIC_ERRORS = ErrorShape(
-    model=AnthropicError, body=anthropic_error, event=lambda error, num_sent: sse(anthropic_error(error), name="error")
+    AnthropicError, anthropic_error, lambda error, num_sent: sse(anthropic_error(error), name="error")
 )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
@@ -19,82 +19,88 @@ from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.dialect import (
-    UNREADABLE_PARTS,
     AnswerHead,
+    CallLookup,
     Chunks,
+    ContentPart,
+    Dialect,
     call_of,
-    call_request,
     check_choice,
     function_tool,
-    placeholder_of,
+    text_of,
 )
-from agentjet.server.dialects.error_shapes import sse
+from agentjet.server.dialects.error_shapes import ANTHROPIC_ERRORS, sse
 from agentjet.server.dialects.keys import (
     MESSAGES_KEYS,
-    PROMPT_KEYS,
     Body,
     Count,
+    Items,
     JsonObject,
     RequestBody,
     StopStrings,
     Text,
     ToolName,
-    TypedPart,
     refusal,
-    with_keys,
+    request_notes,
 )
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- bodies
 
 
-@with_keys(PROMPT_KEYS, "messages[].content[].")
-class ContentBlock(TypedPart):
-    """A content block. `REQUIRED_KEYS` and `OPTIONAL_KEYS` have the keys of each type."""
+class ContentBlock(ContentPart):
+    """A content block."""
 
-    type: str
-    text: Text | None = None
+    place = "messages[].content[]."
+    keys_of_kind: ClassVar = {
+        "text": "text",
+        "thinking": "thinking signature?",
+        "tool_use": "id name input",
+        "tool_result": "tool_use_id content? is_error?",
+    }
+    unknown_kind = "this server reads text, thinking and tools only."
     thinking: Text | None = None
-    signature: str | None = None
     id: Text | None = None
     name: Text | None = None
     input: JsonObject | None = None
     tool_use_id: Text | None = None
-    content: Text | list[ContentBlock] | None = None
+    content: Text | Items[ContentBlock] | None = None
     """The content of a tool's result."""
     is_error: bool | None = None
 
 
-REQUIRED_KEYS = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
-"""The types of block that the policy can read."""
-OPTIONAL_KEYS = {"thinking": ("signature",), "tool_result": ("content", "is_error")}
 ROLE_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 """The types of block that a message of each role may have."""
 PROVIDER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "computer_", "mcp_toolset", "tool_search_tool_")
 """Prefixes of the types of tools that the provider runs, or that work on images. The policy is not offered them."""
 
 
-@with_keys(PROMPT_KEYS, "tools[].")
-class ToolDefinition(TypedPart):
+class ToolDefinition(Body):
     """A tool that the agent runs. Tools that Anthropic runs have a `type`."""
 
+    place = "tools[]."
+    keys_of_kind: ClassVar = {"custom": "name input_schema description? strict?"}
+    unknown_kind = "tools of Anthropic are not supported, define a tool with an input_schema."
     type: str | None = None
     name: ToolName | None = None
     description: Text | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None
 
+    @property
+    def kind(self) -> str:
+        return self.type or "custom"
+
+    @property
+    def omission(self) -> str:
+        return f"tool {self.type} dropped" if self.kind.startswith(PROVIDER_TOOLS) else ""
+
 
 class TurnBody(Body):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[ContentBlock]
+    content: Text | Items[ContentBlock]
 
 
 class ToolChoice(Body):
@@ -105,14 +111,6 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Body):
-    """A hint about reasoning. It has no effect."""
-
-    type: Literal["adaptive", "disabled", "enabled", "between_tools"]
-    budget_tokens: Any = None
-    display: Any = None
-
-
 class OutputFormat(Body):
     """The JSON schema that the answer follows."""
 
@@ -120,50 +118,51 @@ class OutputFormat(Body):
     schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
-@with_keys(PROMPT_KEYS, "output_config.")
 class OutputConfig(Body):
     """The form of the answer."""
 
+    place = "output_config."
     format: OutputFormat | None = None
 
 
-@with_keys(PROMPT_KEYS)
 class PromptBody(Body):
     """The keys that make a prompt. Also the body of `POST /v1/messages/count_tokens`."""
 
+    place = ""
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[list[TurnBody], Field(min_length=1)]
-    system: Text | list[ContentBlock] | None = None
-    tools: list[ToolDefinition] | None = None
+    """and the role, after `@`"""
+    messages: Annotated[Items[TurnBody], Field(min_length=1)]
+    """text, `tool_use`, `tool_result`, `thinking`; the last message is the user's"""
+    system: Text | Items[ContentBlock] | None = None
+    """text or text blocks"""
+    tools: Items[ToolDefinition] | None = None
+    """with an `input_schema`, also `strict`"""
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingConfig | None = None
+    """also `disable_parallel_tool_use`"""
     output_config: OutputConfig | None = None
+    """`format`: [constraints.md](constraints.md)"""
     context_management: Any = None
 
 
-@with_keys(MESSAGES_KEYS)
 class MessagesBody(PromptBody, RequestBody):
     """A request. Keys of Anthropic's API that cannot be honoured are refused, never ignored."""
 
     max_tokens: Count
     stop_sequences: StopStrings | None = None
+    """up to 16 of up to 1,000 characters"""
     temperature: Annotated[Temperature, Field(le=1)] | None = None
+    """0, or from 0.01 to 1; 0 is refused in training"""
     top_k: Annotated[Int64, Field(ge=0)] | None = None
-    thread: dict[str, Any] | None = None
-    """A request to store the history on the server. The error makes Anthropic's SDK send the history instead."""
 
 
 # --- translation
 
 
-def to_request(body: MessagesBody) -> CallRequest:
+def translate(body: MessagesBody, _: CallLookup) -> CallRequest:
     """Returns the canonical request. Raises `InvalidRequest` for the first thing that cannot be honoured."""
-    if body.thread is not None:
-        why = " is not supported: the server stores no history, send all of it."
-        raise refusal("thread", why, "thread_unsupported_request")
-    conversation, notes = to_conversation(body)
-    return replace(
-        call_request(body, conversation, notes),
+    conversation = to_conversation(body)
+    return CallRequest(
+        conversation,
         max_tokens=body.max_tokens,
         top_k=body.top_k or 0,
         stop=tuple(body.stop_sequences or ()),
@@ -171,18 +170,29 @@ def to_request(body: MessagesBody) -> CallRequest:
     )
 
 
-def to_conversation(body: PromptBody) -> tuple[Conversation, list[str]]:
-    """Returns the conversation of a request and the notes about it. Raises `InvalidRequest` like `to_request`."""
-    notes = body.noted_keys()
+def prompt_to_count(body: PromptBody) -> Conversation:
+    """Returns the conversation of a request to count tokens. Raises `InvalidRequest` as a call would."""
+    list(request_notes(body, MESSAGES_KEYS))
+    return to_conversation(body)
+
+
+def to_conversation(body: PromptBody) -> Conversation:
+    """Returns the conversation of a request whose keys were checked. Raises `InvalidRequest` like `translate`."""
     _refuse_edits(body.context_management)
-    system = _text(body.system or "", "system", notes)
+    if isinstance(body.system, list):
+        _check_blocks(body.system, "system", ("text",), "system prompt")
+    system = text_of(body.system)
     messages = [Message("system", system)] if system else []
     for i, turn in enumerate(body.messages):
-        messages += _turn(turn, f"messages.{i}", notes)
+        messages += _turn(turn, f"messages.{i}.content")
     if body.messages[-1].role == "assistant":
         why = ": the last message is the assistant's, but a prefilled answer cannot be continued: end with a user "
         raise refusal(f"messages.{len(body.messages) - 1}", f"{why}message.")
-    return Conversation(tuple(messages), tuple(_offered(body, notes))), notes
+    choice = body.tool_choice.type if body.tool_choice is not None else "auto"
+    offered = [tool for tool in body.tools or () if choice != "none" and not tool.omission]
+    return Conversation(
+        tuple(messages), tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in offered)
+    )
 
 
 def _refuse_edits(context_management: Any) -> None:
@@ -198,89 +208,47 @@ def _refuse_edits(context_management: Any) -> None:
             raise refusal(f"context_management.edits.{i}", why)
 
 
-def _turn(turn: TurnBody, where: str, notes: list[str]) -> list[Message]:
+def _turn(turn: TurnBody, where: str) -> list[Message]:
     """Returns the messages of a turn. Each tool result of a user turn is a message, and so is the text around it."""
-    if isinstance(turn.content, str):
-        return [Message(turn.role, turn.content)]
-    blocks = _checked(turn.content, f"{where}.content", ROLE_BLOCKS[turn.role], f"{turn.role} message", notes)
+    blocks = turn.content
+    if isinstance(blocks, str):
+        return [Message(turn.role, blocks)]
+    _check_blocks(blocks, where, ROLE_BLOCKS[turn.role], f"{turn.role} message")
     if turn.role == "assistant":
-        content = "".join(block.text or "" for block in blocks)
         reasoning = "".join(block.thinking or "" for block in blocks)
         uses = [block for block in blocks if block.type == "tool_use"]
         calls = (ToolCall(use.id or "", use.name or "", from_tool_input(use.input or {})) for use in uses)
-        return [Message("assistant", content, reasoning, tuple(calls))]
+        return [Message("assistant", text_of(blocks), reasoning, tuple(calls))]
     if not blocks:
-        raise InvalidRequest(
-            f"{where}.content is empty: only an assistant message may have no content.", param=f"{where}.content"
-        )
+        raise refusal(where, " is empty: only an assistant message may have no content.", "invalid_value")
     messages: list[Message] = []
-    after_text = False
-    for i, block in enumerate(blocks):
-        if block.type == "tool_result":
-            messages.append(_result(block, f"{where}.content.{i}", notes))
-        elif after_text:
-            messages[-1] = Message(turn.role, messages[-1].content + (block.text or ""))
+    for is_result, together in groupby(enumerate(blocks), lambda pair: pair[1].type == "tool_result"):
+        if is_result:
+            messages += [_result(block, f"{where}.{i}.content") for i, block in together]
         else:
-            messages.append(Message(turn.role, block.text or ""))
-        after_text = block.type == "text"
+            messages.append(Message(turn.role, text_of([block for _, block in together])))
     return messages
 
 
-def _checked(
-    blocks: Sequence[ContentBlock], where: str, accepted: Sequence[str], parent: str, notes: list[str]
-) -> list[ContentBlock]:
-    """Returns the blocks, with placeholders for those that the policy cannot read.
-
-    Raises `InvalidRequest` for a block that a `parent` may not have.
-    """
-    readable = [
-        ContentBlock(type="text", text=placeholder_of(block.type, notes)) if block.type in UNREADABLE_PARTS else block
-        for block in blocks
-    ]
-    for i, block in enumerate(readable):
-        place = f"{where}.{i}"
-        if block.type not in accepted:
-            known = block.type in REQUIRED_KEYS
-            why = f"does not belong into a {parent}" if known else "cannot be read: the policy reads text only"
-            raise refusal(place, f" is of type {block.type!r}, which {why}.", "unsupported_content")
-        notes += block.check_keys(place, REQUIRED_KEYS[block.type], OPTIONAL_KEYS.get(block.type, ()))
-    return readable
+def _check_blocks(blocks: Sequence[ContentBlock], where: str, accepted: Sequence[str], parent: str) -> None:
+    """Raises `InvalidRequest` for a block that a `parent` may not have."""
+    for i, block in enumerate(blocks):
+        if block.type not in accepted and not block.omission:
+            why = f" is of type {block.type!r}, which does not belong into a {parent}."
+            raise refusal(f"{where}.{i}", why, "unsupported_content")
 
 
-def _result(block: ContentBlock, where: str, notes: list[str]) -> Message:
+def _result(block: ContentBlock, where: str) -> Message:
     """Returns the message of a tool result. Templates have no place for `is_error`, so the text gets a prefix."""
-    text = _text(block.content or "", f"{where}.content", notes)
+    if isinstance(block.content, list):
+        _check_blocks(block.content, where, ("text",), "tool_result")
+    text = text_of(block.content)
     if block.is_error and not text.lower().startswith("error"):
         text = f"Error: {text}"
     return Message("tool", text, tool_call_id=block.tool_use_id or "")
 
 
-def _text(content: str | list[ContentBlock], where: str, notes: list[str]) -> str:
-    if isinstance(content, str):
-        return content
-    blocks = _checked(content, where, ("text",), where.rpartition(".")[2], notes)
-    return "".join(block.text or "" for block in blocks)
-
-
-def _offered(body: PromptBody, notes: list[str]) -> list[dict[str, Any]]:
-    """Returns the tools that the policy is offered. Adds to `notes`."""
-    offered = []
-    choice = body.tool_choice.type if body.tool_choice is not None else "auto"
-    for i, tool in enumerate(body.tools or () if choice != "none" else ()):
-        kind, where = tool.type or "custom", f"tools.{i}"
-        if kind.startswith(PROVIDER_TOOLS):
-            notes.append(f"tool {kind} dropped")
-            continue
-        if kind != "custom":
-            why = f" is of type {kind!r}: tools of Anthropic are not supported, define a tool with an input_schema."
-            raise refusal(where, why)
-        notes += tool.check_keys(where, ("name", "input_schema"), ("description", "strict"))
-        offered.append(function_tool(tool.name, tool.description, tool.input_schema))
-    return offered
-
-
 def _constraint(body: MessagesBody, offered: Sequence[str]) -> Constraint:
-    """Returns the constraint of `output_config.format`, `tool_choice` and strict tools."""
     choice = body.tool_choice or ToolChoice(type="auto")
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
@@ -325,19 +293,52 @@ def to_answer(choices: Sequence[CallChunk], body: MessagesBody, head: AnswerHead
 
 async def to_events(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> AsyncGenerator[str]:
     """Yields the events of a streamed answer: one block after the other, tool uses whole."""
-    blocks = _Blocks()
+    index, opened, has_text = -1, _EMPTY, False
     started = False
     async for chunk in chunks:
         if not started:
             started = True
             empty = _answer(head, [], {"stop_reason": None, "stop_sequence": None}, chunk.num_prompt_tokens, 0)
             yield _event({"type": "message_start", "message": empty})
-        for event in blocks.add(chunk):
-            yield _event(event)
+        for block, delta in _pieces(chunk, has_text):
+            has_text = has_text or block == _TEXT
+            if block != opened:
+                for event in _ending(index, opened):
+                    yield event
+                index, opened = index + 1, block
+                yield _event({"type": "content_block_start", "index": index, "content_block": block})
+            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
         if chunk.call is not None:
+            for event in _ending(index, opened):
+                yield event
             usage = _usage(chunk.num_prompt_tokens, len(chunk.call.completion))
             yield _event({"type": "message_delta", "delta": _end(chunk, body), "usage": usage})
     yield _event({"type": "message_stop"})
+
+
+_EMPTY: dict[str, Any] = {}
+_TEXT = {"type": "text", "text": ""}
+_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
+
+
+def _pieces(chunk: CallChunk, has_text: bool) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields the new content of a chunk: the block that it belongs to, as it begins, and what it adds to the block."""
+    calls = chunk.call.response.tool_calls if chunk.call is not None else ()
+    if chunk.reasoning:
+        yield _THINKING, {"type": "thinking_delta", "thinking": chunk.reasoning}
+    if chunk.text or (chunk.call is not None and not calls and not has_text):
+        yield _TEXT, {"type": "text_delta", "text": chunk.text}
+    for block in map(_tool_use, calls):
+        written = json.dumps(block["input"], ensure_ascii=False)
+        yield {**block, "input": {}}, {"type": "input_json_delta", "partial_json": written}
+
+
+def _ending(index: int, block: dict[str, Any]) -> Iterator[str]:
+    if block == _THINKING:
+        delta = {"type": "signature_delta", "signature": SIGNATURE}
+        yield _event({"type": "content_block_delta", "index": index, "delta": delta})
+    if block:
+        yield _event({"type": "content_block_stop", "index": index})
 
 
 def _event(payload: dict[str, Any]) -> str:
@@ -360,53 +361,6 @@ def _answer(
 
 def _usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
     return {"input_tokens": num_prompt, "output_tokens": num_sampled}
-
-
-class _Blocks:
-    """The blocks of a streamed answer. At most one is open."""
-
-    def __init__(self) -> None:
-        self._index = -1
-        self._open = ""
-        self._has_text = False
-
-    def add(self, chunk: CallChunk) -> Iterator[dict[str, Any]]:
-        """Yields the events of a chunk. If the open block has another kind, a new block begins."""
-        if chunk.reasoning:
-            yield from self._append("thinking", chunk.reasoning, {"signature": ""})
-        message = chunk.call.response if chunk.call is not None else None
-        if chunk.text or (message is not None and not message.tool_calls and not self._has_text):
-            self._has_text = True
-            yield from self._append("text", chunk.text, {})
-        if message is not None:
-            for call in message.tool_calls:
-                block = _tool_use(call)
-                yield from self._begin({**block, "input": {}})
-                written = json.dumps(block["input"]) if is_wrapped(block["input"]) else call.arguments
-                yield self._delta("input_json_delta", "partial_json", written)
-            yield from self._close()
-
-    def _append(self, kind: str, text: str, more: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if self._open != kind:
-            yield from self._begin({"type": kind, kind: "", **more})
-        if text:
-            yield self._delta(f"{kind}_delta", kind, text)
-
-    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield from self._close()
-        self._index += 1
-        self._open = block["type"]
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
-
-    def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
-
-    def _close(self) -> Iterator[dict[str, Any]]:
-        if self._open == "thinking":
-            yield self._delta("signature_delta", "signature", SIGNATURE)
-        if self._open:
-            yield {"type": "content_block_stop", "index": self._index}
-        self._open = ""
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:
@@ -452,3 +406,6 @@ def is_wrapped(value: dict[str, Any]) -> bool:
 def from_tool_input(value: dict[str, Any]) -> str:
     """Returns the JSON text of an input."""
     return str(value[WRAPPER_KEY]) if is_wrapped(value) else json.dumps(value, ensure_ascii=False)
+
+
+MESSAGES = Dialect("/v1/messages", MessagesBody, MESSAGES_KEYS, ANTHROPIC_ERRORS, translate, to_answer, to_events)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from agentjet.errors import NotFound
-from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
+from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.dialects.dialect import (
     AnswerHead,
     CallLookup,
     Chunks,
+    Dialect,
+    NamedSchema,
+    OpenAIBody,
     call_of,
-    call_request,
     check_choice,
-    merge_chunks,
     named_function,
-    refuse_unused_stream_options,
     schema_of,
-    shown_logprobs,
 )
-from agentjet.server.dialects.error_shapes import sse
-from agentjet.server.dialects.keys import RESPONSES_KEYS, Body, Count, JsonObject, RequestBody, Text, with_keys
+from agentjet.server.dialects.error_shapes import RESPONSES_ERRORS, sse
+from agentjet.server.dialects.keys import RESPONSES_KEYS, Body, Count, Items, JsonObject, Text, refusal
 from agentjet.server.dialects.responses_items import Item, encode_reasoning, item_id, to_messages
 from agentjet.server.dialects.responses_tools import (
     OfferedTool,
@@ -39,80 +37,72 @@ from agentjet.types import Constraint, Conversation, Message, ToolCall
 # --- requests
 
 
-class TextFormat(Body):
-    """The form of the answer's text: any text, any JSON object, or JSON that follows a schema.
-
-    The answer follows all of the schema, whether `strict` or not.
-    """
+class TextFormat(NamedSchema):
+    """The form of the answer's text: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
-    description: Text | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
-@with_keys(RESPONSES_KEYS, "text.")
 class TextConfig(Body):
     """The form of the answer's text, and a hint about its length."""
 
+    place = "text."
     format: TextFormat | None = None
 
 
-@with_keys(RESPONSES_KEYS, "reasoning.")
 class ReasoningConfig(Body):
     """Hints about reasoning. They have no effect."""
 
-
-class ResponseStreamOptions(Body):
-    """Options of a stream."""
-
-    include_obfuscation: Literal[False] | None = None
+    place = "reasoning."
 
 
-@with_keys(RESPONSES_KEYS)
-class ResponsesBody(RequestBody):
+class ResponsesBody(OpenAIBody):
     """A request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Items[Item], Field(min_length=1)]
+    """text, or items: messages, `function_call`, `custom_tool_call` and their outputs, `reasoning`, `item_reference`"""
     instructions: Text | None = None
-    """The system message of this request. A request that continues this one does not inherit it."""
+    """for this request only"""
     previous_response_id: Text | None = None
-    """An earlier answer of this episode and role. The request continues its conversation."""
-    tools: list[ResponsesTool] | None = None
+    """an earlier answer of this episode and role"""
+    tools: Items[ResponsesTool] | None = None
+    """of type `function` (also `strict`), `custom` and `namespace`"""
     tool_choice: Literal["auto", "none", "required"] | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
+    """`format`: [constraints.md](constraints.md)"""
     reasoning: ReasoningConfig | None = None
-    include: list[Text] | None = None
+    """hints are noted"""
+    include: Items[Text] | None = None
+    """`reasoning.encrypted_content`; `message.output_text.logprobs` is refused, others are noted"""
     max_output_tokens: Count | None = None
     store: bool | None = None
-    """No effect: an episode keeps its answers until it ends."""
-    stream_options: ResponseStreamOptions | None = None
+    """in both cases an episode keeps its answers until it ends"""
     user: Text | None = None
     metadata: dict[Text, Text] | None = None
 
 
-INCLUDABLE = ("reasoning.encrypted_content", "message.output_text.logprobs")
-"""The values of `include` that have an effect. Other values concern tools of a provider, and are noted."""
-
-
-def to_request(body: ResponsesBody, lookup_call: CallLookup) -> CallRequest:
+def translate(body: ResponsesBody, lookup_call: CallLookup) -> CallRequest:
     """Returns the canonical request. Raises `RequestError` for the first thing that cannot be honoured."""
-    refuse_unused_stream_options(body, body.stream_options)
-    notes = body.noted_keys()
-    notes += [f"include: {name}" for name in body.include or () if name not in INCLUDABLE]
     instructions = (Message("system", body.instructions),) if body.instructions else ()
     given = body.input
-    messages = [Message("user", given)] if isinstance(given, str) else to_messages(given, lookup_call, notes)
-    tools = [] if body.tool_choice == "none" else offered_tools(body.tools or (), notes)
+    messages = [Message("user", given)] if isinstance(given, str) else to_messages(given, lookup_call)
+    tools = [] if body.tool_choice == "none" else offered_tools(body.tools or ())
     conversation = Conversation(
         (*instructions, *_previous_messages(body.previous_response_id, lookup_call), *messages),
         tuple(tool.definition for tool in tools),
         instructed=bool(instructions),
     )
-    request = call_request(body, conversation, notes)
-    return replace(request, max_tokens=body.max_output_tokens, constraint=_constraint(body, tools))
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise refusal("include", " has message.output_text.logprobs: chat completions have log-probabilities.")
+    notes = [f"include: {name}" for name in body.include or () if name != "reasoning.encrypted_content"]
+    notes += [f"tool {tool.name}: Lark grammar shown, not enforced" for tool in tools if tool.grammar]
+    return CallRequest(
+        conversation,
+        max_tokens=body.max_output_tokens,
+        constraint=_constraint(body, tools),
+        notes=tuple(notes),
+    )
 
 
 def _previous_messages(response_id: str | None, lookup_call: CallLookup) -> tuple[Message, ...]:
@@ -131,7 +121,6 @@ def _previous_messages(response_id: str | None, lookup_call: CallLookup) -> tupl
 
 
 def _constraint(body: ResponsesBody, tools: Sequence[OfferedTool]) -> Constraint:
-    """Returns the constraint of `text.format`, `tool_choice`, `parallel_tool_calls` and strict tools."""
     choice = body.tool_choice
     shape = (body.text.format if body.text else None) or TextFormat(type="text")
     constraint = Constraint(
@@ -174,17 +163,16 @@ async def to_events(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> As
     started = {"response": _response(body, head, "in_progress", [])}
     yield event("created", started)
     yield event("in_progress", started)
-    seen: list[CallChunk] = []
     items = _Items(body, head)
     async for chunk in chunks:
-        seen.append(chunk)
-        for kind, content in items.add(chunk):
-            yield event(kind, content)
-    (last,) = merge_chunks(seen)
-    response = _ended(last, body, head)
-    for kind, content in items.finish(response["output"]):
-        yield event(kind, content)
-    yield event(response["status"], {"response": response})
+        for item_type, text in (("reasoning", chunk.reasoning), ("message", chunk.text)):
+            for kind, content in items.add(item_type, text) if text else ():
+                yield event(kind, content)
+        if chunk.call is not None:
+            response = _ended(chunk, body, head)
+            for kind, content in items.finish(response["output"]):
+                yield event(kind, content)
+            yield event(response["status"], {"response": response})
 
 
 Payload = tuple[str, dict[str, Any]]
@@ -201,51 +189,38 @@ class _Items:
         self._open = ""
         self._text = ""
         """The streamed text of the open item."""
-        self._tokens: list[TokenLogprob] = []
-        """Tokens that no delta has carried."""
 
-    def add(self, chunk: CallChunk) -> Iterator[Payload]:
-        """Yields the events of a chunk's text, which belongs to the open item or to a new one."""
-        self._tokens += chunk.tokens
-        if chunk.reasoning:
-            yield from self._append("reasoning", chunk.reasoning, {})
-        if chunk.text:
-            logprobs, self._tokens = _logprobs(self._body, self._tokens), []
-            yield from self._append("message", chunk.text, {"logprobs": logprobs})
+    def add(self, kind: str, text: str) -> Iterator[Payload]:
+        """Yields the events of text of the open item, or of a new one if that has another kind."""
+        if self._open != kind:
+            yield from self._close("completed")
+            self._index += 1
+            self._open, self._text = kind, ""
+            item = _text_item(kind, self._body, self._head, "", "in_progress")
+            yield "output_item.added", {"output_index": self._index, "item": {**item, "content": []}}
+            yield "content_part.added", {**self._place, "part": item["content"][0]}
+        if text:
+            self._text += text
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield f"{PART_TYPES[kind]}.delta", {**self._place, "delta": text, **more}
 
     def finish(self, output: Sequence[dict[str, Any]]) -> Iterator[Payload]:
         """Yields the remaining events of an answer, whose text was streamed."""
-        for item in output[max(self._index, 0) :]:
-            if item["type"] in ("reasoning", "message"):
-                yield from self._begin(item["type"])
-                yield from self._close(item)
-            else:
-                yield from self._call(item)
+        if output[-1]["type"] == "message":
+            yield from self.add("message", "")
+        yield from self._close(output[self._index]["status"])
+        for item in output[self._index + 1 :]:
+            yield from self._call(item)
 
-    def _append(self, kind: str, text: str, more: dict[str, Any]) -> Iterator[Payload]:
-        yield from self._begin(kind)
-        yield f"{PART_TYPES[kind]}.delta", {**self._place, "delta": text, **more}
-        self._text += text
-
-    def _begin(self, kind: str) -> Iterator[Payload]:
-        """Opens an item of a kind, unless it is open. Closes open reasoning."""
-        if self._open == kind:
-            return
+    def _close(self, status: str) -> Iterator[Payload]:
         if self._open:
-            yield from self._close(_text_item(self._open, self._body, self._head, self._text, "completed"))
-        self._index += 1
-        self._open, self._text = kind, ""
-        item = _text_item(kind, self._body, self._head, "", "in_progress")
-        yield "output_item.added", {"output_index": self._index, "item": {**item, "content": []}}
-        yield "content_part.added", {**self._place, "part": item["content"][0]}
-
-    def _close(self, item: dict[str, Any]) -> Iterator[Payload]:
-        [part] = item["content"]
-        shown = {key: part[key] for key in ("text", "logprobs") if key in part}
-        yield f"{part['type']}.done", {**self._place, **shown}
-        yield "content_part.done", {**self._place, "part": part}
-        yield "output_item.done", {"output_index": self._index, "item": item}
-        self._open = ""
+            item = _text_item(self._open, self._body, self._head, self._text, status)
+            [part] = item["content"]
+            shown = {key: part[key] for key in ("text", "logprobs") if key in part}
+            yield f"{part['type']}.done", {**self._place, **shown}
+            yield "content_part.done", {**self._place, "part": part}
+            yield "output_item.done", {"output_index": self._index, "item": item}
+            self._open = ""
 
     def _call(self, item: dict[str, Any]) -> Iterator[Payload]:
         self._index += 1
@@ -260,22 +235,18 @@ class _Items:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The place of events in the open item."""
         return {"item_id": item_id(self._open, self._head.id), "output_index": self._index, "content_index": 0}
 
 
 def _ended(last: CallChunk, body: ResponsesBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the response of a choice that has ended."""
     call = call_of(last)
     message = call.response
     output = []
     if message.reasoning:
         output.append(_text_item("reasoning", body, head, message.reasoning, "completed"))
     if message.content or not message.tool_calls:  # Agents expect a message, so an empty answer has an empty one.
-        item = _text_item("message", body, head, message.content, "completed")
-        item["content"][0]["logprobs"] = _logprobs(body, last.tokens)
-        output.append(item)
-    tools = {tool.full_name: tool for tool in offered_tools(body.tools or (), [])}
+        output.append(_text_item("message", body, head, message.content, "completed"))
+    tools = {tool.full_name: tool for tool in offered_tools(body.tools or ())}
     output += [
         _tool_call(f"{head.id}_{i}", tool_call, tools.get(tool_call.name))
         for i, tool_call in enumerate(message.tool_calls)
@@ -325,10 +296,6 @@ def _tool_call(number: str, call: ToolCall, tool: OfferedTool | None) -> dict[st
     }
 
 
-def _logprobs(body: ResponsesBody, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return shown_logprobs(tokens) if "message.output_text.logprobs" in (body.include or ()) else []
-
-
 def _response(body: ResponsesBody, head: AnswerHead, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns a response. The fields from `instructions` on repeat the request."""
     shape = body.text.format if body.text else None
@@ -342,22 +309,16 @@ def _response(body: ResponsesBody, head: AnswerHead, status: str, output: list[d
         "usage": None,
         "incomplete_details": None,
         "error": None,
-        "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
-        "service_tier": "default",
-        "store": body.store is not False,
         "temperature": body.temperature,
         "text": {"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
-        "top_logprobs": 0,
         "top_p": body.top_p,
-        "truncation": "disabled",
         "user": body.user,
     }
 
@@ -365,3 +326,6 @@ def _response(body: ResponsesBody, head: AnswerHead, status: str, output: list[d
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Adds the keys that SDKs require."""
     return {"parameters": None, "strict": False, **tool} if tool["type"] == "function" else tool
+
+
+RESPONSES = Dialect("/v1/responses", ResponsesBody, RESPONSES_KEYS, RESPONSES_ERRORS, translate, to_answer, to_events)

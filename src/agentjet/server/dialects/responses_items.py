@@ -11,132 +11,67 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from agentjet.errors import NotFound
-from agentjet.server.dialects.dialect import CallLookup, TextPart, text_of
-from agentjet.server.dialects.keys import Body, Text, refusal
+from agentjet.server.dialects.dialect import CallLookup, ContentPart, text_of
+from agentjet.server.dialects.keys import Body, Items, Text, refusal
 from agentjet.server.dialects.responses_tools import from_custom_input, full_name
 from agentjet.types import Message, ToolCall
 
-Status = Literal["in_progress", "completed", "incomplete"]
+
+class ItemPart(ContentPart):
+    """A part of a message, of reasoning or of a function's output. All keys but the text are ignored."""
+
+    place = "input[].content[]."
+    keys_of_kind: ClassVar = dict.fromkeys(
+        ("input_text", "output_text", "reasoning_text"), "text annotations? logprobs? prompt_cache_breakpoint?"
+    )
 
 
-class ItemPart(TextPart):
-    """A part of a message's content or of a function's output, with the keys of all types of part."""
-
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    refusal: str | None = None
-    image_url: Any = None
-    detail: Any = None
-    file_id: Any = None
-    file_data: Any = None
-    file_url: Any = None
-    filename: Any = None
-    input_audio: Any = None
-    prompt_cache_breakpoint: Any = None
+_IGNORED = "id? status? metadata?"
+_CALL = f"call_id name namespace? caller? {_IGNORED}"
+_OUTPUT = f"call_id output name? namespace? caller? {_IGNORED}"
 
 
-class ItemBody(Body):
-    """An item, with the keys that have no effect in any type of item."""
+class Item(Body):
+    """An item. A message may have no type, and neither may a reference."""
 
+    place = "input[]."
+    keys_of_kind: ClassVar = {
+        "message": f"role content phase? {_IGNORED}",
+        "function_call": f"arguments {_CALL}",
+        "custom_tool_call": f"input {_CALL}",
+        "function_call_output": _OUTPUT,
+        "custom_tool_call_output": _OUTPUT,
+        "reasoning": f"content? encrypted_content? summary? {_IGNORED}",
+        "item_reference": "id",
+    }
+    unknown_kind = "the server runs no tools, leave out their items."
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | Items[ItemPart] | None = None
     id: str | None = None
-    status: Status | None = None
-    metadata: Any = None
-
-
-class MessageItem(ItemBody):
-    """A message, in the short form or in the form of an answer."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ItemPart]
-    phase: Any = None
-
-
-class ToolItem(ItemBody):
-    """A part of a tool call."""
-
-    call_id: str
-    namespace: Text | None = None
-    caller: Any = None
-
-
-class FunctionCallItem(ToolItem):
-    """A function call of the policy; `arguments` is JSON text."""
-
-    type: Literal["function_call"]
-    name: str
-    arguments: str
-
-
-class CustomCallItem(ToolItem):
-    """A call of a custom tool; `input` is text."""
-
-    type: Literal["custom_tool_call"]
-    name: str
-    input: Text
-
-
-class FunctionOutputItem(ToolItem):
-    """The result of a function or a custom tool."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Annotated[str, Field(min_length=1)]
-    output: str | list[ItemPart]
+    call_id: Annotated[str, Field(min_length=1)] | None = None
     name: str | None = None
-
-
-class ReasoningItem(ItemBody):
-    """The reasoning of an answer, as the answers of this server have it."""
-
-    type: Literal["reasoning"]
-    content: list[ItemPart] | None = None
+    namespace: Text | None = None
+    arguments: str | None = None
+    """JSON text."""
+    input: Text | None = None
+    """The text of a call of a custom tool."""
+    output: str | Items[ItemPart] | None = None
     encrypted_content: str | None = None
-    """The same text, for agents that keep only this key. Read if `content` is empty."""
-    summary: list[ItemPart] | None = None
+    """The text of reasoning, for agents that keep only this key. Read if `content` is empty."""
 
-
-class ItemReference(Body):
-    """An item of an earlier answer of the episode."""
-
-    type: Literal["item_reference"] | None = None
-    id: str
-
-
-def _kind(item: Any) -> str | None:
-    """Returns the tag of an item. It is in brackets, and errors omit parts of a path in brackets."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if kind is None and isinstance(item, dict):
-        kind = "message" if "role" in item else "item_reference"
-    return f"<{kind}>"
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
-    | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
-    | Annotated[FunctionOutputItem, Tag("<custom_tool_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[ItemReference, Tag("<item_reference>")],
-    Discriminator(
-        _kind,
-        custom_error_type="unsupported_item",
-        custom_error_message="Input should be an item of type message, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output, reasoning or item_reference",
-    ),
-]
+    @property
+    def kind(self) -> str:
+        return self.type or ("message" if self.role else "item_reference")
 
 
 # --- messages
-
-CallItem = FunctionCallItem | CustomCallItem
-AssistantItem = MessageItem | CallItem | ReasoningItem | ItemReference
 
 _ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 _ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})(?:_([0-9]{1,4}))?")
@@ -153,85 +88,69 @@ def encode_reasoning(reasoning: str) -> str:
     return base64.b64encode(reasoning.encode(errors="surrogatepass")).decode()
 
 
-def to_messages(items: Sequence[Item], lookup_call: CallLookup, notes: list[str]) -> list[Message]:
-    """Returns the messages of the items. Adds to `notes` what the policy cannot read.
-
-    Raises `InvalidRequest` or `NotFound` with the place of the item.
-    """
+def to_messages(items: Sequence[Item], lookup_call: CallLookup) -> list[Message]:
+    """Returns the messages of the items. Raises `InvalidRequest` or `NotFound` with the place of the item."""
     messages: list[Message] = []
-    last = _AssistantPart(Message("assistant"), "")
+    last, last_call = Message("assistant"), ""
     for i, item in enumerate(items):
-        where = f"input.{i}"
-        if isinstance(item, FunctionOutputItem):
-            messages.append(Message("tool", _text(item.output, f"{where}.output", notes), tool_call_id=item.call_id))
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role
-            messages.append(Message(role, _text(item.content, f"{where}.content", notes)))
+        if item.kind.endswith("_output"):
+            messages.append(Message("tool", text_of(item.output), tool_call_id=item.call_id or ""))
+        elif item.kind == "message" and item.role != "assistant":
+            role = "user" if item.role == "user" else "system"  # `developer` is `system`.
+            messages.append(Message(role, text_of(item.content)))
         else:
-            part = _AssistantPart(_assistant(item, where, lookup_call, notes), _call_prefix(item))
-            at = _turn_of(messages, last, part)
+            part, call = _assistant(item, f"input.{i}", lookup_call), _call_prefix(item)
+            at = _turn_of(messages, (last, last_call), (part, call))
             if at is None:
-                messages.append(part.message)
+                messages.append(part)
             else:
-                messages[at] = _joined(messages[at], part.message)
-            last = part
+                messages[at] = _joined(messages[at], part)
+            last, last_call = part, call
     return messages
 
 
-def _text(content: str | Sequence[ItemPart], where: str, notes: list[str]) -> str:
-    return text_of(content, ("input_text", "output_text"), where, notes)
+def _assistant(item: Item, where: str, lookup_call: CallLookup) -> Message:
+    """Returns the message of an item of the assistant, with this item only."""
+    if item.kind == "item_reference":
+        return _referenced(item.id or "", where, lookup_call)
+    if item.kind == "reasoning":
+        return Message("assistant", reasoning=text_of(item.content) or _decode_reasoning(item, where))
+    if item.kind == "message":
+        return Message("assistant", text_of(item.content))
+    arguments = from_custom_input(item.input or "") if item.kind == "custom_tool_call" else item.arguments or ""
+    return Message(
+        "assistant", tool_calls=(ToolCall(item.call_id or "", full_name(item.namespace, item.name or ""), arguments),)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _AssistantPart:
-    """An item of an assistant's turn. `message` holds this item only; see `_call_prefix` for `call_prefix`."""
-
-    message: Message
-    call_prefix: str
-
-    @property
-    def stage(self) -> int:
-        """Position in an answer: reasoning, text, tool calls."""
-        if self.message.tool_calls:
-            return 2
-        return 0 if self.message.reasoning else 1
-
-
-def _assistant(item: AssistantItem, where: str, lookup_call: CallLookup, notes: list[str]) -> Message:
-    if isinstance(item, ItemReference):
-        return _referenced(item.id, where, lookup_call)
-    if isinstance(item, CallItem):
-        arguments = item.arguments if isinstance(item, FunctionCallItem) else from_custom_input(item.input)
-        call = ToolCall(item.call_id, full_name(item.namespace, item.name), arguments)
-        return Message("assistant", tool_calls=(call,))
-    if isinstance(item, ReasoningItem):
-        return Message("assistant", reasoning=_reasoning(item, where))
-    return Message("assistant", _text(item.content, f"{where}.content", notes))
-
-
-def _call_prefix(item: AssistantItem) -> str:
-    """Returns the first digits of the id of the item's call; empty if the item does not have them."""
-    found = _ID.fullmatch(item.id or "")
-    if found is None and isinstance(item, CallItem):
-        found = _CALL_ID.fullmatch(item.call_id)
+def _call_prefix(item: Item) -> str:
+    """Returns the first digits of the id of the call that an item is of; empty if the item does not have them."""
+    found = _ID.fullmatch(item.id or "") or _CALL_ID.fullmatch(item.call_id or "")
     return found[1][:12] if found else ""
 
 
-def _turn_of(messages: Sequence[Message], last: _AssistantPart, part: _AssistantPart) -> int | None:
+def _turn_of(messages: Sequence[Message], last: tuple[Message, str], part: tuple[Message, str]) -> int | None:
     """Returns the index of the assistant message that a part belongs to; None if it begins a new message.
 
-    Some agents put each function's output directly behind its call, although one answer had all calls.
+    A part is a message with one item, and the `_call_prefix` of that item; `last` is the part before it. Some agents
+    put each function's output directly behind its call, although one answer had all calls.
     """
     results = next((i for i, message in enumerate(reversed(messages)) if message.role != "tool"), len(messages))
     at = len(messages) - 1 - results
     if at < 0 or messages[at].role != "assistant":
         return None
-    same_call = last.call_prefix == part.call_prefix and part.call_prefix != ""
-    unknown = not (last.call_prefix and part.call_prefix)
+    same_call = last[1] == part[1] != ""
+    unknown = not (last[1] and part[1])
+    stage, last_stage = _stage(part[0]), _stage(last[0])
     if results:
-        return at if same_call and part.stage == 2 else None
-    in_order = part.stage > last.stage or part.stage == last.stage == 2
+        return at if same_call and stage == 2 else None
+    in_order = stage > last_stage or stage == last_stage == 2
     return at if in_order and (same_call or unknown) else None
+
+
+def _stage(part: Message) -> int:
+    """Returns the position of an item in its answer: reasoning, text, tool calls."""
+    return 2 if part.tool_calls else 0 if part.reasoning else 1
 
 
 def _joined(turn: Message, part: Message) -> Message:
@@ -243,13 +162,7 @@ def _joined(turn: Message, part: Message) -> Message:
     )
 
 
-def _reasoning(item: ReasoningItem, where: str) -> str:
-    if item.content:
-        for i, part in enumerate(item.content):
-            if part.type != "reasoning_text":
-                why = f" is of type {part.type!r}, not 'reasoning_text'."
-                raise refusal(f"{where}.content.{i}", why, "unsupported_content")
-        return "".join(part.text or "" for part in item.content)
+def _decode_reasoning(item: Item, where: str) -> str:
     try:
         return base64.b64decode(item.encrypted_content or "", validate=True).decode(errors="surrogatepass")
     except ValueError:  # Not ASCII, not base64, or not UTF-8.

@@ -14,51 +14,49 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from agentjet.errors import InvalidRequest
 from agentjet.server.dialects.dialect import function_tool
-from agentjet.server.dialects.keys import (
-    RESPONSES_KEYS,
-    JsonObject,
-    Text,
-    ToolName,
-    TypedPart,
-    check_portable_json,
-    refusal,
-    with_keys,
-)
+from agentjet.server.dialects.keys import Body, Items, Text, ToolName, check_portable_json, refusal
 
 PROVIDER_TOOLS = (
     "web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "tool_search",
     "programmatic_tool_calling",
 )  # fmt: skip
 """Prefixes of the types of tools that the provider runs, or that work on images. The policy is not offered them."""
-REQUIRED_KEYS = {"function": ("name",), "custom": ("name",), "namespace": ("name", "tools")}
-"""The types of tool that the policy is offered."""
-OPTIONAL_KEYS = {"function": ("parameters", "strict"), "custom": ("format",), "namespace": ()}
 
 
-@with_keys(RESPONSES_KEYS, "tools[].")
-class ResponsesTool(TypedPart):
+class ResponsesTool(Body):
     """A tool definition. The `parameters` of a function are a JSON schema."""
 
+    place = "tools[]."
+    keys_of_kind: ClassVar = {
+        "function": "name description? parameters? strict?",
+        "custom": "name description? format?",
+        "namespace": "name description? tools",
+    }
+    unknown_kind = "the server runs no tools, define a function and run it yourself."
     type: Text
     name: ToolName | None = None
     description: Text | None = None
-    parameters: JsonObject | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: Any = None
     """The format of a custom tool's input."""
-    tools: list[ResponsesTool] | None = None
+    tools: Items[ResponsesTool] | None = None
     """The tools of a namespace."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, given: Any) -> Any:
         return check_portable_json(given) if isinstance(given, dict) else given  # The answer repeats it.
+
+    @property
+    def omission(self) -> str:
+        return f"tool {self.type} dropped" if self.type.startswith(PROVIDER_TOOLS) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +69,14 @@ class OfferedTool:
     is_custom: bool
     strict: bool
     definition: Mapping[str, Any]
+    grammar: str
+    """The Lark grammar of a custom tool's input. It is shown, not enforced."""
 
 
-def offered_tools(tools: Iterable[ResponsesTool], notes: list[str]) -> list[OfferedTool]:
-    """Returns the tools that the policy is offered. Adds to `notes`. Raises `InvalidRequest` with the tool's place."""
+def offered_tools(tools: Iterable[ResponsesTool]) -> list[OfferedTool]:
+    """Returns the tools that the policy is offered. Raises `InvalidRequest` with the tool's place."""
     found: dict[str, OfferedTool] = {}
-    for tool, where in _each(tools, notes):
+    for tool, where in _each(tools):
         if tool.full_name in found:
             raise InvalidRequest(f"{where}.name: two tools are called {tool.full_name!r}.", param=f"{where}.name")
         found[tool.full_name] = tool
@@ -88,34 +88,22 @@ def full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def _each(tools: Iterable[ResponsesTool], notes: list[str]) -> Iterator[tuple[OfferedTool, str]]:
+def _each(tools: Iterable[ResponsesTool]) -> Iterator[tuple[OfferedTool, str]]:
     for i, tool in enumerate(tools):
         where = f"tools.{i}"
-        if tool.type.startswith(PROVIDER_TOOLS):
-            notes.append(f"tool {tool.type} dropped")
-            continue
-        notes += _check_keys(tool, where)
-        if tool.type != "namespace":
-            yield _offered_tool(tool, None, where, notes), where
+        if tool.type in ("function", "custom"):
+            yield _offered_tool(tool, None, where), where
         for k, inner in enumerate(tool.tools or ()):
             place = f"{where}.tools.{k}"
-            if inner.type == "namespace":
-                raise InvalidRequest(f"{place} is a namespace within another.", param=place)
-            notes += _check_keys(inner, place)
-            yield _offered_tool(inner, tool, place, notes), place
+            if inner.type not in ("function", "custom"):
+                raise refusal(place, f" is of type {inner.type!r}, which a namespace cannot have.")
+            yield _offered_tool(inner, tool, place), place
 
 
-def _check_keys(tool: ResponsesTool, where: str) -> list[str]:
-    if tool.type not in REQUIRED_KEYS:
-        why = f" is of type {tool.type!r}: the server runs no tools, define a function and run it yourself."
-        raise refusal(where, why)
-    return tool.check_keys(where, REQUIRED_KEYS[tool.type], ("description", *OPTIONAL_KEYS[tool.type]))
-
-
-def _offered_tool(tool: ResponsesTool, space: ResponsesTool | None, where: str, notes: list[str]) -> OfferedTool:
+def _offered_tool(tool: ResponsesTool, space: ResponsesTool | None, where: str) -> OfferedTool:
     name, namespace = tool.name or "", (space.name or "") if space is not None else ""
     described = [space.description if space is not None else None, tool.description]
-    parameters = tool.parameters
+    parameters, grammar = tool.parameters, ""
     if tool.type == "custom":
         grammar, text = _custom_format(tool.format, f"{where}.format")
         parameters = {
@@ -126,11 +114,9 @@ def _offered_tool(tool: ResponsesTool, space: ResponsesTool | None, where: str, 
         }
         if grammar:
             described.append(f"The input follows this grammar:\n{grammar}")
-            notes.append(f"tool {name}: Lark grammar shown, not enforced")
-    description = "\n\n".join(filter(None, described)) or None
     full = full_name(namespace, name)
-    definition = function_tool(full, description, parameters)
-    return OfferedTool(full, name, namespace, tool.type == "custom", bool(tool.strict), definition)
+    definition = function_tool(full, "\n\n".join(filter(None, described)) or None, parameters)
+    return OfferedTool(full, name, namespace, tool.type == "custom", bool(tool.strict), definition, grammar)
 
 
 def _custom_format(given: Any, where: str) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Bodies of the control API: requests, responses and the rules that client and server share.
+"""Bodies of the control API, and the rules that client and server share.
 
 Times are Unix seconds, durations are seconds.
 """
@@ -24,9 +24,11 @@ from agentjet.types import (
     Mode,
 )
 
+PREFIX = "/swarm/v1"
+"""Start of every path of the control API, with its version."""
+
 
 def _not_too_cold(temperature: float) -> float:
-    """Raises `ValueError` for a temperature between 0 and the lowest one with finite log-probabilities."""
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(f"0 is greedy, and any other temperature is at least {MIN_TEMPERATURE:g}")
     return temperature
@@ -64,30 +66,28 @@ class BeginRequest(Request):
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
     instance_id: Annotated[str, Field(max_length=128)] = ""
-    """The process of the client. The first request of a new process aborts the live episodes of the process before it,
-    which is refused from then on: 409 `client_replaced`. If empty, no process is replaced.
-    """
+    """The process of the client. A new process aborts the live episodes of the one before it, which then gets 409
+    `client_replaced`. If empty, no process is replaced."""
     join_only: bool = False
-    """Join an open group, never open one: for spare episodes. 409 `group_closed` if no open group has room."""
+    """Join an open group, never open one. 409 `group_closed` if no open group has room."""
     unless_full: bool = False
-    """409 `task_set_full` at once while the task set has its share of the batch, so that the client can begin a task of
-    another set."""
+    """409 `task_set_full` at once while the task set has its share of the batch."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""
     """Version of the agent's code. Groups never mix versions, unless `job.mix_code_versions`."""
     at_version: Int64 | None = Field(None, ge=0)
-    """Only in eval mode: the policy version of all calls of the episode. 409 `version_gone` when the server is at
-    another one.
-    """
+    """Only in eval mode: the policy version of all calls. 409 `version_gone` when the server is at another one."""
     temperature: Temperature | None = None
     """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
 
     @model_validator(mode="after")
     def _only_evaluation_is_pinned(self) -> Self:
-        if self.at_version is not None and self.mode != "eval":
+        if self.mode == "eval":
+            return self
+        if self.at_version is not None:
             raise ValueError("at_version is for mode 'eval': a training episode may see the policy learn")
-        if self.temperature is not None and self.mode != "eval":
+        if self.temperature is not None:
             raise ValueError("temperature is for mode 'eval': in training it is the job's, or the call's")
         return self
 
@@ -100,20 +100,17 @@ class BeginResponse(Response):
     """OpenAI-compatible: the address of the server or of its run, then `/v1`."""
     api_key: str
     model: str
-    """The name of the model for requests; empty if the run names its policies."""
+    """Empty if the run names its policies."""
     policies: tuple[str, ...] = ()
-    """The policies that the settings of the run name. An agent sends one of these names as `model`."""
+    """The policies that the run names. An agent sends one of these names as `model`."""
     policy_version: int
     lease_seconds: float
     expires_at: float
 
 
 class FinishRequest(Request):
-    """The end of an episode: its reward, in all or by agent role, and metrics to chart.
-
-    In a run with named policies, `by_role` is empty, or has an entry for every policy and perhaps further ones for
-    roles, such as `planner/critic`.
-    """
+    """The end of an episode: its reward, in all or by agent role, and metrics to chart. With named policies, `by_role`
+    is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`."""
 
     reward: Finite
     by_role: MetricMap = Field(default_factory=dict)
@@ -134,8 +131,6 @@ class ExportRequest(Request):
     """Write a present policy to the server's disk."""
 
     policy: Annotated[str, Field(max_length=64)] = ""
-    """The policy, in a run that names its policies."""
-
     adapter: bool = False
     """The adapter alone, as a PEFT folder, instead of the whole model."""
 
@@ -151,19 +146,18 @@ class EpisodeView(Response):
     group: str
     client_id: str
     policy_version: int
-    """Version at the beginning."""
+    """Version at the beginning of the episode."""
     num_calls: int = 0
     reward: float | None = None
     by_role: dict[str, float] = {}
     metrics: dict[str, float] = {}
     reason: str = ""
     trained_in: int | None = None
-    """The batch that trained it, once it was."""
     code_version: str = ""
     noted: dict[str, int] = {}
-    """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
+    """Counts of request keys that were accepted without an effect, and of other deviations from the requests."""
     refused: dict[str, int] = {}
-    """Refused requests: `code` or `code: parameter`, with their counts."""
+    """Counts of refused requests by `code` or `code: parameter`."""
     unscorable: bool = False
     """A refusal ended a call of the agent, so the reward may judge the refusal instead of the policy."""
 
@@ -178,12 +172,11 @@ class CallView(Response):
     parent: str | None
     kept: int
     fork: Fork
-    """Why it began a new timeline."""
     retry_of: str | None
     orphan: str
     """Why it is not trained: `retry`, `undelivered`, `side` (a rule of `job.side_calls`); empty if it is trained."""
     after: str | None
-    """The call whose response `messages` follow; they are the whole conversation when it is null."""
+    """The call whose response `messages` follow. null: they are the whole conversation."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     response: dict[str, Any]
@@ -237,14 +230,11 @@ class EvaluationRequest(Request):
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
 
 
-class EvaluationView(Response):
+class EvaluationView(EvaluationRequest):
     """A recorded evaluation."""
 
-    policy_version: int
-    score: float
-    num_tasks: int
-    num_episodes: int
-    client_id: str
+    model_config = Response.model_config
+
     time: float
     best: bool
     """True if no evaluation has a higher score, and no earlier one the same."""
@@ -291,12 +281,11 @@ class RunView(Response):
     path: str
     """Start of the paths of its API; empty for the default run."""
     policies: tuple[str, ...]
-    """The policies that its settings name."""
     is_open: bool
     """False if the run was ended. Its files remain, and it can be opened again."""
     state: EngineState = "offline"
     reason: str = ""
-    """Cause of the state `failed`, also of a run that cannot be opened."""
+    """Cause of the state `failed`."""
     policy_version: int | None = None
     """null if the run is not open."""
 
@@ -322,7 +311,7 @@ class TaskSetStatus(Response):
     """A task set's part in the training."""
 
     weight: float | None
-    """Its weight in `job.task_weights`; null if it has none."""
+    """As in `job.task_weights`."""
     share: float
     """Share of the groups of the newest 50 batches."""
     groups_open: int
@@ -332,25 +321,24 @@ class TaskSetStatus(Response):
 
 
 class ScoredAnswer(Response):
-    """An answer of the group that is shown, and its reward."""
+    """The shortened last response and the reward of `count` episodes of a group."""
 
     answer: str
-    """The text of the episode's last response, shortened; empty once a durable checkpoint covers its batch."""
     reward: float
     count: int
-    """Episodes of the group with this answer and this reward."""
 
 
 class ZeroVariance(Response):
-    """The newest batches could teach nothing: in each of their groups all rewards were equal. Shows one group."""
+    """The newest batches could teach nothing: in each of their groups all rewards were equal. Shows one group, whose
+    texts are empty once a durable checkpoint covers its batch."""
 
     batches: int
-    """The number of newest batches in a row; at most 50 are counted."""
+    """Number of newest batches in a row, at most 50."""
     truncated: float
     """Part of the newest batch's calls that ended at `max_tokens`."""
     task_id: str
     prompt: str
-    """The last message of the group's first request, shortened; empty once a durable checkpoint covers its batch."""
+    """The last message of the group's first request, shortened."""
     answers: list[ScoredAnswer]
 
 
@@ -364,13 +352,12 @@ class StatusResponse(Response):
     """A phrase for the thing that training waits for."""
     run: str = "default"
     policies: tuple[str, ...] = ()
-    """The policies that the settings of the run name."""
     model: str
     model_weights: str = ""
-    """Fingerprint of the weights that every run starts with; empty until they are loaded."""
+    """Fingerprint of the weights of version 0; empty until they are loaded."""
     policy_version: int
     branched_from: str = ""
-    """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
+    """`DATA_DIR@VERSION` that this run began at, if it is a branch."""
     batch_size: int
     group_size: int
     spare_episodes: int = 0
@@ -378,9 +365,7 @@ class StatusResponse(Response):
     groups_complete: int
     groups_open: int
     episodes: dict[str, int]
-    """Counts by status since the data dir was made: live, finished, aborted, expired; of the finished: trained,
-    waiting, dropped.
-    """
+    """Counts since the data dir was made: live, finished, aborted, expired; of finished: trained, waiting, dropped."""
     calls_active: int
     last_step: dict[str, float]
     """Metrics of the newest batch."""
@@ -391,11 +376,11 @@ class StatusResponse(Response):
     code_versions: dict[str, CodeVersionStatus] = {}
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = {}
-    """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
+    """Those that have a weight, or groups in the present or a recent batch."""
     workers_started: int = 0
     """Since the server began."""
     workers_hung: int = 0
-    """Workers that were killed because they did no work for `server.worker_timeout` seconds."""
+    """Killed after `server.worker_timeout` seconds without work."""
     unusable_checkpoints: list[str] = []
     """Renamed folders of checkpoints that are damaged or belong to another run."""
     zero_variance: ZeroVariance | None = None
@@ -417,31 +402,24 @@ class Problem(Response):
     retry_after: float | None = None
 
 
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 def check_tag(name: str) -> None:
     """Raises `InvalidRequest` for an invalid tag."""
-    if not NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"The tag {name!r} is not a name: give a letter, then up to 63 letters, digits, dots, dashes or "
-            "underscores.",
-            code="tag_invalid",
-            status=422,
-            param="name",
-        )
+    _check_name(name, TAG_NAME, "tag", "a letter, then up to 63 letters, digits")
 
 
 def check_run_name(name: str) -> None:
     """Raises `InvalidRequest` for a name that a run cannot have."""
-    if not RUN_NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{name[:100]!r} is not the name of a run: give a lower-case letter or a digit, then up to 63 of a-z, 0-9, "
-            "dots, dashes or underscores.",
-            code="run_name_invalid",
-            status=422,
-            param="name",
-        )
+    _check_name(name, RUN_NAME, "run", "a lower-case letter or a digit, then up to 63 of a-z, 0-9")
+
+
+def _check_name(name: str, pattern: re.Pattern[str], noun: str, rule: str) -> None:
+    if not pattern.fullmatch(name):
+        message = f"{name[:100]!r} is not the name of a {noun}: give {rule}, dots, dashes or underscores."
+        code = "run_name_invalid" if noun == "run" else "tag_invalid"
+        raise InvalidRequest(message, code=code, status=422, param="name")
 
 
 REPORTED_BATCHES = 3
@@ -459,19 +437,9 @@ def batches_without_variance(steps: Sequence[Mapping[str, float]]) -> int:
 
 
 def report_lines(found: ZeroVariance) -> list[str]:
-    """Lines about one group, with advice. An advantage compares the episodes of a group, so equal rewards leave the
-    weights unchanged. Texts are escaped, so that they cannot control a terminal.
-    """
+    """Lines about one group, with advice. Texts are escaped, so that they cannot control a terminal."""
     shown = [f"task {found.task_id!r}{f', prompt {found.prompt!r}' if found.prompt else ''}"]
     shown += [f"reward {a.reward:g} x {a.count}{f': {a.answer!r}' if a.answer else ''}" for a in found.answers]
-    return [
-        f"{found.batches} batches in a row could teach nothing: in every group all rewards were equal",
-        *(f"  {line}" for line in shown),
-        *(f"  look at {advice}" for advice in _advice(found)),
-    ]
-
-
-def _advice(found: ZeroVariance) -> list[str]:
     advice = []
     if found.truncated:
         advice.append(f"job.max_tokens: {found.truncated:.0%} of the answers were cut off")
@@ -481,4 +449,8 @@ def _advice(found: ZeroVariance) -> list[str]:
         advice.append("job.temperature: all answers are the same, so there is nothing to compare")
     advice.append("the tasks: take easier ones if every attempt fails, harder ones if every attempt succeeds")
     advice.append("job.group_size: more attempts at a task find rare successes")
-    return advice
+    return [
+        f"{found.batches} batches in a row could teach nothing: in every group all rewards were equal",
+        *(f"  {line}" for line in shown),
+        *(f"  look at {line}" for line in advice),
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.checkpoints import roll_back
-from agentjet.cli.data_dir import differing_settings, read_run
+from agentjet.cli.compare import differing_settings, read_run
 from agentjet.errors import ConfigError
 from agentjet.protocol import EvaluationRequest
 from tests.cli.test_commands import run
@@ -29,21 +29,22 @@ def metrics(path: Path, rewards: list[float]) -> Path:
     return path
 
 
-def test_figures_of_metrics_files(tmp_path: Path) -> None:
-    first = metrics(tmp_path / "a.jsonl", [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4])
-    found = read_run(first)
-    assert (found.version, found.steps, found.episodes, found.sampled_tokens, found.minutes) == (7, 7, 28, 700, 7.0)
-    assert (found.reward_first, found.reward_final) == (pytest.approx(0.2), pytest.approx(0.44))
-    assert (found.reward_best, found.reward_best_version, found.evaluations, found.score_best) == (0.9, 6, 0, None)
-    second = metrics(tmp_path / "b.jsonl", [0.5])
-    assert found.undone is None, "a metrics file names no rollbacks"
-    printed = run("compare", str(first), str(second))
-    assert ["of", "them", "undone", "-", "-"] in [line.split() for line in printed.splitlines()]
-    assert ["reward,", "best", "batch", "0.900", "0.500"] in [line.split() for line in printed.splitlines()]
-    assert f"no settings for {first}, {second}" in printed
-    with first.open("a") as file:
-        file.write('{"step": 8, "rew')  # a server is writing it
-    assert read_run(first) == found
+def test_figures_of_a_metrics_file(tmp_path: Path) -> None:
+    asyncio.run(trained(tmp_path / "a", 1e-5, ()))
+    asyncio.run(trained(tmp_path / "b", 1e-5, ()))
+    file = metrics(tmp_path / "a" / "runs" / "default" / "metrics.jsonl", [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4])
+    found, _ = read_run(tmp_path / "a")
+    assert (found["policy_version"], found["batches"], found["episodes"]) == (7, 7, 28)
+    assert (found["sampled_tokens"], found["minutes"]) == (700, 7.0)
+    assert (found["reward_first_5"], found["reward_last_5"]) == (pytest.approx(0.2), pytest.approx(0.44))
+    assert (found["reward_best"], found["reward_best_version"]) == (0.9, 6)
+    assert (found["evaluations"], found["score_best"], found["undone_batches"]) == (0, None, 0)
+    printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert ["reward", "best", "0.900", "0.500"] in [line.split() for line in printed.splitlines()]
+    assert ["score", "best", "-", "-"] in [line.split() for line in printed.splitlines()]
+    with file.open("a") as out:
+        out.write('{"step": 8, "rew')  # a server is writing it
+    assert read_run(tmp_path / "a")[0] == found
 
 
 async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
@@ -69,7 +70,7 @@ def test_data_dirs_have_evaluations_and_settings(tmp_path: Path) -> None:
     compared = json.loads(run("compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"))
     assert compared["settings"] == {"job.optimizer.lr": [1e-5, 2e-5]}
     first, second = compared["runs"]
-    assert (first["evaluations"], first["score_first"], first["score_best"], first["steps"]) == (2, 0.5, 0.75, 1)
+    assert (first["evaluations"], first["score_first"], first["score_best"], first["batches"]) == (2, 0.5, 0.75, 1)
     assert (second["evaluations"], second["score_best"]) == (0, None)
     assert first["reward_best"] == 0.5 and first["episodes"] == 4
     folders = [str(tmp_path / name / "runs" / "default") for name in "ab"]
@@ -89,26 +90,26 @@ def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> N
                 roll_back(tmp_path / "a", "1")
 
     asyncio.run(scenario())
-    found = read_run(tmp_path / "a")
-    assert (found.version, found.steps, found.undone, found.episodes) == (5, 4, 1, 16)
-    assert found.reward_best_version == 1, "not 2, which was undone"
+    found, _ = read_run(tmp_path / "a")
+    assert (found["policy_version"], found["batches"], found["undone_batches"], found["episodes"]) == (5, 4, 1, 16)
+    assert found["reward_best_version"] == 1, "not 2, which was undone"
 
 
-def test_settings_that_are_not_known_differ_from_nothing() -> None:
-    assert differing_settings([{"a": 1, "b": 2}, {}, {"a": 1, "c": 3}]) == {"b": [2, None, None], "c": [None, None, 3]}
+def test_settings_that_differ() -> None:
+    assert differing_settings([{"a": 1, "b": 2}, {"a": 1, "c": 3}]) == {"b": [2, None], "c": [None, 3]}
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"only one run, .*: name two or more"):
         run("compare", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl' does not exist: name a data dir"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl' has no batch: name a data dir"):
         run("compare", str(tmp_path), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"runs/other/metrics\.jsonl' does not exist"):
+    with pytest.raises(ConfigError, match=r"runs/other/metrics\.jsonl' has no batch"):
         run("compare", str(tmp_path), str(tmp_path), "--run", "other")
-    bad = tmp_path / "bad.jsonl"
+    bad = tmp_path / "metrics.jsonl"
     bad.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(ConfigError, match=r"bad\.jsonl', line 2: expected one JSON object"):
-        run("compare", str(bad), str(bad))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl' is damaged: JSONDecodeError"):
+        run("compare", str(tmp_path), str(tmp_path))
     bad.write_text("")
     with pytest.raises(ConfigError, match="has no batch"):
-        run("compare", str(bad), str(bad))
+        run("compare", str(tmp_path), str(tmp_path))
