@@ -52,7 +52,7 @@ PACKAGES = {
     "timeline": rule(VOCABULARY, "numpy"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "recipes": rule(f"{VOCABULARY} config timeline", "numpy", lazy="torch"),
-    "swarm": rule(f"{VOCABULARY} config protocol timeline", "numpy"),
+    "swarm": rule(f"{VOCABULARY} config protocol timeline", "numpy pydantic"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",

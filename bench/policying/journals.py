@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def costs(folder: Path, number: int) -> dict[str, float]:
         timed(lambda: swarm.store.recent_episodes(50, before=f"ep_{number // 2:027x}"), 20),
     ]
     store = swarm.store
-    before = store.state, store.episodes, store.groups
+    before = deepcopy(store.state), dict(store.episodes), dict(store.groups)
     rollback = timed(lambda: fail(swarm), 20)
     assert (store.state, store.episodes, store.groups) == before, "a failed transaction leaves nothing"
     journal.close()

@@ -96,7 +96,7 @@ def test_tags_on_the_command_line(served: Served) -> None:
     assert "untag good" in run("checkpoints", "tag", "0", "good", *at(served))
     run("checkpoints", "tag", "0", "good", *at(served))
     assert "[good]" in run("checkpoints", "list", *at(served))
-    for name, said in (("1st", "not a name"), ("best", "job.keep_best"), ("a/b", "not a name|Not Found")):
+    for name, said in (("1st", "not the name"), ("best", "job.keep_best"), ("a/b", "not the name|Not Found")):
         with pytest.raises((InvalidRequest, NotFound), match=said):
             run("checkpoints", "tag", "0", name, *at(served))
     with pytest.raises(NotFound, match="no checkpoint of policy version 7; there are: 0"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentjet.config import JobConfig, ServeConfig, load_config, parse_job, server_token, settings_table
+from agentjet.config import JobConfig, ServeConfig, load_config, parse_config, server_token, settings_table
 from agentjet.config.loader import parse_value
 from agentjet.errors import ConfigError
 from tests.setting_names import setting_names
@@ -149,6 +150,10 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.0.1"])
 def test_loopback_has_several_names(host: str) -> None:
     assert load(f"server.host={host}").server.host == host
+
+
+def parse_job(values: dict[str, Any]) -> JobConfig:
+    return parse_config({"job": values}).job
 
 
 def test_a_job_over_the_wire_is_checked_alike() -> None:

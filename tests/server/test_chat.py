@@ -151,7 +151,7 @@ async def test_no_two_calls_of_an_episode_share_a_seed_after_one_failed(tmp_path
         second = vote()
         await served.run.until(lambda: len(compute.asked) == 2)
         first.cancel()
-        await served.run.until(lambda: len(served.run.gateway._calls.active) == 1)
+        await served.run.until(lambda: served.run.gateway.status().calls_active == 1)
         third = vote()
         await served.run.until(lambda: len(compute.asked) == 3)
         compute.may_sample.set()

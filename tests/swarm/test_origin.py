@@ -85,7 +85,7 @@ def test_settings_of_adapters_are_free_where_there_are_none(tmp_path: Path) -> N
 def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
-    assert world.swarm.dtype("policy") == "bfloat16"
+    assert world.journal.origin["model.dtype"] == "bfloat16"
     for card in (replace(CARD, weights="b2"), replace(CARD, dtype="float32")):
         with pytest.raises(
             ConfigError, match=r"model_weights = 'a1' .*; 'b2' would|dtype = 'bfloat16'; 'float32' would"

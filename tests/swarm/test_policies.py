@@ -198,7 +198,7 @@ def begun(folder: Path, models: dict[str, ModelConfig]) -> Path:
 def test_a_policy_keeps_its_own_origin(tmp_path: Path) -> None:
     path = begun(tmp_path, MODELS)
     world = World(tmp_path, policies=NAMES)
-    assert (world.swarm.dtype("planner"), world.swarm.dtype("coder")) == ("bfloat16", "float32")
+    assert [of_policy(world.journal.origin, name)["model.dtype"] for name in NAMES] == ["bfloat16", "float32"]
     assert policies_of(world.journal.origin) == ("coder", "planner")
     assert of_policy(world.journal.origin, "coder")["model.name"] == "large"
     with pytest.raises(

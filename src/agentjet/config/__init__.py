@@ -1,7 +1,7 @@
 """Settings: the schema, its loader and its reference. The only package of the server that reads the environment."""
 
 from agentjet.config.job import AlgorithmConfig, JobConfig, OptimizerConfig, SideCallRule, unknown_policy
-from agentjet.config.loader import load_config, parse_config, parse_job, server_token
+from agentjet.config.loader import load_config, parse_config, server_token
 from agentjet.config.reference import changed_settings, settings_table
 from agentjet.config.schema import LoraConfig, ModelConfig, PolicyConfig, SamplerConfig, ServeConfig, ServerConfig
 
@@ -19,7 +19,6 @@ __all__ = [
     "changed_settings",
     "parse_config",
     "load_config",
-    "parse_job",
     "server_token",
     "settings_table",
     "unknown_policy",

@@ -11,20 +11,18 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from agentjet.config.job import JobConfig, Section
+from agentjet.config.job import Section
 from agentjet.config.reference import sections, settings
 from agentjet.config.schema import ServeConfig
 from agentjet.errors import ConfigError
 
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
 MIN_TOKEN_LENGTH = 16
-
-S = TypeVar("S", bound=Section)
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig:
@@ -38,7 +36,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig
             raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
         _assign(values, key, parse_value(text))
         origins[key] = "--set"
-    return _validate(ServeConfig, values, "", origins)
+    return _validate(values, origins)
 
 
 def parse_config(settings: Mapping[str, Any]) -> ServeConfig:
@@ -46,12 +44,7 @@ def parse_config(settings: Mapping[str, Any]) -> ServeConfig:
     values: dict[str, Any] = {}
     for key, value in settings.items():
         _assign(values, key, value)
-    return _validate(ServeConfig, values, "", {})
-
-
-def parse_job(values: Mapping[str, Any]) -> JobConfig:
-    """Returns the job settings of a request body. Raises `ConfigError` with the same messages as a file."""
-    return _validate(JobConfig, dict(values), "job.", {})
+    return _validate(values, {})
 
 
 def server_token(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -103,11 +96,11 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def _validate(schema: type[S], values: dict[str, Any], prefix: str, origins: Mapping[str, str]) -> S:
+def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeConfig:
     try:
-        return schema.model_validate(values)
+        return ServeConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(detail, prefix, origins) for detail in error.errors())) from None
+        raise ConfigError("\n".join(_sentence(detail, origins) for detail in error.errors())) from None
 
 
 def _sections_near(key: str) -> dict[str, type[Section]]:
@@ -135,9 +128,9 @@ def _nearest(key: str) -> str | None:
     return best if similarity(best) >= 0.6 else None
 
 
-def _sentence(detail: ErrorDetails, prefix: str, origins: Mapping[str, str]) -> str:
+def _sentence(detail: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Returns one error of pydantic as `key = value (source): what is wrong`."""
-    key = prefix + ".".join(str(part) for part in detail["loc"] if part != "[key]")
+    key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
     message = detail["msg"].removeprefix("Value error, ")
     origin = f" ({origins[key]})" if key in origins else ""
     stated = f"{key} = {detail['input']!r}{origin}" if detail["loc"][-1:] != ("[key]",) else key

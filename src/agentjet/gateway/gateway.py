@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentjet import __version__
 from agentjet.compute import Compute
-from agentjet.config import JobConfig, ServeConfig, parse_config, parse_job
+from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
 from agentjet.gateway import observability, views
 from agentjet.gateway.call_path import CallPath
@@ -37,7 +37,6 @@ from agentjet.protocol import (
     FinishRequest,
     JobBody,
     StatusResponse,
-    TaskSetStatus,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
@@ -286,8 +285,7 @@ class Gateway:
                 code="job_revision_changed",
             )
         try:
-            job: JobConfig = parse_job(body.job)
-            parse_config({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
+            job = parse_config({**self.config.model_dump(exclude={"job"}), "job": body.job}).job
             self.engine.check_job(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
@@ -331,10 +329,7 @@ class Gateway:
                 version: CodeVersionStatus.model_validate(tally, from_attributes=True)
                 for version, tally in swarm.queries.code_versions().items()
             },
-            task_sets={
-                name: TaskSetStatus.model_validate(share, from_attributes=True)
-                for name, share in swarm.queries.task_sets().items()
-            },
+            task_sets=swarm.queries.task_sets(),
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],

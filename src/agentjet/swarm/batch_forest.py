@@ -213,26 +213,22 @@ def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict
         "batch/unscorable": float(sum(episode.unscorable for episode in members)),
         "batch/sampled_tokens": float(num_tokens),
     }
-    by_set: dict[str, list[float]] = {}
-    by_code: dict[str, list[float]] = {}
     by_name: dict[str, list[float]] = {}
     for episode in members:
-        for name, by in ((episode.task_set, by_set), (episode.code_version, by_code)):
-            if name and episode.reward is not None:
-                by.setdefault(name, []).append(episode.reward)
         for name, value in episode.metrics.items():
-            by_name.setdefault(name, []).append(value)
-    metrics |= {f"reward/{task_set}/mean": fmean(values) for task_set, values in by_set.items()}
-    for policy in policies:
-        received = [reward for episode in members if (reward := reward_of(episode, policy, policies)) is not None]
-        metrics[f"{policy}/reward/mean"] = fmean(received)
-    metrics |= {f"code/{version}/reward_mean": fmean(values) for version, values in by_code.items()}
-    metrics |= {f"agent/{name}": fmean(values) for name, values in by_name.items()}
-    return metrics
+            by_name.setdefault(f"agent/{name}", []).append(value)
+        if episode.reward is not None and episode.task_set:
+            by_name.setdefault(f"reward/{episode.task_set}/mean", []).append(episode.reward)
+        if episode.reward is not None and episode.code_version:
+            by_name.setdefault(f"code/{episode.code_version}/reward_mean", []).append(episode.reward)
+        for policy in policies:
+            if (reward := reward_of(episode, policy, policies)) is not None:
+                by_name.setdefault(f"{policy}/reward/mean", []).append(reward)
+    return metrics | {name: fmean(values) for name, values in by_name.items()}
 
 
 def share_metrics(batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]) -> dict[str, float]:
-    """Shares of the named task sets in the batch's groups, and the share of groups without variance in a reward."""
+    """Shares of the named task sets in the groups, and of groups without variance in a reward."""
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
     equal = sum(all_equal([episodes[member] for member in group], policies) for group in batch.groups)
@@ -242,14 +238,9 @@ def share_metrics(batch: Batch, episodes: Mapping[str, Episode], policies: Seque
 def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:
     """Groups dropped while the batch was filled, by reason, and episodes that ended without a reward."""
     reasons = {reason: float(count) for reason, count in dropped_groups.items() if reason != "no_members"}
+    lost = {"aborted": 0, "expired": 0, **lost_episodes}
     return {
         "groups/dropped": sum(reasons.values()),
         **{f"groups/dropped_{reason}": count for reason, count in reasons.items()},
-        "episodes/aborted": float(lost_episodes.get("aborted", 0)),
-        "episodes/expired": float(lost_episodes.get("expired", 0)),
-        **{
-            f"episodes/{reason}": float(count)
-            for reason, count in lost_episodes.items()
-            if reason not in ("aborted", "expired")
-        },
+        **{f"episodes/{reason}": float(count) for reason, count in lost.items()},
     }

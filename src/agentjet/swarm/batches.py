@@ -208,10 +208,6 @@ class Batches:
         """See `check_stamp`."""
         check_stamp(self._journal, self._store.state, stamp)
 
-    def recorded_digest(self, policy_version: int) -> str | None:
-        """Digest of the checkpoint of that version; None if none was recorded."""
-        return self._journal.checkpoint_digest(policy_version)
-
     def resume(self, stamp: CheckpointStamp | None) -> list[Batch]:
         """Returns the batches to replay after a worker loaded a checked checkpoint, or None at version 0.
 

@@ -25,7 +25,7 @@ from agentjet.swarm.batches import Batches
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
-from agentjet.swarm.origin import of_policy, of_worker
+from agentjet.swarm.origin import of_worker
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, Episode, new_episode_id
 from agentjet.swarm.store import Leases, Store
@@ -92,10 +92,6 @@ class SwarmState:
     def last_step(self) -> dict[str, float]:
         """Metrics of the newest learned batch."""
         return self.store.steps.get(self.policy_version - 1, {})
-
-    def dtype(self, policy: str) -> str:
-        """The type of a policy's weights since its first version; empty until it is known."""
-        return str(of_policy(self._journal.origin, policy).get("model.dtype", ""))
 
     def replace_job(self, job: JobConfig) -> None:
         """Put other settings in force from here on. A batch keeps those it was composed with."""
@@ -175,7 +171,8 @@ class SwarmState:
                 instance_id=request.instance_id,
             )
             if joined is not None:
-                groups.join(self.store, joined, episode)
+                members = (*joined.members, episode.id)
+                self.store.put_group(replace(joined, members=members, touched=now))
             self.store.put(episode)
             if episode.instance_id:
                 self._journal.add_instance(episode.client_id, episode.instance_id)

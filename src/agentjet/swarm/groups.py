@@ -139,10 +139,6 @@ def outdated(store: Store, request: BeginRequest) -> list[Group]:
     return [group for group in older if group.code_version not in running]
 
 
-def join(store: Store, group: Group, episode: Episode) -> None:
-    store.put_group(replace(group, members=(*group.members, episode.id), touched=episode.begun))
-
-
 # ---- completion and drops ----------------------------------------------------------------------------------
 
 

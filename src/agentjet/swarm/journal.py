@@ -210,17 +210,11 @@ class Journal:
 
     def put_episode(self, episode: Episode) -> None:
         """Store a new or changed episode."""
-        body = _EPISODE.dump_json(episode).decode()
+        row = (episode.seq, episode.id, episode.status, episode.is_settled, _EPISODE.dump_json(episode).decode())
         self._db.execute(
-            "INSERT INTO episodes VALUES (:seq, :id, :status, :settled, :body) "
-            "ON CONFLICT (seq) DO UPDATE SET status = :status, settled = :settled, body = :body",
-            {
-                "seq": episode.seq,
-                "id": episode.id,
-                "status": episode.status,
-                "settled": episode.is_settled,
-                "body": body,
-            },
+            "INSERT INTO episodes VALUES (?, ?, ?, ?, ?) ON CONFLICT (seq) DO UPDATE "
+            "SET status = excluded.status, settled = excluded.settled, body = excluded.body",
+            row,
         )
 
     def episode(self, episode_id: str) -> Episode | None:

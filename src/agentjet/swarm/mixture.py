@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
+from agentjet.protocol import TaskSetStatus
 from agentjet.swarm.state import Episode, Group
 from agentjet.swarm.store import Store
 
@@ -31,17 +31,6 @@ OTHERS = "*"
 MAX_CARRY = 2.0
 """Groups that a set may be owed, or be ahead, at most. Rounding owes about one. More comes from sets that join or leave
 in the middle of a batch, and is not made up for."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSetShare:
-    """A task set's part in the training; see `protocol.TaskSetStatus`."""
-
-    weight: float | None
-    share: float
-    groups_open: int
-    groups_complete: int
-    reward_mean: float | None
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------
@@ -218,30 +207,22 @@ class Mixture:
         """Remove absent sets, and for this batch stalled ones; returns the open groups of the latter."""
         if not self._store.job.task_weights:
             return []
-        now = self._clock()
-        for name in sorted(name for name, leaves_at in self._departures().items() if leaves_at <= now):
+        now, job = self._clock(), self._store.job
+        idle = sorted(self._active.keys() - self._busy())
+        for name in [name for name in idle if self._active[name] + job.lease_seconds <= now]:
             del self._active[name]
             self._progress.pop(name, None)
             self._stalled.discard(name)
             self._store.emit("task_set", {"task_set": name, "state": "left"})
-        late = [name for name in self._waited_for() if self._stalls_at(name) <= now]
+        # A set that the batch waits for has the time of a whole episode and one lease.
+        patience = job.max_episode_seconds + job.lease_seconds
+        waited_for = self._waited_for() if now >= self._filling_since + patience else []
+        late = [name for name in waited_for if self._progress.get(name, 0.0) + patience <= now]
         late = late[: len(self._weights()) - 1]  # One set must stay to fill the batch.
         for name in late:
             self._stalled.add(name)
             self._store.emit("task_set", {"task_set": name, "state": "stalled"})
         return [group for group in self._store.groups.values() if group.state == "open" and group.task_set in late]
-
-    def _departures(self) -> dict[str, float]:
-        """Time at which each set without live episodes becomes absent."""
-        seconds = self._store.job.lease_seconds
-        busy = self._busy()
-        return {name: active + seconds for name, active in self._active.items() if name not in busy}
-
-    def _stalls_at(self, task_set: str) -> float:
-        """Time at which a set that the batch waits for had the time of a whole episode and one lease."""
-        job = self._store.job
-        begun = max(self._filling_since, self._progress.get(task_set, 0.0))
-        return begun + job.max_episode_seconds + job.lease_seconds
 
     def _waited_for(self) -> list[str]:
         """The present sets whose groups the batch lacks; empty while there is only one set."""
@@ -260,17 +241,17 @@ class Mixture:
         short = [f"{n!r} ({have[n]} of {number} groups)" for n, number in (needed or {}).items() if have[n] < number]
         return f"task set{'s' if len(short) > 1 else ''} {' and '.join(short)}" if short else ""
 
-    def shares(self) -> dict[str, TaskSetShare]:
+    def shares(self) -> dict[str, TaskSetStatus]:
         """Every named set that has a weight, or groups in the present or a recent batch."""
         recent, prefix = [*self._store.steps.values()], "batch/share/"
         seen = {name.removeprefix(prefix) for step in recent for name in step if name.startswith(prefix)}
         names = seen | {group.task_set for group in self._store.groups.values()} | set(self._store.job.task_weights)
         return {name: self._share(name, recent) for name in sorted(names - {"", OTHERS})}
 
-    def _share(self, name: str, recent: Sequence[Mapping[str, float]]) -> TaskSetShare:
+    def _share(self, name: str, recent: Sequence[Mapping[str, float]]) -> TaskSetStatus:
         states = Counter(group.state for group in self._store.groups.values() if group.task_set == name)
         rewards = [step[key] for step in recent if (key := f"reward/{name}/mean") in step]
-        return TaskSetShare(
+        return TaskSetStatus(
             weight=weight(self._store.job, name),
             share=fmean(step.get(f"batch/share/{name}", 0.0) for step in recent) if recent else 0.0,
             groups_open=states["open"],

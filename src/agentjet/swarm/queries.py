@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from agentjet.protocol import EvaluationView, Event
+from agentjet.protocol import EvaluationView, Event, TaskSetStatus
 from agentjet.swarm import batch_forest, groups
-from agentjet.swarm.mixture import Mixture, TaskSetShare, places
+from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
@@ -94,7 +94,7 @@ class Queries:
         """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
         return dict(self._store.state.code_versions)
 
-    def task_sets(self) -> dict[str, TaskSetShare]:
+    def task_sets(self) -> dict[str, TaskSetStatus]:
         """The task sets that share the batches, by name."""
         return self._mixture.shares()
 
