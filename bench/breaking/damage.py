@@ -105,13 +105,6 @@ def _of_the_future(checkpoints: Path) -> None:
     _sealed_again(newest.with_name(f"step_{version:06d}"), version)
 
 
-def _without_digests(checkpoints: Path) -> None:
-    """As AgentJet 0.1 wrote it, but of another run."""
-    _of_another_run(checkpoints)
-    path = _newest(checkpoints) / STATE_FILE
-    path.write_text(json.dumps({**_bare(json.loads(path.read_text())), "format": 1}))
-
-
 def _without_files(checkpoints: Path) -> None:
     newest = _newest(checkpoints)
     shutil.rmtree(newest)
@@ -168,7 +161,6 @@ NEWEST: dict[str, Damage] = {
     "another format": partial(_edit, format=9),
     "an older one under its name": _older_one_renamed,
     "one of another run": _of_another_run,
-    "one of another run, of version 0.1": _without_digests,
     "folder empty": _without_files,
     "folder gone": _gone,
     "later ones half written": _half_written,

@@ -55,7 +55,7 @@ def test_it_attends_as_the_forest_plan_does(seed: int) -> None:
     assert forest.num_nodes % TILE and forest.num_nodes > 3 * TILE
     query, key, value = tensors(forest, CPU)
     ours = FlexPlan(forest, CPU).attend(0, query, key, value, 0.3)
-    theirs = ForestPlan(forest, CPU).attend(0, query, key, value, 0.3)
+    theirs = ForestPlan(forest).attend(0, query, key, value, 0.3)
     assert ours.shape == theirs.shape
     assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -93,7 +93,7 @@ def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(plan, "_flex", compiled_flex())
         with torch.no_grad():
             ours = plan.attend(0, query, key, value, 0.3)
-        assert torch.allclose(ours, ForestPlan(forest, CPU).attend(0, query, key, value, 0.3), atol=1e-5)
+        assert torch.allclose(ours, ForestPlan(forest).attend(0, query, key, value, 0.3), atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -102,10 +102,10 @@ def test_on_cuda_output_and_gradients_are_those_of_the_forest_plan() -> None:
     device = torch.device("cuda")
     forest = a_forest(1)
     found = []
-    for plan in (forest_plan(forest, device), ForestPlan(forest, device)):
-        inputs = [tensor.requires_grad_() for tensor in tensors(forest, device)]
+    for plan, place in ((forest_plan(forest, device), device), (ForestPlan(forest), CPU)):
+        inputs = [tensor.requires_grad_() for tensor in tensors(forest, place)]
         out = plan.attend(0, *inputs, 0.3)
-        (out * torch.linspace(-1, 1, out.numel(), device=device).view_as(out)).sum().backward()
-        found.append([out.detach(), *(tensor.grad for tensor in inputs)])
+        (out * torch.linspace(-1, 1, out.numel(), device=place).view_as(out)).sum().backward()
+        found.append([tensor.cpu() for tensor in (out.detach(), *(tensor.grad for tensor in inputs))])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)

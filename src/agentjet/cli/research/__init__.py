@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentjet.cli import example
+from agentjet.cli import example, load_example
 from agentjet.cli.research.study import (
     Folder,
     Llm,
@@ -92,9 +92,7 @@ def demo(
     else:
         check_empty(files)
         files.make()
-        from agentjet.compute.embedded.model import make_random_model
-
-        make_random_model(out / "model")
+        load_example("digits", "random_model").make_random_model(out / "model")
         plan = demo_plan(out / "model", seed or 0)
         files.write(plan.study, plan.to_markdown())
     carry_out(out, local_slots(local))

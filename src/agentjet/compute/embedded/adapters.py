@@ -6,14 +6,13 @@ the adapters. Every layer computes the low-rank products of all adapters, and ma
 
     out = W x + B (mask * (A x)),    A [R, in] and B [out, R] stacked,    R the sum of the ranks
 
-So four adapters take the same number of operations as one adapter. The log-probabilities equal those of a separate pass
-within rounding.
+The log-probabilities equal those of a separate pass within rounding.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -41,12 +40,9 @@ def mixable_layers(policy: Policy) -> dict[str, Any]:
     """
     from peft.tuners.lora import Linear, LoraLayer
 
-    everywhere = [layer for layer in policy.model.modules() if isinstance(layer, LoraLayer)]
-    found = {path: layer for path, layer in policy.decoder.named_modules() if isinstance(layer, LoraLayer)}
-    is_mixable = len(found) == len(everywhere) and all(
-        type(layer) is Linear and "experts" not in path.split(".") for path, layer in found.items()
-    )
-    return found if is_mixable else {}
+    num_layers = sum(isinstance(layer, LoraLayer) for layer in policy.model.modules())
+    found = {path: layer for path, layer in policy.decoder.named_modules() if type(layer) is Linear}
+    return found if len(found) == num_layers and not any("experts" in path.split(".") for path in found) else {}
 
 
 class AdapterMixture:
@@ -91,11 +87,10 @@ class AdapterMixture:
             start += rank
         for path in dict.fromkeys(path for policy in policies for path in policy.mixable_layers):
             if path not in self._layers:
-                parent, _, name = path.rpartition(".")
-                module = self._decoder.get_submodule(path)
-                self._layers[path] = _MixedLayer(module)
-                setattr(self._decoder.get_submodule(parent), name, self._layers[path])
-            self._layers[path].stack([(policy.mixable_layers.get(path), self._ranks[policy]) for policy in policies])
+                self._layers[path] = _MixedLayer(self._decoder.get_submodule(path))
+                self._decoder.set_submodule(path, self._layers[path])
+            layers = ((policy.mixable_layers.get(path), self._ranks[policy]) for policy in policies)
+            self._layers[path].stack([(layer, place) for layer, place in layers if layer is not None], num_ranks=start)
 
 
 class _MixedLayer(nn.Module):
@@ -109,18 +104,14 @@ class _MixedLayer(nn.Module):
         self.outside: Tensor | None = None
         """Mask [N, R]: True where a token does not belong to the policy of the rank."""
 
-    def stack(self, adapters: Iterable[tuple[Any, slice]]) -> None:
-        """Stack adapters, each at its ranks; None is a policy that does not adapt this layer."""
-        adapters = list(adapters)
-        some = next(layer for layer, _ in adapters if layer is not None)
-        num_ranks = adapters[-1][1].stop
-        weight = some.lora_A[ADAPTER].weight
-        self.down = weight.new_zeros(num_ranks, weight.shape[1])
-        self.up = weight.new_zeros(some.lora_B[ADAPTER].weight.shape[0], num_ranks)
+    def stack(self, adapters: list[tuple[Any, slice]], num_ranks: int) -> None:
+        """Stack the adapters of this layer, each at its ranks."""
+        down, up = adapters[0][0].lora_A[ADAPTER].weight, adapters[0][0].lora_B[ADAPTER].weight
+        self.down = down.new_zeros(num_ranks, down.shape[1])
+        self.up = up.new_zeros(up.shape[0], num_ranks)
         for layer, place in adapters:
-            if layer is not None:
-                self.down[place] = layer.lora_A[ADAPTER].weight
-                self.up[:, place] = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+            self.down[place] = layer.lora_A[ADAPTER].weight
+            self.up[:, place] = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
         # 0 times NaN is NaN: in `up`, a diverged adapter would reach the tokens of the others.
         diverged = ~self.up.isfinite().all(0)
         self.up.masked_fill_(diverged, 0)

@@ -5,8 +5,8 @@ follows the branches of a forest. The model is a stock `transformers` model, and
 form one flat row.
 
 Partial results over some of the keys are merged by their log-sum-exps. `torch`'s public attention does not return the
-log-sum-exp, and its autograd would differentiate each part alone. So this module calls the operators below it: on a CPU
-the fused kernel. Elsewhere, and if keys and values differ in width, matrix products hold the scores.
+log-sum-exp, and its autograd would differentiate each part alone. So this module calls the fused kernel of the CPU
+below it. Elsewhere, where only the sampler merges parts, matrix products hold the scores.
 
 Shapes: N tokens, B parts, Q queries, L keys, H heads, K key heads, D widths.
 """
@@ -44,10 +44,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """`transformers`' attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
 
-    Raises `NotImplementedError` for `UNSUPPORTED_ARGUMENTS`; the model then keeps its own attention.
+    Raises `NotImplementedError` for what a plan does not compute; the model then keeps its own attention.
     """
     if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if unused.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unsupported)}")
+    if query.shape[-1] != value.shape[-1]:
+        raise NotImplementedError("attention with values of another width")
     assert plan is not None, "this model runs under an attention plan only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -65,9 +67,6 @@ def flat_forward(decoder: nn.Module, tokens: Tensor, positions: Tensor, plan: At
     return hidden[0]
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Gradients of query, key and value."""
-
 FEW_KEYS = 384
 """With fewer keys, the fused backward pass is up to four times faster in float32 than in bfloat16."""
 
@@ -80,14 +79,24 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Returns output [B, H, Q, D] and log-sum-exp [B, H, Q] of queries [B, H, Q, D], keys and values [B, H, L, D].
 
-    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key.
+    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key. `causal` is for a CPU only.
     """
-    if _is_fused(query, value):
+    if query.device.type == "cpu":
         out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
-    scores = _scores(query, key, scale, mask, causal)
+    assert not causal
+    return attend_unfused(query, key, value, scale, mask)
+
+
+def attend_unfused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `attend_part`."""
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(accurate) @ key.to(accurate).transpose(-1, -2) * scale
+    scores = scores if mask is None else scores + mask
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ value.to(scores.dtype), lse
+    return (scores - lse.unsqueeze(-1)).exp() @ value.to(accurate), lse
 
 
 def attend_part_backward(
@@ -101,30 +110,10 @@ def attend_part_backward(
     mask: Tensor | None = None,
     *,
     causal: bool = False,
-) -> Gradients:
-    """Returns the gradients through one part; `out` and `lse` are those of all parts together."""
-    if _is_fused(query, value):
-        if key.shape[2] < FEW_KEYS and query.dtype != lse.dtype:
-            grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
-        mask = None if mask is None else mask.to(query.dtype)
-        q, k, v = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-        return q, k, v
-    probabilities = (_scores(query, key, scale, mask, causal) - lse.unsqueeze(-1)).exp()
-    grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
-    dots = grad_out @ value.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)
-    grad_scores = probabilities * dots * scale
-    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, probabilities.transpose(-1, -2) @ grad_out
-
-
-def _is_fused(query: Tensor, value: Tensor) -> bool:
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-
-
-def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """Returns scores [B, H, Q, L], in float32 or wider."""
-    accurate = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(accurate) @ key.to(accurate).transpose(-1, -2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores if mask is None else scores + mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value through one part; `out` and `lse` are those of all parts."""
+    if key.shape[2] < FEW_KEYS and query.dtype != lse.dtype:
+        grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
+    mask = None if mask is None else mask.to(query.dtype)
+    q, k, v = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return q, k, v

@@ -1,10 +1,9 @@
 """The sampler's key-value cache in blocks of `BLOCK` tokens, and the attention of one sampling step over it.
 
-A sequence takes a block when it grows into it, so only its last block is partly empty. Its blocks are reserved when it
-starts, so a running sequence never waits for a block. A finished sequence stays as an idle row: a prefix that later
-requests continue or copy. When blocks are needed, idle rows are evicted, least recently used first. A row belongs to
-the policy that fills it, its owner: no other policy continues or copies it. `clear` drops an owner's keys after its
-weights changed.
+A sequence takes a block when it grows into it. Its blocks are reserved when it starts, so a running sequence never
+waits for a block. A finished sequence stays as an idle row: a prefix that later requests continue or copy. When blocks
+are needed, idle rows are evicted, least recently used first. No policy continues or copies the row of another, its
+owner.
 
 A model that does not share prefixes has no keys and values here: each row holds a cache of `transformers`, its `state`.
 Only blocks are counted, idle rows are dropped, and a branched row copies the state.
@@ -55,10 +54,6 @@ class CacheRow:
     def num_missing(self) -> int:
         return self.length - self.filled
 
-    def set_tokens(self, tokens: NDArray[np.int32]) -> None:
-        self.tokens[: len(tokens)] = tokens
-        self.length = len(tokens)
-
     def append(self, token: int) -> None:
         self.tokens[self.length] = token
         self.length += 1
@@ -102,15 +97,15 @@ class KeyValueCache:
         if spare < 0:
             return None
         source, shared = self._longest_prefix(prompt[:-1], owner)
-        tokens = np.zeros(length, np.int32)
         if source in self._idle and (source.filled == shared or len(source.blocks) > spare):
             del self._idle[source]
-            row, row.tokens = source, tokens
+            row = source
             self._trim(row, shared)
         else:
-            row = CacheRow(tokens, owner)
+            row = CacheRow(prompt, owner)
             self._copy(source, row, shared)
-        row.set_tokens(prompt)
+        row.tokens, row.length = np.zeros(length, np.int32), len(prompt)
+        row.tokens[: row.length] = prompt
         self._active[row] = None
         return row
 
@@ -127,18 +122,12 @@ class KeyValueCache:
         soon = max(shared, default=0)
         return soon >= MIN_PREFIX_TO_AWAIT and soon >= self._longest_prefix(prompt[:-1], owner)[1] + MIN_PREFIX_TO_AWAIT
 
-    def extend(self, row: CacheRow, length: int) -> None:
-        """Take the blocks for the first `length` tokens of an active row."""
-        assert length <= row.capacity and row in self._active
-        self._take(row, length)
-
     def branch(self, row: CacheRow) -> CacheRow | None:
         """Returns a copy of a row, for a completion that continues differently; None if blocks lack."""
         if _blocks_of(row.capacity) > self.num_unreserved:
             return None
-        twin = CacheRow(np.zeros(row.capacity, np.int32), row.owner)
+        twin = CacheRow(row.tokens.copy(), row.owner, row.length)
         self._copy(row, twin, row.filled)
-        twin.set_tokens(row.tokens[: row.length])
         self._active[twin] = None
         return twin
 
@@ -146,9 +135,10 @@ class KeyValueCache:
         """Make a row idle: its sequence ended. Its keys stay as a prefix until their blocks are needed."""
         del self._active[row]
         row.length = row.filled
-        self._idle[row] = None
-        if not self._shares_prefixes:
-            self._evict()
+        if self._shares_prefixes:
+            self._idle[row] = None
+        else:
+            self._trim(row, 0)
 
     def clear(self, owner: Any = None) -> None:
         """Drop the keys and values of an owner. Its active rows must be computed again from their tokens."""
@@ -163,7 +153,7 @@ class KeyValueCache:
             return
         is_idle = source in self._idle
         self._idle.pop(source, None)  # so that the copy does not evict its source
-        self._take(target, count)
+        self.extend(target, count)
         for at, (old, new) in enumerate(zip(source.blocks, target.blocks, strict=False)):
             part = slice(min(BLOCK, count - at * BLOCK))
             self.keys[:, new, :, part] = self.keys[:, old, :, part]
@@ -172,10 +162,13 @@ class KeyValueCache:
         if is_idle:
             self._idle[source] = None
 
-    def _take(self, row: CacheRow, length: int) -> None:
+    def extend(self, row: CacheRow, length: int) -> None:
+        """Take the blocks for the first `length` tokens of a row, within its capacity."""
         while len(row.blocks) < _blocks_of(length):
             while not self._free:
-                self._evict()
+                oldest = next(iter(self._idle))
+                del self._idle[oldest]
+                self._trim(oldest, 0)
             block = heapq.heappop(self._free)
             self._clear_block(block, 0)
             row.blocks.append(block)
@@ -194,11 +187,6 @@ class KeyValueCache:
         """Zero the unused part: masked positions are multiplied by probability 0, and 0 times garbage may be NaN."""
         self.keys[:, block, :, start:] = 0
         self.values[:, block, :, start:] = 0
-
-    def _evict(self) -> None:
-        oldest = next(iter(self._idle))
-        del self._idle[oldest]
-        self._trim(oldest, 0)
 
     def _longest_prefix(self, prompt: NDArray[np.int32], owner: Any = None) -> tuple[CacheRow | None, int]:
         """Returns the owner's row that shares most tokens (idle rows first) and the number of shared tokens."""
@@ -224,7 +212,7 @@ class StepPlan:
         """`positions` [N] belong to the tokens of all spans, in order."""
         self._cache = cache
         device = cache.keys.device
-        blocks = [row.blocks[p // BLOCK] for row, n in spans for p in range(row.filled, row.filled + n)]
+        blocks = [row.blocks[at // BLOCK] for row, n in spans for at in range(row.filled, row.filled + n)]
         self._block, self._slot = torch.tensor(blocks, device=device), torch.from_numpy(positions % BLOCK).to(device)
         singles = [row for row, n in spans if n == 1]
         self._parts: list[_Singles | _Span] = [_Singles(singles, cache)] if singles else []
@@ -307,7 +295,7 @@ class _Singles:
 
 
 def _place(blocks: NDArray[np.int64], device: torch.device) -> slice | Tensor:
-    """Returns ascending blocks as a slice, which needs no copy, if they have no gaps; else as an index."""
+    """Returns ascending blocks as an index; as a slice, which needs no copy, if they have no gaps."""
     low, high = int(blocks[0]), int(blocks[-1]) + 1
     return slice(low, high) if high - low == len(blocks) else torch.from_numpy(blocks).to(device)
 

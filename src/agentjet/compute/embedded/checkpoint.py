@@ -1,8 +1,7 @@
 """Checkpoint folders: `policy/` (Hugging Face layout), `trainer.pt` (tensors only), and `state.json` with digests.
 
 A folder is written beside its final place, then renamed. `state.json` names every other file with its size and
-SHA-256, and ends with a digest of itself. Nothing here imports torch at the top: the command line verifies checkpoints
-without it.
+SHA-256, and ends with a digest of itself. The command line verifies checkpoints without torch.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from safetensors import SafetensorError
 
 from agentjet.errors import CheckpointError, ConfigError
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from agentjet.compute.embedded.policy import Policy
 
 STATE_FILE = "state.json"
-FORMAT = 2
-"""Version of `state.json`. Format 1, of AgentJet 0.1, has no digests."""
+FORMAT = 3
+"""Version of `state.json`. No other version is read."""
 
 
 def save(path: Path, policy: Policy, learner: PolicyLearner, state: dict[str, Any]) -> str:
@@ -50,26 +51,18 @@ def load(path: Path, policy: Policy, learner: PolicyLearner) -> dict[str, Any]:
     """
     import torch
 
-    try:
-        state = verified_state(path)
-        state["policy_version"] = int(state["policy_version"])
-        made_with = state | (_saved_adapters(path) if state["adapters"] else {})
-        trainer = torch.load(path / "trainer.pt", map_location=policy.device, weights_only=True, mmap=True)
-    except (CheckpointError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # Boundary: a damaged file of format 1 can make the libraries raise any error.
-        raise CheckpointError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
-    for key, ours in (_identity(policy) | _adapters(policy)).items():
-        if made_with.get(key, ours) != ours:
+    state = verified_state(path)
+    for key, ours in _identity(policy).items():
+        if state.get(key) != ours:
             raise ConfigError(
-                f"checkpoint {path} has {key} = {made_with[key]!r}, this server has {ours!r}: "
+                f"checkpoint {path} has {key} = {state.get(key)!r}, this server has {ours!r}: "
                 "use the settings of the checkpoint, or another server.data_dir"
             )
     try:
-        learner.restore(trainer)
+        learner.restore(torch.load(path / "trainer.pt", map_location=policy.device, weights_only=True, mmap=True))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # As above.
+    except Exception as error:  # Boundary: torch and the optimiser raise any error for tensors of another model.
         raise CheckpointError(f"checkpoint {path} does not fit this model: {type(error).__name__}: {error}") from error
     return state
 
@@ -100,22 +93,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         partial.rename(path)
         _flush(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{path} could not be written: {_cause(error)}") from error
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if type(error).__name__ != "SafetensorError":  # reports a full disk
-            raise
-        raise CheckpointError(f"{path} could not be written: {error}") from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Returns the `OSError` behind an error of torch, if there is one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
-    return cause or error
+        cause = error.__context__ or error  # Of a full disk, torch reports a RuntimeError after the OSError.
+        raise CheckpointError(f"{path} could not be written: {cause}") from error
 
 
 def _flush(path: Path) -> None:
@@ -127,32 +108,22 @@ def _flush(path: Path) -> None:
 
 
 def _identity(policy: Policy) -> dict[str, Any]:
-    """Returns the facts that a checkpoint and its policy must share, besides the settings of adapters."""
+    """Returns the facts that a checkpoint and its policy must share."""
     info = policy.info
-    return {
+    facts = {
         "parameters": info.num_parameters,
         "model_weights": info.weights,
         "adapters": policy.has_adapters,
         "dtype": info.dtype,
     }
-
-
-def _adapters(policy: Policy) -> dict[str, Any]:
-    """Returns the settings of a policy's adapters, with the adapted modules; empty without adapters."""
-    if not policy.has_adapters:
-        return {}
-    peft = cast(Any, policy.model).peft_config["default"]
-    return _lora(peft.r, peft.lora_alpha, peft.target_modules)
-
-
-def _saved_adapters(path: Path) -> dict[str, Any]:
-    """Returns the settings of a checkpoint's adapters, as `peft` wrote them."""
-    saved = json.loads((path / "policy" / "adapter_config.json").read_text())
-    return _lora(saved["r"], saved["lora_alpha"], saved["target_modules"])
-
-
-def _lora(rank: int, alpha: int, modules: Iterable[str]) -> dict[str, Any]:
-    return {"model.lora.rank": rank, "model.lora.alpha": alpha, "model.lora.target_modules": sorted(modules)}
+    if policy.has_adapters:
+        lora = cast(Any, policy.model).peft_config["default"]
+        facts |= {
+            "model.lora.rank": lora.r,
+            "model.lora.alpha": lora.lora_alpha,
+            "model.lora.target_modules": sorted(lora.target_modules),
+        }
+    return facts
 
 
 def seal(folder: Path, state: dict[str, Any]) -> str:
@@ -169,37 +140,32 @@ def seal(folder: Path, state: dict[str, Any]) -> str:
 
 
 def verified_state(folder: Path) -> dict[str, Any]:
-    """Verify the digest of every file; returns the content of `state.json`. Format 1 has no digests to verify.
+    """Verify the digest of every file; returns the content of `state.json`.
 
     Raises `CheckpointError` with the name of the first file that does not match.
     """
-    state = _read(folder / STATE_FILE)
-    if state.get("format") == 1 and not {"digest", "files"} & state.keys():
-        return state
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: it has format {state.get('format')!r}")
+    try:
+        state = json.loads((folder / STATE_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: it has format {found!r} instead of {FORMAT}; "
+            "export it with the AgentJet that wrote it"
+        )
     if state.get("digest") != _digest_of({key: value for key, value in state.items() if key != "digest"}):
         raise _damaged(folder, STATE_FILE, "its content does not agree with its digest")
     for name, expected in state["files"].items():
         try:
-            size = (folder / name).stat().st_size
-            if size != expected["bytes"]:
-                raise _damaged(folder, name, f"it has {size} bytes instead of {expected['bytes']}")
-            if _described(folder / name) != expected:
-                raise _damaged(folder, name, "its content does not agree with its digest")
+            described = _described(folder / name)
         except OSError as error:
             raise _damaged(folder, name, error.strerror or str(error)) from error
-    return state
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path.parent} cannot be read: {error}") from error
-    if not isinstance(state, dict):
-        raise _damaged(path.parent, STATE_FILE, "it is not a JSON object")
-    return state
+        if described["bytes"] != expected["bytes"]:
+            raise _damaged(folder, name, f"it has {described['bytes']} bytes instead of {expected['bytes']}")
+        if described != expected:
+            raise _damaged(folder, name, "its content does not agree with its digest")
+    return cast(dict[str, Any], state)
 
 
 def _described(path: Path) -> dict[str, int | str]:

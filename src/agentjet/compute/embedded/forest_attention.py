@@ -1,7 +1,7 @@
 """Attention over a forest: each branch attends to its own past only, and shared prefixes are computed once.
 
-`ForestPlan` is the plan on a CPU. A dense N x N mask would cost more than the forest saves. Instead, the keys of each
-node are divided into parts that need no mask or a small one. The log-sum-exps merge the parts exactly:
+`ForestPlan` is the plan on a CPU. The keys of each node are divided into parts that need no mask or a small one. The
+log-sum-exps merge the parts exactly:
 
 * *Blocks* cover every node once. An unbranched run attends to itself causally. Small subtrees share one block with the
   forest's interval mask.
@@ -14,8 +14,7 @@ The backward pass uses the same parts with the merged output and log-sum-exp. Th
 smallest and largest `end` of a tile's keys show which 128 x 128 tiles are empty, full or mixed. So the tile table needs
 no N x N mask.
 
-On a CPU, tests compare the tile table and the forward pass of `FlexPlan`, eager and compiled, with `ForestPlan`. Never
-run: the backward pass, which `flex_attention` does not have on a CPU, and CUDA. `model.py` tries the forward pass
+Never run: its backward pass, which `flex_attention` does not have on a CPU, and CUDA. `model.py` tries the forward pass
 when a model is loaded, so it detects a kernel that fails or computes another result.
 
 Shapes: N nodes, H query heads, K key heads, D head width; a part has Q queries and L keys.
@@ -122,7 +121,7 @@ class _Part:
     causal: bool = False
 
 
-def _parts(forest: Forest, num_past: int, device: torch.device) -> list[_Part]:
+def _parts(forest: Forest, num_past: int) -> list[_Part]:
     """Returns the parts of a forest. All of its nodes see the `num_past` nodes whose keys stand before its own."""
     blocks, crossings = cut(forest)
     parts = []
@@ -132,27 +131,27 @@ def _parts(forest: Forest, num_past: int, device: torch.device) -> list[_Part]:
             nodes = torch.arange(block.start, block.stop)
             end = torch.from_numpy(forest.end[own])
             hidden = (nodes[None, :] > nodes[:, None]) | (nodes[:, None] >= end[None, :])
-            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(device)
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         keys = slice(num_past + block.start, num_past + block.stop)
         parts.append(_Part(own, keys, mask, causal=mask is None))
-    parts += [_Part(slice(c.start, c.stop), _keys(c.runs, num_past, device)) for c in crossings]
+    parts += [_Part(slice(c.start, c.stop), _keys(c.runs, num_past)) for c in crossings]
     return [*parts, _Part(slice(None), slice(num_past))] if num_past else parts
 
 
-def _keys(runs: tuple[Interval, ...], num_past: int, device: torch.device) -> slice | Tensor:
+def _keys(runs: tuple[Interval, ...], num_past: int) -> slice | Tensor:
     """Returns the indices of the runs' nodes: for a single run a slice, which needs no copy."""
     if len(runs) == 1:
         return slice(num_past + runs[0][0], num_past + runs[0][1])
-    return torch.from_numpy(num_past + np.concatenate([np.arange(*run) for run in runs])).to(device)
+    return torch.from_numpy(num_past + np.concatenate([np.arange(*run) for run in runs]))
 
 
 class ForestPlan:
     """The attention plan of one forward pass over a forest on a CPU. Every layer reuses it."""
 
-    def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
+    def __init__(self, forest: Forest, past: KeyValues | None = None) -> None:
         """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them."""
         self._past = past or {}
-        self._parts = _parts(forest, len(next(iter(self._past.values()))[0]) if self._past else 0, device)
+        self._parts = _parts(forest, len(next(iter(self._past.values()))[0]) if self._past else 0)
         self.computed: KeyValues = {}
         """Keys and values of the forest's own nodes."""
 
@@ -174,7 +173,7 @@ class _ForestAttention(torch.autograd.Function):
         accurate = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((*query.shape[:2], value.shape[2]), dtype=accurate)
         (merged,) = _heads_first(out)
-        lse = query.new_full(q.shape[:3], -torch.inf, dtype=accurate)
+        lse = query.new_full(query.shape[:2], -torch.inf, dtype=accurate).T[None]
         for part in parts:
             own, mask = part.queries, None if part.mask is None else part.mask.to(query.dtype)
             found = attend_part(q[:, :, own], k[:, :, part.keys], v[:, :, part.keys], scale, mask, causal=part.causal)
@@ -253,7 +252,7 @@ class FlexPlan:
 
 def forest_plan(forest: Forest, device: torch.device, past: KeyValues | None = None) -> AttentionPlan:
     """Returns the attention plan of a forest for a device. On CUDA nothing is computed before."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device, past)
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, past)
 
 
 def interval_mask(end: Tensor) -> MaskMod:

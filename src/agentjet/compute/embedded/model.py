@@ -7,23 +7,18 @@ A model shares prefixes if one prefix can be computed once for several continuat
   finds what a config does not show: soft caps, sinks, biases, convolutions, unusual key and value sizes.
 
 Any other model samples and learns one row per timeline with its own attention. The result is the same, the cost higher.
-
-`make_random_model` writes a tiny model of random weights, for studies of training without a download.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import re
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -54,10 +49,8 @@ from agentjet.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
-LOADING_SEED = 0
-"""Seed of the adapters' random weights. Every worker starts with equal weights, because a replay must end with equal
-weights. The seed is set after the type was chosen, because that may draw random numbers.
-"""
+ADAPTER_SEED = 0
+"""Seed of the random weights of every adapter, because a replay must begin with equal weights."""
 
 
 class BaseModel:
@@ -75,10 +68,7 @@ class BaseModel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
         dtype = resolve_dtype(config.dtype, device)
-        torch.manual_seed(LOADING_SEED)
-        model: Any = load_pretrained(config.name, folder, hf_config, dtype)
-        self._random_state = torch.get_rng_state()
-        model = model.to(device).eval()
+        model = load_pretrained(config.name, folder, hf_config, dtype).to(device).eval()
         _freeze_towers(model)
         self._folder = folder
         self.policy = Policy(model, make_model_info(config, folder, model), folder)
@@ -99,7 +89,7 @@ class BaseModel:
         """
         modules = copied_modules(self.policy.model)
         with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._random_state)
+            torch.manual_seed(ADAPTER_SEED)
             policy = Policy(_with_adapters(modules, lora), self.policy.info, self._folder)
         policy.logit_transform = self.policy.logit_transform
         policy.mixable_layers = mixable_layers(policy)
@@ -107,14 +97,12 @@ class BaseModel:
 
     def difference(self, config: ModelConfig) -> str:
         """Returns why this model is not the base of an adapter with these settings; empty if it is."""
-        ours, dtype = self._config, self.policy.info.dtype
-        pairs = [("model.name", config.name, ours.name), ("model.dtype", config.dtype, dtype)]
-        pairs += [
-            (f"model.{name}", getattr(config, name), getattr(ours, name)) for name in ("device", "context_length")
-        ]
-        for key, theirs, known in pairs:
-            if theirs != known and (key, theirs) != ("model.dtype", "auto"):
-                return f"{key} = {theirs!r} differs from the {known!r}"
+        for key in ("name", "dtype", "device", "context_length"):
+            theirs, ours = getattr(config, key), getattr(self._config, key)
+            if key == "dtype":  # A type of `auto` is that of the loaded model.
+                theirs, ours = (self.policy.info.dtype if one == "auto" else one for one in (theirs, ours))
+            if theirs != ours:
+                return f"model.{key} = {theirs!r} differs from the {ours!r}"
         return ""
 
 
@@ -195,7 +183,7 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
             f"model.name = {config.name!r} has no chat template: "
             "use an instruct model, or add chat_template.jinja to its folder"
         )
-    context = _context_length(model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and config.context_length > context:
         raise ConfigError(
             f"model.context_length = {config.context_length} is above the {context} that {config.name!r} was made for"
@@ -217,12 +205,6 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
     )
 
 
-def _context_length(model: PreTrainedModel) -> int | None:
-    """Returns the longest context that the model was made for; None for a recurrent model."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(longest) if longest else None
-
-
 def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
     """Returns a local folder with the `tokenizer.json` that `transformers` uses.
 
@@ -235,30 +217,17 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
             "add a tokenizer.json to the model's folder"
         )
     text = backend.to_str()
-    own = Path(folder) / "tokenizer.json"
-    if own.exists() and _pipeline(Tokenizer.from_file(str(own)).to_str()) == _pipeline(text):
-        return str(own.parent.resolve())
     target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not target.exists():
         save_once(target, tokenizer)
     return str(target)
 
 
-def _pipeline(text: str) -> dict[str, Any]:
-    """Returns the parts of a `tokenizer.json` that change the tokens of a text."""
-    return {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding", "decoder")}
-
-
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     ends: set[int] = set()
-    for source in (
-        getattr(model.generation_config, "eos_token_id", None),
-        getattr(model.config, "eos_token_id", None),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
-        if source is not None:
-            ends.update(source if isinstance(source, list | tuple) else [source])
+    for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ends.update([] if found is None else found if isinstance(found, list | tuple) else [found])
     return tuple(sorted(int(token) for token in ends))
 
 
@@ -295,6 +264,10 @@ def _by_config(config: Any, context: int) -> str | None:
 @torch.inference_mode()
 def _by_trial(policy: Policy) -> str | None:
     """Compare two rows with a common prefix: as one forest under a plan, and row by row by the model itself."""
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(policy.device)
+
     tokens = probe_tokens(policy, PROBE_TRUNK + 2 * PROBE_BRANCH).cpu().numpy().astype(np.int32)
     rows = [
         tokens[: PROBE_TRUNK + PROBE_BRANCH],
@@ -304,129 +277,28 @@ def _by_trial(policy: Policy) -> str | None:
     assert forest.num_nodes == len(tokens), "the vocabulary is smaller than the probe"
     plan = _RecordingPlan(forest_plan(forest, policy.device))
     with policy.attention(ATTENTION):
-        hidden = flat_forward(
-            policy.decoder,
-            torch.from_numpy(forest.tokens.astype(np.int64)).to(policy.device),
-            torch.from_numpy(forest.depth.astype(np.int64)).to(policy.device),
-            plan,
-        )
-    if (mismatch := plan.mismatch(policy)) is not None:
-        return mismatch
+        hidden = flat_forward(policy.decoder, on_device(forest.tokens), on_device(forest.depth), plan)
+    size = policy.shape.kv_heads, policy.shape.head_dim
+    if plan.sizes != dict.fromkeys(range(policy.shape.layers), size):
+        return f"its {policy.shape.layers} layers attend with keys and values of the sizes {plan.sizes}"
     ours = policy.head(hidden).float().log_softmax(-1)
     for row in rows:
-        ids = torch.from_numpy(row.astype(np.int64)).to(policy.device)
-        logits = cast(Any, policy.model)(input_ids=ids[None], use_cache=False).logits[0].float()
-        theirs = logits.log_softmax(-1)
-        branch = np.flatnonzero(np.isin(forest.tokens, row))
-        difference = float((ours[torch.from_numpy(branch).to(policy.device)] - theirs).abs().max())
+        logits = cast(Any, policy.model)(input_ids=on_device(row)[None], use_cache=False).logits[0].float()
+        branch = on_device(np.flatnonzero(np.isin(forest.tokens, row)))
+        difference = float((ours[branch] - logits.log_softmax(-1)).abs().max())
         if not difference <= tolerance(policy.dtype, logits):
             return f"its attention differs from plain attention by {difference:.3f} in log-probability"
     return None
 
 
 class _RecordingPlan:
-    """Delegates to a plan and records the layers and their key and value sizes."""
+    """Delegates to a plan and records the sizes [heads, width] of the keys of each layer."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
-        self._layers: list[int] = []
-        self._sizes: set[tuple[int, ...]] = set()
+        self.sizes: dict[int, tuple[int, ...]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
-        self._layers.append(layer)
-        self._sizes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
+        self.sizes[layer] = tuple(key.shape[1:])
         return self._plan.attend(layer, query, key, value, scale)
-
-    def mismatch(self, policy: Policy) -> str | None:
-        """Returns how the layers differ from the sampler's cache layout; None if they match."""
-        shape = policy.shape
-        if sorted(self._layers) != list(range(shape.layers)):
-            return f"{len(set(self._layers))} of its {shape.layers} layers attend through the library's interface"
-        if self._sizes != {(shape.kv_heads, shape.head_dim)}:
-            return f"its keys and values have the sizes {sorted(self._sizes)}"
-        return None
-
-
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Token ids 0, 1, 2. The 256 bytes follow."""
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-RANDOM_MODEL_CONTEXT = 1024
-
-
-def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: int = 0) -> Path:
-    """Write a two-layer model over bytes to a new `folder`. The same seed gives the same weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = byte_vocabulary()
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer(vocabulary)), encoding="utf-8")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": SPECIAL[2],
-        "pad_token": SPECIAL[0],
-        "model_max_length": RANDOM_MODEL_CONTEXT,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=RANDOM_MODEL_CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def byte_vocabulary() -> dict[str, int]:
-    """Returns the special tokens, then the 256 bytes in the spelling of byte-level tokenizers (Radford et al. 2019).
-
-    Printable bytes are spelled as themselves, the others as the characters from 256 on, in order.
-    """
-    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    spelled = [chr(byte) if byte in printing else chr(next(others)) for byte in range(256)]
-    return {token: number for number, token in enumerate((*SPECIAL, *spelled))}
-
-
-def byte_tokenizer(vocabulary: dict[str, int]) -> dict[str, object]:
-    """Returns the content of `tokenizer.json`: a byte-level BPE without merges."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": token, **flags} for number, token in enumerate(SPECIAL)],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
-    }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,8 +26,8 @@ from agentjet.compute.embedded.adapters import AdapterMixture
 from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
 from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
-from agentjet.compute.embedded.token_sampling import Grammars, Guide, dead_end, finish_reason, sample_tokens
-from agentjet.errors import ComputeError, OutOfCache
+from agentjet.compute.embedded.token_sampling import Grammars, Guide, sample_tokens
+from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -244,8 +245,14 @@ class ModelSampler:
         continuing: list[dict[int, list[RunningCompletion]]] = [{} for _ in rows]
         for (i, c), token, logprob, support in zip(sampled, *chosen, strict=True):
             c.num_sampled += 1
-            reason = finish_reason(c.policy, c.params, token, c.num_sampled)
-            error = dead_end(c.guide, token, logprob, reason)
+            reason: FinishReason | None = "length" if c.num_sampled == c.params.max_tokens else None
+            if token in c.policy.end_tokens:
+                reason = "stop"
+            error: ComputeError | None = None
+            if not math.isfinite(logprob):
+                error = ComputeError("the policy has diverged: its logits are not finite")
+            elif c.guide and reason is None and (refused := c.guide.advance(token)):
+                error = GrammarError(refused)
             new.append(NewToken(c.id, token, logprob, support, reason, error))
             if reason is None and error is None:
                 continuing[i].setdefault(token, []).append(c)

@@ -9,10 +9,8 @@ Shapes: C completions, R rows of logits, V vocabulary. Completions of one row sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,14 +18,13 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import flat_forward
-from agentjet.compute.embedded.forest_attention import forest_plan
+from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
-from agentjet.errors import ComputeError, GrammarError
+from agentjet.errors import GrammarError
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.timeline.support import EVERYTHING, encode_set
-from agentjet.types import FinishReason, ModelInfo, SamplingParams, TokenScore
+from agentjet.types import ModelInfo, SamplingParams, TokenScore
 
 MAX_GRAMMARS = 16
 """Compiled grammars in memory. Each takes about 200 bytes per character; `rendering.grammar` limits its characters."""
@@ -86,21 +83,6 @@ class Grammars:
         )
 
 
-def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sampled: int) -> FinishReason | None:
-    """Returns the finish reason of a completion after its `num_sampled`-th token; None if it continues."""
-    if token in policy.end_tokens:
-        return "stop"
-    return "length" if num_sampled == params.max_tokens else None
-
-
-def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReason | None) -> ComputeError | None:
-    """Advance the guide past `token`; returns the reason if the completion cannot continue, else None."""
-    if not math.isfinite(logprob):
-        return ComputeError("the policy has diverged: its logits are not finite")
-    refused = guide.advance(token) if guide and reason is None else ""
-    return GrammarError(refused) if refused else None
-
-
 class _Tokens:
     """A model's tokens in the interface of `TokenizerWrapper`. Ids without text are empty and never allowed."""
 
@@ -119,10 +101,6 @@ class _Tokens:
 def _first_line(message: str) -> str:
     """Returns the message without the dump of the parser's state that follows it."""
     return message.strip().partition("\n")[0]
-
-
-DistributionKey = tuple[int, float, int, float, bytes]
-"""Determines a distribution: row of logits, temperature, top_k, top_p and mask."""
 
 
 def sample_tokens(
@@ -147,7 +125,10 @@ def sample_tokens(
     normaliser = tempered.logsumexp(-1, keepdim=True)
     cumulative = (tempered - normaliser).exp_().cumsum_(-1)
     rows = torch.tensor([distinct[shape] for shape in shapes], device=logits.device)
-    chosen = _first_above(cumulative, rows, torch.tensor(uniforms, dtype=torch.float32, device=logits.device))
+    by_completion = cumulative if len(distinct) == len(shapes) else cumulative[rows]
+    # The last entry of a row is 1 up to rounding. A token of probability 0 is never the first one above a threshold.
+    thresholds = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)[:, None] * by_completion[:, -1:]
+    chosen = torch.searchsorted(by_completion, thresholds, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
         chosen = torch.where(greedy, tempered.argmax(-1)[rows], chosen)
@@ -155,25 +136,11 @@ def sample_tokens(
     return chosen.tolist(), logprobs, [sets[distinct[shape]] for shape in shapes]
 
 
-def _first_above(cumulative: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns the first index [C] at which `cumulative[rows]` exceeds the uniforms, by bisection.
+def _tempered(logits: Tensor, shapes: Sequence[tuple[int, float, int, float, bytes]]) -> tuple[Tensor, list[bytes]]:
+    """Returns logits [D, V] of distinct distributions after mask, temperature and truncation, and their sets.
 
-    Bisection does not copy shared rows. The last entry of a row is 1 up to rounding. The threshold is scaled by it and
-    stays below it, so a token of probability 0 is never chosen.
+    `shapes` are row of logits, temperature, top_k, top_p and mask.
     """
-    last = cumulative.shape[-1] - 1
-    thresholds = uniforms * cumulative[rows, last]
-    low, high = torch.zeros_like(rows), torch.full_like(rows, last)
-    for _ in range(last.bit_length()):
-        middle = (low + high) // 2
-        above = cumulative[rows, middle] > thresholds
-        high = torch.where(above, middle, high)
-        low = torch.where(above, low, (middle + 1).clamp(max=last))
-    return low
-
-
-def _tempered(logits: Tensor, shapes: Sequence[DistributionKey]) -> tuple[Tensor, list[bytes]]:
-    """Returns logits [D, V] of the distinct distributions after mask, temperature and truncation, and their sets."""
     rows = torch.tensor([row for row, *_ in shapes], device=logits.device)
     tempered = logits.index_select(0, rows).float()
     temperatures = [temperature or 1.0 for _, temperature, *_ in shapes]
@@ -182,8 +149,8 @@ def _tempered(logits: Tensor, shapes: Sequence[DistributionKey]) -> tuple[Tensor
     sets = [EVERYTHING] * len(shapes)
     for i, (_, temperature, top_k, top_p, mask) in enumerate(shapes):
         if mask:
-            outside = torch.from_numpy(~unpack_mask(mask, logits.shape[-1])).to(logits.device)
-            tempered[i].masked_fill_(outside, -torch.inf)
+            allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=logits.shape[-1], bitorder="little")
+            tempered[i].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
         if temperature > 0 and (top_k or top_p < 1):
             tempered[i] = truncate(tempered[i], top_k, top_p)
         elif not mask:
@@ -191,11 +158,6 @@ def _tempered(logits: Tensor, shapes: Sequence[DistributionKey]) -> tuple[Tensor
         members = (tempered[i] != -torch.inf).cpu().numpy()
         sets[i] = encode_set(members) if members.any() else EVERYTHING
     return tempered, sets
-
-
-def unpack_mask(mask: bytes, vocabulary: int) -> NDArray[np.bool_]:
-    """Returns the bits of a mask as truth values [V]."""
-    return np.unpackbits(np.frombuffer(mask, np.uint8), count=vocabulary, bitorder="little").view(bool)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -223,7 +185,7 @@ HEAD_POSITIONS = 128
 @torch.inference_mode()
 def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
     """Returns T - 1 scores: of each token of `tokens` [T] except the first, given those before it, at temperature 1."""
-    hidden = _hidden(policy, tokens)[:-1]
+    hidden, _ = pass_of(policy).hidden(build_forest([Row(tokens, slice(1, None), {})]))
     targets = torch.from_numpy(tokens[1:].astype(np.int64)).to(policy.device)
     scores = []
     for start in range(0, len(targets), HEAD_POSITIONS):
@@ -233,14 +195,3 @@ def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list
         for logprob, values, which in zip(own, best.tolist(), ids.tolist(), strict=True):
             scores.append(TokenScore(logprob, tuple(zip(which, values, strict=True))))
     return scores
-
-
-def _hidden(policy: Policy, tokens: NDArray[np.int32]) -> Tensor:
-    """Hidden states [T, hidden]."""
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(policy.device)
-    if not policy.info.shares_prefixes:
-        hidden: Tensor = cast(Any, policy.decoder)(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        return hidden
-    forest = build_forest([Row(tokens, slice(0), {})])
-    positions = torch.arange(len(tokens), device=policy.device)
-    return flat_forward(policy.decoder, ids, positions, forest_plan(forest, policy.device))
