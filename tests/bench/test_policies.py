@@ -30,8 +30,7 @@ def test_the_parts_report_their_figures(tmp_path: Path) -> None:
     assert figures["batch_tokens"] > 16 * 3 * 10
 
 
-def test_a_long_run_opens_lists_and_rolls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.policying.journals.SNAPSHOT_EVERY", 1_000)
+def test_a_long_run_opens_lists_and_rolls_back(tmp_path: Path) -> None:
     figures = costs(tmp_path, 1_024)
     assert figures.keys() == {"open_s", "list_ms", "rollback_ms"}
     assert table({1_024: figures}, figures).row_count == 3

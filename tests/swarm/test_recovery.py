@@ -303,6 +303,8 @@ class History:
         stored, live = Store(self.world.journal, lambda: 0.0), swarm.store
         for name in ("state", "episodes", "groups", "settings", "pending", "steps"):
             assert getattr(stored, name) == getattr(live, name), name
+        for name in ("episodes", "groups", "steps"):
+            assert [*getattr(stored, name)] == [*getattr(live, name)], f"the order of {name}"
         counts = swarm.queries.status_counts()
         episodes = {episode.id: swarm.episode(episode.id) for episode in self.begun}.values()
         for status in ("live", "finished", "aborted", "expired"):

@@ -1,8 +1,8 @@
 """`Store`: the journal and the state in memory, changed together. `Leases`: activity, the one state not journaled.
 
 Memory has the unsettled episodes and the groups of the present batch, so it does not grow with the length of a run.
-Every change is written to its row at once. After a failed transaction the rows are read again. The store finds and
-keeps; the rules are in `episodes`, `groups`, `mixture` and `batches`.
+Every change is written to its row at once. After a failed transaction the rows that changed since the last commit are
+read again. The store finds and keeps; the rules are in `episodes`, `groups`, `mixture` and `batches`.
 """
 
 from __future__ import annotations
@@ -64,16 +64,18 @@ class Store:
         self._clock = clock
         self._outbox: list[Event] = []
         self._committed: list[Event] = []
+        self._changed: set[str] = set()
+        """Episodes that were put since the last commit."""
+        self.episodes = {episode.id: episode for episode in journal.unsettled_episodes()}
+        self.steps = journal.recent_steps(RECENT_STEPS)
+        self.trees = {}
         self._load()
 
     def _load(self) -> None:
         self.state = self.journal.read_state()
-        self.episodes = {episode.id: episode for episode in self.journal.unsettled_episodes()}
         self.groups = {group.id: group for group in self.journal.groups()}
         self.settings = self.journal.job_settings()
         self.pending = next(iter(self.journal.batches(self.policy_version)), None)
-        self.steps = self.journal.recent_steps(RECENT_STEPS)
-        self.trees = {}
 
     # ---- reads ---------------------------------------------------------------------------------------------
 
@@ -133,16 +135,25 @@ class Store:
         if self.file.defers_commits:
             self.on_uncommitted()
         else:
+            self._changed.clear()
             self._committed, self._outbox = self._outbox, []
             self.announce()
 
     def _reload(self, num_sent: int) -> None:
         """Undo a failed transaction in memory, too. The first `num_sent` events are of earlier transactions."""
         del self._outbox[num_sent:]
+        version = self.policy_version
         try:
             self._load()
+            if self.policy_version != version:  # The steps change with it only.
+                self.steps = self.journal.recent_steps(RECENT_STEPS)
+            rows = [self.journal.episode(episode_id) for episode_id in self._changed]
         except sqlite3.Error as error:
             raise self.file.refuse_writes(error) from error
+        kept = [episode for episode in self.episodes.values() if episode.id not in self._changed]
+        kept += [row for row in rows if row is not None and not row.is_settled]
+        self.episodes = {episode.id: episode for episode in sorted(kept, key=lambda episode: episode.seq)}
+        self.trees = {key: tree for key, tree in self.trees.items() if key[0] not in self._changed}
 
     def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
         """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
@@ -160,6 +171,7 @@ class Store:
         except Later:
             self._reload(0)
             raise
+        self._changed.clear()
         self._committed += self._outbox
         self._outbox.clear()
 
@@ -185,6 +197,7 @@ class Store:
         """Record a new or changed episode, and count it. A settled one leaves memory."""
         assert self.file.in_transaction, "changes are made in transactions"
         before = self.episodes.get(episode.id)
+        self._changed.add(episode.id)
         self.state.count(before, episode)
         if episode.ended is not None and episode.reward is None:
             start, colon, _ = episode.reason.partition(":")
