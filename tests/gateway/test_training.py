@@ -266,6 +266,29 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         assert run.gateway.status().episodes["trained"] == 8
 
 
+async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        batches, refused = run.gateway.swarm.batches, list[Batch]()
+        set_aside = batches.quarantine
+
+        def refusing(batch: Batch, reason: str) -> None:
+            if refused:
+                return set_aside(batch, reason)
+            refused.append(batch)
+            raise Later("The disk is full.", code="journal_unavailable", status=503, retry_after=0.1)
+
+        monkeypatch.setattr(batches, "quarantine", refusing)
+        run.compute.deadly = {("default", 0)}
+        for i in range(4):
+            await run.episode(float(i % 2), task=f"t{i // 2}")
+        await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
+        assert refused
+        run.compute.deadly.clear()
+        await run.batch()
+
+
 @pytest.mark.parametrize("moment", ["training_batches", "learned"])
 async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -219,9 +220,10 @@ class TrainingLoop:
         self._crashes[failed] += 1
         pending = self._swarm.pending
         if pending is not None and pending.id == failed and self._crashes[failed] >= MAX_CRASHES:
-            del self._crashes[failed]
-            log.error("%d workers failed on batch %d: it is quarantined", MAX_CRASHES, failed)
-            self._swarm.batches.quarantine(pending, str(error))
+            log.error("%d workers failed on batch %d: it is quarantined", self._crashes[failed], failed)
+            with suppress(Later):  # The journal refuses writes: the next failure quarantines the batch.
+                self._swarm.batches.quarantine(pending, str(error))
+                del self._crashes[failed]
 
     # ---- maintenance ------------------------------------------------------------------------------------------------
 

@@ -355,8 +355,8 @@ class Journal:
         """Delete what the retention rule above does not keep."""
         replayed = [e for batch in self.batches(state.durable_version) for e in batch.episode_ids]
         self._db.execute(
-            "DELETE FROM calls WHERE episode_id NOT IN "
-            "(SELECT id FROM episodes WHERE NOT settled UNION SELECT value FROM json_each(?))",
+            "DELETE FROM calls WHERE episode_id IN (SELECT DISTINCT episode_id FROM calls "
+            "EXCEPT SELECT id FROM episodes WHERE NOT settled EXCEPT SELECT value FROM json_each(?))",
             (json.dumps(replayed),),
         )
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
