@@ -277,6 +277,17 @@ async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -
         assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.queries.status_counts()["trained"] == 8
 
 
+async def test_a_rollback_to_before_the_oldest_episode_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentjet.swarm.journal.EPISODES_KEPT", 2)
+    await trained(tmp_path / "d", 3)
+    done, _ = roll_back(tmp_path / "d", "1")
+    assert (done.batches, done.trained) == (2, 8)
+    async with running(tmp_path / "d") as up:
+        assert up.gateway.swarm.queries.status_counts()["dropped"] == 8
+
+
 async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     """The machine fails between the commit and the checkpoint's name."""
     data = tmp_path / "d"

@@ -252,9 +252,8 @@ class Batches:
             store.start_at(version)
             self._forget_pending()
             for episode_id in trained:
-                episode = journal.episode(episode_id)
-                assert episode is not None, "the journal keeps episodes longer than batches are replayed"
-                journal.put_episode(replace(episode, trained_in=None, dropped=ROLLED_BACK))
+                if (episode := journal.episode(episode_id)) is not None:  # Not pruned since.
+                    journal.put_episode(replace(episode, trained_in=None, dropped=ROLLED_BACK))
             store.state.counts["trained"] -= len(trained)
             store.state.counts["dropped"] += len(trained)
             store.state.count_lost("groups", version, ROLLED_BACK, sum(len(batch.groups) for batch in undone))
