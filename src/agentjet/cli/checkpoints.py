@@ -182,7 +182,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         states, _ = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given, policies=policies_of(journal.origin))
         new = swarm.policy_version + 1
-        # The journal records the checkpoint when its files are on disk. If its name is missing then, repeat the rollback.
+        # The journal records the checkpoint when its files are on disk. A rollback without the name is repeated.
         with new_path(store.path(new)) as copy:
             shutil.copytree(store.path(target), copy)
             stamps = {}

@@ -95,8 +95,8 @@ class JournalFile:
                 raise _unwritable(path, str(error)) from None
             if isinstance(error, sqlite3.DatabaseError):
                 raise ConfigError(
-                    f"{path} cannot be read as a journal ({error}). Restore it; or move only checkpoints/ to runs/default/ "
-                    "of a new server.data_dir, which starts at the newest good one"
+                    f"{path} cannot be read as a journal ({error}). Restore it; or move only checkpoints/ to "
+                    "runs/default/ of a new server.data_dir, which starts at the newest good one"
                 ) from None
             raise
 
