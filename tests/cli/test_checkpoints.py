@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from agentjet.cli import new_path
 from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
@@ -302,6 +303,19 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1) and up.gateway.swarm.queries.status_counts()["dropped"] == 4
         await up.batch()
+
+
+def test_what_a_command_writes_takes_no_name_that_a_user_may_have(tmp_path: Path) -> None:
+    own = tmp_path / ".mine.new" / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("keep")
+    with new_path(tmp_path / "mine") as first:
+        first.mkdir()
+        with pytest.raises(ConfigError, match="disk"), new_path(tmp_path / "mine") as second:
+            second.write_text("")
+            raise OSError("disk")
+    assert own.read_text() == "keep" and (tmp_path / "mine").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.new", "mine"]
 
 
 async def test_a_checkpoint_of_another_run_is_neither_gone_back_to_nor_branched_from(tmp_path: Path) -> None:

@@ -174,6 +174,18 @@ def test_an_edit_that_does_not_load_in_time_is_left_behind(files: Files, monkeyp
     assert set(report.rewards) == {0.25}
 
 
+def test_files_that_change_while_they_are_loaded_are_loaded_again(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The edit imports the old words; before its hash is computed, there are new ones."""
+    run, late = Run(), ["REWARD = 0.75\n"]
+    monkeypatch.setattr("builtins.LATE", lambda: late and files.write("live_words", late.pop()), raising=False)
+    files.edit(1, "live_agent", AGENT + "LATE()\n")
+    report = asyncio.run(run.train(files.agent(), 3, concurrency=1))
+    old, new = report.by_code_version
+    assert [report.by_code_version[it].mean_reward for it in (old, new)] == [0.25, 0.75]
+
+
 def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run()
     files.edit(1, "live_words", "REWARD = 1 / 0 if False else None\n")

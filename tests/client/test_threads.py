@@ -3,6 +3,7 @@ handles or ignores, and other threads, are not affected."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentjet.client.threads import raise_on_signals
+from agentjet.client.threads import LoopThread, raise_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,29 @@ def test_in_another_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [signal.SIG_DFL]
+
+
+def test_a_coroutine_that_exits_ends_its_caller_and_not_the_loop() -> None:
+    async def leave(code: int) -> None:
+        sys.exit(code)
+
+    async def leave_in_a_task() -> None:
+        await asyncio.create_task(leave(4))
+
+    loop, codes = LoopThread(), []
+
+    def work() -> None:
+        for coroutine in (leave(3), leave_in_a_task(), asyncio.sleep(0)):
+            try:
+                loop.run(coroutine)
+            except SystemExit as ended:
+                codes.append(ended.code)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive() and codes == [3, 4]
+    loop.stop()
 
 
 def test_an_interpreter_that_ends_waits_for_no_coroutine() -> None:

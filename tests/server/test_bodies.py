@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def counted(value: Any) -> tuple[int, int]:
 @given(value=JSON, ascii_only=st.booleans())
 def test_counts_are_those_of_the_value(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
-    num_values, num_containers = count_values(text)
+    num_values, num_containers = count_values(text, 10_000)
     values, containers = counted(value)
     assert num_containers == containers and values <= num_values <= values + containers
 
@@ -139,7 +140,16 @@ async def test_too_many_of_anything_is_told_with_the_number(tmp_path: Path, what
 
 def test_text_full_of_commas_is_text() -> None:
     text = json.dumps({"task_id": ",{[" * 1_000_000}).encode()
-    assert count_values(text) == (2, 1)
+    assert count_values(text, 10_000) == (2, 1)
+
+
+def test_millions_of_strings_are_counted_without_splitting_them() -> None:
+    text = b'["a"' + b',"a"' * 1_000_000 + b"]"
+    tracemalloc.start()
+    num_values, _ = count_values(text, 300_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_values > 300_000 and peak < 2 * len(text)
 
 
 @pytest.mark.parametrize("model", [ChatBody, MessagesBody])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,10 @@ async def test_checkpoints(tmp_path: Path) -> None:
         newer = (await served.http.post("/swarm/v1/exports")).json()
         assert [Path(newer["path"]).exists(), Path(exported["path"]).exists()] == [True, False]
         assert all(other.exists() for other in others)
+        shutil.rmtree(Path(newer["path"]).parent)
+        Path(newer["path"]).parent.write_text("a file in place of the folder")
+        failed = await served.http.post("/swarm/v1/exports")
+        assert (failed.status_code, failed.json()["code"]) == (507, "checkpoint_failed")
         served.run.compute.fail_save = [CheckpointError("No space left on device")]
         failed = await served.http.post("/swarm/v1/checkpoints")
         assert (failed.status_code, failed.json()["code"]) == (507, "checkpoint_failed")

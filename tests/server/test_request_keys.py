@@ -20,7 +20,7 @@ import pytest
 from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
 from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.keys import Body
+from agentjet.server.dialects.keys import Body, request_notes
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
 from tests.tiny import make_model_info
@@ -46,6 +46,21 @@ def _parts(part: type[Body]) -> list[type[Body]]:
 def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="utf-8")
     assert page.endswith(keys_table()), "run `make docs`"
+
+
+def test_what_is_empty_needs_no_rule() -> None:
+    """Clients write out the keys of their own classes, with null or empty values."""
+    block = {"type": "text", "text": "hi", "parsed": None}
+    turn = {"role": "user", "content": [block], "reasoning_content": "", "tool_calls": []}
+    bodies: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": [turn], "tools": None, "shown": None},
+        "/v1/messages": {"messages": [{"role": "user", "content": [block]}], "max_tokens": 1},
+        "/v1/responses": {"input": [{"role": "user", "content": [block | {"type": "input_text"}], "parsed": None}]},
+    }
+    for dialect in DIALECTS:
+        if dialect.path in bodies:
+            body = dialect.request.model_validate({"model": "policy"} | bodies[dialect.path])
+            assert list(request_notes(body, dialect.keys)) == []
 
 
 async def view(served: Served, episode: dict[str, Any]) -> EpisodeTree:

@@ -114,6 +114,15 @@ async def test_a_finish_does_not_train_what_is_still_being_handed_out(tmp_path: 
             assert b"[DONE]" not in await rest_of(reader)
 
 
+@pytest.mark.usefixtures("impatient")
+async def test_a_second_request_does_not_prolong_the_stall(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", long_answers()) as served:
+        with await stalled(served, await served.begin()) as reader:
+            await asyncio.get_running_loop().sock_sendall(reader, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            await asyncio.sleep(2 * STALL_SECONDS)
+            assert b"[DONE]" not in await rest_of(reader)
+
+
 async def test_who_leaves_without_reading_has_not_heard(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", long_answers()) as served:
         episode = await served.begin()

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,30 +79,20 @@ def load_example(name: str, module: str) -> Any:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A hidden name for a file or folder to write, which becomes `path` at the end. An error removes it.
+    """A name in a new hidden folder for a file or folder, which becomes `path` at the end. An error removes it.
 
     Raises `ConfigError` if `path` exists or cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.new")
+    if path.exists():
+        raise ConfigError(f"{path} exists: move it away, or give another name")
     try:
-        if path.exists():
-            raise ConfigError(f"{path} exists: move it away, or give another name")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(unfinished)  # An interrupted command left it.
-        yield unfinished
-        unfinished.rename(path)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as folder:
+            unfinished = Path(folder, path.name)
+            yield unfinished
+            unfinished.rename(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from None
-    finally:
-        _remove(unfinished)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
 
 
 def print_text(text: str) -> None:

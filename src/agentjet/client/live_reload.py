@@ -150,7 +150,9 @@ class LiveReload:
             self._stamp = code.stamp()
             await self._sleep(SETTLE_SECONDS)
             if code.stamp() == self._stamp:
-                return await in_thread(code.load)
+                version = await in_thread(code.load)
+                if code.stamp() == self._stamp:  # Else the version may name files other than the loaded ones.
+                    return version
 
     def _roll_back(self, bad: LoadedVersion, why: str) -> None:
         bad.is_rolled_back = True

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -141,9 +141,18 @@ class LoopThread:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="agentjet-client", daemon=True)
+            self._thread = threading.Thread(target=_run, args=[self._loop], name="agentjet-client", daemon=True)
             self._thread.start()
         return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped. Exceptions that end programs pass through the loop, and are also their task's
+    result."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+            return
 
 
 def _wait(ended: threading.Event, patience: float = math.inf) -> None:

@@ -339,7 +339,7 @@ class PolicyVersions:
         """Writes the present version of a policy under `exports/`, as a Hugging Face folder or its `adapter` for PEFT.
 
         Removes all but the newest `server.keep_exports` exports of the policy. Raises `InvalidRequest` if `policy` is
-        unknown or has no adapter, `Conflict` if the run has diverged.
+        unknown or has no adapter, `Conflict` if the run has diverged, and `CheckpointError` if the disk fails.
         """
         chosen = self._exported_policy(policy)
         if adapter and not self._run.config.model_of(chosen).lora.rank:
@@ -357,11 +357,14 @@ class PolicyVersions:
             self._engine.training.refuse_diverged()
             version = self._swarm.policy_version
             path = folder / f"step_{version:06d}{'-adapter' if adapter else ''}"
-            if not path.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
-                await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
-            return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
+            try:
+                if not path.exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
+                    await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
+                return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
+            except OSError as error:
+                raise CheckpointError(f"{path} could not be written: {error}") from error
 
         return await self._engine.between_batches(write)
 

@@ -164,8 +164,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._must_end_within(self._limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._must_end_within(None)
         super().connection_lost(exc)
+        self._must_end_within(None)
 
     def data_received(self, data: bytes) -> None:
         while data and self._in_head and not self.transport.is_closing():
@@ -212,8 +212,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._must_end_within(self._limits.linger_seconds)
 
     def pause_writing(self) -> None:
-        super().pause_writing()
         self._must_end_within(self._limits.stall_seconds)
+        super().pause_writing()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -225,7 +225,12 @@ class LimitedConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _must_end_within(self, seconds: float | None) -> None:
-        """Closes the connection after `seconds` unless called again before. None: cancels the deadline."""
+        """Closes the connection after `seconds` unless called again before. None: cancels the deadline.
+
+        While the client does not read, further requests do not change its deadline.
+        """
+        if self.flow.write_paused:
+            return
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)

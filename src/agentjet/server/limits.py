@@ -75,9 +75,14 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
 
 
-def count_values(body: bytes) -> tuple[int, int]:
-    """Returns an upper bound of the number of values in a JSON text, and the number of its arrays and objects."""
+def count_values(body: bytes, most: int) -> tuple[int, int]:
+    """Returns an upper bound of the number of values in a JSON text, and the number of its arrays and objects.
+
+    Above `most` values the number can be too small, but is above `most`: splitting millions of strings takes seconds.
+    """
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if (num_quotes := without_escapes.count(b'"')) > 4 * most:  # A value has at most two strings, with its key.
+        return num_quotes // 4, 0
     outside = b"".join(without_escapes.split(b'"')[::2])
     num_opened = outside.count(b"[") + outside.count(b"{")
     return num_opened + outside.count(b",") + 1, num_opened
@@ -87,7 +92,7 @@ def _check_counts(body: bytes, limits: Limits) -> None:
     opened = body.count(b"[") + body.count(b"{")
     if opened <= limits.containers and opened + body.count(b",") < limits.values:
         return  # An upper bound, because it includes characters inside strings; enough for most bodies.
-    num_values, num_containers = count_values(body)
+    num_values, num_containers = count_values(body, limits.values)
     for found, most, what in (
         (num_containers, limits.containers, "arrays and objects"),
         (num_values, limits.values, "values"),

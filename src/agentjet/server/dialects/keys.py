@@ -6,8 +6,9 @@ Every request key has one treatment:
 * noted: the key is accepted, counted, and shown on its episode. It changes neither the prompt nor the distribution;
 * refused: a value with an effect is answered with status 400 and the name of the key.
 
-The tables have the noted and the refused keys. Their `neutral` values and null have no effect and are accepted. Other
-keys are unknown, and refused. Sections: bodies; the check of a request; the documentation; the table of each dialect.
+The tables have the noted and the refused keys. Their `neutral` values have no effect and are accepted, as is null for
+any key. Other keys are unknown, and refused. Sections: bodies; the check of a request; the documentation; the table of
+each dialect.
 """
 
 from __future__ import annotations
@@ -131,16 +132,16 @@ def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[st
     declared = part.__dict__
     accepted, required = _split(part.keys_of_kind[part.kind]) if part.keys_of_kind is not None else (declared, ())
     for key, value in chain(declared.items(), (part.model_extra or {}).items()):
-        if value is None and key in declared:
+        if value is None:
             continue
         rule = keys.get(part.place + key)
-        if rule is None and key not in accepted and (value != [] or key not in declared):
+        if rule is None and key not in accepted and (value not in ("", []) or key not in declared):
             beside = [known.removeprefix(part.place) for known in keys if known.startswith(part.place)]
             near = get_close_matches(key, [*accepted, *beside], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             message = f"{where + key!r} is not a known key{hint}"
             raise InvalidRequest(message, code="unknown_parameter", param=where + key)
-        if rule is not None and value is not None and value not in rule.neutral:
+        if rule is not None and value not in rule.neutral:
             if rule.treatment == "refused":
                 raise refused_value(value, where + key, rule)
             yield part.place + key
