@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -403,13 +403,20 @@ class Running:
         return self.gateway.call(episode_id, "", CallRequest(conversation, stream=True, **request))
 
     async def episode(
-        self, reward: float, *, task: str = "t", client: str = "c", text: str = "hello", **request: Any
+        self,
+        reward: float,
+        *,
+        task: str = "t",
+        client: str = "c",
+        text: str = "hello",
+        metrics: Mapping[str, float] | None = None,
+        **request: Any,
     ) -> str:
         """A whole training episode with one call of each policy; returns its id."""
         begun = await self.gateway.begin(BeginRequest(task_id=task, client_id=client, wait=5))
         for role in self.gateway.policies or ("",):
             await self.say(begun.id, text, role=role, **request)
-        await self.gateway.finish(begun.id, FinishRequest(reward=reward))
+        await self.gateway.finish(begun.id, FinishRequest(reward=reward, metrics=dict(metrics or {})))
         return begun.id
 
     async def batch(self, **request: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.token_sampling import Grammars, sample_tokens
+from agentjet.compute.embedded.token_sampling import MAX_GRAMMARS, Grammars, sample_tokens
 from agentjet.config import JobConfig
 from agentjet.errors import GrammarError
 from agentjet.rendering import Renderer
@@ -189,6 +189,13 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_alone(policy: Policy) -> N
     with pytest.raises(GrammarError):
         sampler.submit(3, tokens(0, 10), SamplingParams(max_tokens=4, grammar=f"start: <[{policy.vocabulary}]>\n"))
     assert [new.id for new in sampler.step()] == [1]
+
+
+def test_compiled_grammars_are_bounded(policy: Policy) -> None:
+    grammars = Grammars(policy.info, policy.vocabulary)
+    for number in range(MAX_GRAMMARS + 4):
+        grammars.guide(f'start: "{number}"\n')
+    assert grammars._compiled.cache_info().currsize == MAX_GRAMMARS
 
 
 def test_a_grammar_that_leads_nowhere_ends_its_own_request(policy: Policy) -> None:

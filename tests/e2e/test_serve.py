@@ -169,13 +169,6 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert said.count("model.name") == 1 and "nowhere" in said
 
 
-def test_a_folder_that_is_somebody_elses(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("precious")
-    said = refused(model, tmp_path)
-    assert f"server.data_dir = {str(tmp_path)!r}" in said and "thesis.txt" in said and "empty folder" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"], "nothing was put there"
-
-
 def test_settings_that_cannot_be(model: Path, tmp_path: Path) -> None:
     assert "job.batch_size" in refused(model, tmp_path / "run", "--set", "job.bach_size=3")
     assert "group_size = 1" in refused(model, tmp_path / "run", job__group_size=1)

@@ -144,6 +144,7 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
         for method, path, status, code in (
             ("GET", "/swarm/v1/episodes/nope", 404, "episode_not_found"),
             ("GET", "/swarm/v1/nope", 404, "not_found"),
+            ("POST", "/v1beta/models/policy:streamGenerateContent", 404, "not_found"),
             ("DELETE", "/swarm/v1/status", 405, "method_not_allowed"),
         ):
             response = await served.http.request(method, path)

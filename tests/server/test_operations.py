@@ -18,7 +18,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentjet.server.monitoring import printable
 from tests.server.serving import ADMIN, VIEWER, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -115,9 +114,12 @@ async def test_metrics(tmp_path: Path) -> None:
         assert now["agentjet_calls_active"] == 0 and now["agentjet_clients"] >= 1
 
 
-def test_labels_hold_no_control_characters() -> None:
+async def test_labels_hold_no_control_characters(tmp_path: Path) -> None:
     """Clients name metrics, and terminals show them."""
-    assert printable("agent/\x1b[2Jspeed é") == "agent/\\x1b[2Jspeed é"
+    async with serving(tmp_path / "d") as served:
+        await served.run.batch(metrics={"\x1b[2Jspeed é": 1.0})
+        text = (await served.http.get("/metrics")).text
+        assert "\\\\x1b[2Jspeed é" in text and "\x1b" not in text
 
 
 async def test_episodes_are_looked_up_apart_from_the_event_loop(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError, Later, NotFound
+from agentjet.protocol import EvaluationRequest
 from agentjet.swarm import Journal
 from agentjet.swarm.store import Store
 from tests.swarm.world import World
@@ -149,7 +150,9 @@ def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
 def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.swarm.store.PRUNE_EVERY", 5)
     monkeypatch.setattr("agentjet.swarm.journal.EPISODES_KEPT", 4)
+    monkeypatch.setattr("agentjet.swarm.journal.EVENTS_KEPT", 3)
     episodes = []
+    world.swarm.record_evaluation(EvaluationRequest(policy_version=0, score=0.5, num_tasks=1, num_episodes=1))
     for number in range(20):
         episodes.append(world.begin(mode="eval", key=str(number)))
         world.call(episodes[-1], 7)
@@ -160,6 +163,24 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
     with pytest.raises(NotFound):
         world.swarm.episode(episodes[0].id)
     assert [episode.seq for episode in world.reopen().queries.recent_episodes(3)] == [20, 19, 18]
+    events = world.swarm.queries.events()
+    assert events[0].kind == "evaluation" and 0 < len(events) < 20, "evaluations stay, and the newest other events"
+
+
+def test_pages_of_episodes_are_found_by_an_index(world: World) -> None:
+    queries: list[str] = []
+    world.journal.file.db.set_trace_callback(queries.append)
+    world.journal.recent_episodes(10)
+    world.journal.recent_episodes(10, before=5)
+    world.journal.recent_episodes(10, status="finished")
+    world.journal.recent_episodes(10, status="finished", before=5)
+    world.journal.file.db.set_trace_callback(None)
+    for query in queries:
+        plan = [row[-1] for row in world.journal.file.db.execute(f"EXPLAIN QUERY PLAN {query}")]
+        by_status = "status = 'finished'" in query
+        assert len(plan) == 1 and "TEMP B-TREE" not in plan[0], (query, plan)
+        assert ("episodes_by_status (status=?" in plan[0]) == by_status, (query, plan)
+    assert len(queries) == 4
 
 
 def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
