@@ -15,17 +15,20 @@ import logging
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.model import load_policy, prefix_sharing_obstacle
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
@@ -88,6 +91,20 @@ def test_full_attention_shares_prefixes(folders: dict[str, Path], kind: str, cap
     with caplog.at_level(logging.INFO, "agentjet"):
         assert make_policy(folders[kind]).info.shares_prefixes
     assert "prefixes are not shared" not in caplog.text
+
+
+def test_a_layer_that_attends_twice_shares_no_prefixes(folders: dict[str, Path]) -> None:
+    """The cache has one place for a layer's keys, so the second call would overwrite those of the first."""
+    policy = make_policy(folders["llama"])
+    for layer in cast(Any, policy.decoder).layers:
+        attend = layer.self_attn.forward
+
+        def twice(hidden_states: Tensor, attend: Any = attend, **given: Any) -> Any:
+            return attend(hidden_states=hidden_states + attend(hidden_states=hidden_states, **given)[0], **given)
+
+        layer.self_attn.forward = twice
+    with policy.attention("eager"):
+        assert "attend once each" in (prefix_sharing_obstacle(policy) or "")
 
 
 def test_a_window_as_wide_as_the_context_branches(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -330,3 +347,8 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> N
     worker.handle("publish", policy, 1)
     after = sample()
     assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_text_of_one_token_has_no_scores(folders: dict[str, Path], kind: str) -> None:
+    assert score(make_policy(folders[kind]), tokens(1, 1), 2) == []

@@ -68,6 +68,12 @@ def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
 
 
+def test_a_uniform_that_rounds_to_1_chooses_a_token_of_the_set() -> None:
+    params = SamplingParams(max_tokens=1, top_k=5)
+    [chosen], [logprob], _ = sample_tokens(torch.tensor([[0.0] * 5 + [-9.0] * 3]), [0], [params], [b""], [1 - 2**-27])
+    assert chosen == 4 and logprob == pytest.approx(np.log(0.2))
+
+
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-30])
 def test_the_likeliest_token_is_kept_however_little_is_asked_for(top_p: float) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])

@@ -279,8 +279,8 @@ def _by_trial(policy: Policy) -> str | None:
     with policy.attention(ATTENTION):
         hidden = flat_forward(policy.decoder, on_device(forest.tokens), on_device(forest.depth), plan)
     size = policy.shape.kv_heads, policy.shape.head_dim
-    if plan.sizes != dict.fromkeys(range(policy.shape.layers), size):
-        return f"its {policy.shape.layers} layers attend with keys and values of the sizes {plan.sizes}"
+    if sorted(plan.calls) != [(layer, *size) for layer in range(policy.shape.layers)]:
+        return f"its {policy.shape.layers} layers do not attend once each, with keys of the size {size}: {plan.calls}"
     ours = policy.head(hidden).float().log_softmax(-1)
     for row in rows:
         logits = cast(Any, policy.model)(input_ids=on_device(row)[None], use_cache=False).logits[0].float()
@@ -292,13 +292,13 @@ def _by_trial(policy: Policy) -> str | None:
 
 
 class _RecordingPlan:
-    """Delegates to a plan and records the sizes [heads, width] of the keys of each layer."""
+    """Delegates to a plan and records the layer of each call, with the sizes [heads, width] of its keys."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
-        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.calls: list[tuple[int, ...]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
-        self.sizes[layer] = tuple(key.shape[1:])
+        self.calls.append((layer, *key.shape[1:]))
         return self._plan.attend(layer, query, key, value, scale)

@@ -127,8 +127,9 @@ def sample_tokens(
     rows = torch.tensor([distinct[shape] for shape in shapes], device=logits.device)
     by_completion = cumulative if len(distinct) == len(shapes) else cumulative[rows]
     # The last entry of a row is 1 up to rounding. A token of probability 0 is never the first one above a threshold.
-    thresholds = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)[:, None] * by_completion[:, -1:]
-    chosen = torch.searchsorted(by_completion, thresholds, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    below_1 = torch.tensor(uniforms, dtype=torch.float32, device=logits.device).clamp(max=1 - 2**-24)
+    chosen = torch.searchsorted(by_completion, below_1[:, None] * by_completion[:, -1:], right=True)[:, 0]
+    chosen = chosen.clamp(max=logits.shape[-1] - 1)  # Of NaN, no entry is above.
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
         chosen = torch.where(greedy, tempered.argmax(-1)[rows], chosen)
@@ -185,6 +186,8 @@ HEAD_POSITIONS = 128
 @torch.inference_mode()
 def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
     """Returns T - 1 scores: of each token of `tokens` [T] except the first, given those before it, at temperature 1."""
+    if len(tokens) == 1:
+        return []
     hidden, _ = pass_of(policy).hidden(build_forest([Row(tokens, slice(1, None), {})]))
     targets = torch.from_numpy(tokens[1:].astype(np.int64)).to(policy.device)
     scores = []
