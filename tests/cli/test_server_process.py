@@ -87,8 +87,12 @@ def test_runs_that_cannot_be_created(served: Served, tmp_path: Path) -> None:
     admin = ["--url", served.url, "--token", ADMIN]
     file = tmp_path / "run.toml"
     for text, error in (
-        ('[model]\nname = "x"', "has 'model', which belongs to the settings of the server"),
-        ("steps = 3", "has 'steps', which belongs to the settings of the server"),
+        (
+            '[model]\nname = "x"',
+            r"has 'model': a run has \[policies.NAME\] and \[job\] only; the settings of the server",
+        ),
+        ("[jobb]", r"has 'jobb'.* did you mean \[job\]\?"),
+        ("job = 1", "job = 1: it is a section of settings"),
         ("[job", "is not valid TOML"),
     ):
         file.write_text(text)

@@ -121,6 +121,7 @@ def test_settings_that_json_cannot_carry(server: FakeRuns) -> None:
     for settings, key in (
         ({"job": {"optimizer": {"lr": float("inf")}}}, r"job\.optimizer\.lr = inf"),
         ({"policies": policies}, r"policies\.planner\.lora\.alpha = nan"),
+        ({"policies": 3}, "policies = 3: it is a section of settings"),
     ):
         with pytest.raises(ConfigError, match=key):
             asyncio.run(connect(server).start_run("study", **settings))  # type: ignore[arg-type]

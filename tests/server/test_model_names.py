@@ -116,7 +116,7 @@ def test_names_that_no_policy_has(tmp_path: Path) -> None:
                 for model in ("planer", "planer@critic"):
                     said = await refused(path, model, 404)
                     assert "no policy 'planer'; did you mean 'planner'? Its policies are planner, coder" in said
-                for model in ("policy", "gpt-4o", "tiny", "@planner", "planner/critic", "Planner", "x" * 10_000):
+                for model in ("", "policy", "gpt-4o", "tiny", "@planner", "planner/critic", "Planner", "x" * 10_000):
                     assert "Its policies are planner, coder." in await refused(path, model, 404)
                 assert "has a '/'" in await refused(path, "planner@a/b", 400)
             assert (await served.http.get("/v1/models/planer", headers=headers)).status_code == 404

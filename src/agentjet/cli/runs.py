@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,8 +84,7 @@ def _settings(path: Path | None) -> dict[str, Any]:
 
     found = {} if path is None else read_toml(path)
     if foreign := [name for name in found if name not in SECTIONS]:
-        raise ConfigError(
-            f"{str(path)!r} has {foreign[0]!r}, which belongs to the settings of the server: a run has [policies.NAME] "
-            "and [job] only"
-        )
+        near = get_close_matches(foreign[0], SECTIONS, n=1)
+        hint = f"did you mean [{near[0]}]?" if near else "the settings of the server are not those of a run"
+        raise ConfigError(f"{str(path)!r} has {foreign[0]!r}: a run has [policies.NAME] and [job] only; {hint}")
     return found

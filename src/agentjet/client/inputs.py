@@ -181,6 +181,8 @@ def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 def check_finite(values: Mapping[str, Any], prefix: str = "job.") -> None:
     """Raises `ConfigError` for a number that is not finite: JSON cannot carry it, so the server would get `null`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{prefix[:-1]} = {values!r}: it is a section of settings; give names with values")
     for name, value in values.items():
         if isinstance(value, Mapping):
             check_finite(value, f"{prefix}{name}.")

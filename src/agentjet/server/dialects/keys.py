@@ -94,7 +94,7 @@ class RequestBody(Body):
     """A request for an answer of the policy."""
 
     place = ""
-    model: Annotated[str, Field(min_length=1)]
+    model: str
     """and the role, after `@`"""
     stream: bool | None = None
     temperature: Annotated[Temperature, Field(le=2)] | None = None

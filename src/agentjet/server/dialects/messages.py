@@ -129,7 +129,7 @@ class PromptBody(Body):
     """The keys that make a prompt. Also the body of `POST /v1/messages/count_tokens`."""
 
     place = ""
-    model: Annotated[str, Field(min_length=1)]
+    model: str
     """and the role, after `@`"""
     messages: Annotated[Items[TurnBody], Field(min_length=1)]
     """text, `tool_use`, `tool_result`, `thinking`; the last message is the user's"""
