@@ -385,8 +385,8 @@ class Running:
         return self.gateway.folder
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait for something to become true; fails after five seconds."""
-        async with asyncio.timeout(5):
+        """Wait for something to become true; fails after half a minute: machines may be busy."""
+        async with asyncio.timeout(30):
             while not predicate():
                 await asyncio.sleep(0.001)
 

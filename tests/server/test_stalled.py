@@ -64,7 +64,7 @@ async def rest_of(reader: socket.socket) -> bytes:
     """Reads until the connection ends in any way."""
     read = b""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         try:
             while piece := await loop.sock_recv(reader, 65536):
                 read += piece
