@@ -6,6 +6,7 @@ The three records are independent. Everything that must be zero is a number here
 from __future__ import annotations
 
 import json
+import pickle
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgpack
 
 from agentjet.swarm import Journal
 from bench.breaking.records import Books
@@ -174,7 +173,7 @@ def _trained_twice(episodes: Mapping[str, Row], forests: Path, learned: list[int
     """By the forests that the surviving batches were learned from, not by the journal's own word."""
     times: Counter[str] = Counter()
     for batch_id in learned:
-        kept: dict[str, Any] = msgpack.unpackb((forests / f"{batch_id:06d}.msgpack").read_bytes())
+        kept: dict[str, Any] = pickle.loads((forests / f"{batch_id:06d}.pickle").read_bytes())
         times.update(kept["members"])
     twice = [id for id, number in times.items() if number > 1]
     recorded = {id for id, row in episodes.items() if row.learned is not None}

@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
 import sqlite3
 from pathlib import Path
 
-import msgpack
 import pytest
 
 from bench.breaking.audit import Audit, audit
@@ -93,7 +93,7 @@ class Run:
         return reward
 
     def learn(self, batch_id: int, members: list[str]) -> None:
-        (self.folder / "forests" / f"{batch_id:06d}.msgpack").write_bytes(msgpack.packb({"members": members}))
+        (self.folder / "forests" / f"{batch_id:06d}.pickle").write_bytes(pickle.dumps({"members": members}))
 
     def judged(self) -> Audit:
         self.world.close()

@@ -238,9 +238,11 @@ def share_metrics(batch: Batch, episodes: Mapping[str, Episode], policies: Seque
 def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:
     """Groups dropped while the batch was filled, by reason, and episodes that ended without a reward."""
     reasons = {reason: float(count) for reason, count in dropped_groups.items() if reason != "no_members"}
-    lost = {"aborted": 0, "expired": 0, **lost_episodes}
+    lost = {f"episodes/{reason}": float(count) for reason, count in lost_episodes.items()}
     return {
         "groups/dropped": sum(reasons.values()),
         **{f"groups/dropped_{reason}": count for reason, count in reasons.items()},
-        **{f"episodes/{reason}": float(count) for reason, count in lost.items()},
+        "episodes/aborted": 0.0,
+        "episodes/expired": 0.0,
+        **lost,
     }
