@@ -149,7 +149,8 @@ class MortalCompute(EmbeddedCompute):
         os.kill(pid, self._signal)
 
     def _has_others_first(self, policy: PolicyId) -> bool:
-        waiting = [one.policy for one in self._hosts[policy]._pending.values() if one.op != "sample"]
+        channel = self._hosts[policy]._channel
+        waiting = [one.policy for one in channel.pending.values() if one.op != "sample"] if channel is not None else []
         return policy in waiting and waiting[0] != policy
 
     async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:

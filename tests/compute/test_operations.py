@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.backend import Request
+from agentjet.compute.channel import Request
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker

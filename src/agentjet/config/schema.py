@@ -45,6 +45,32 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class ComputeConfig(Section):
+    """Where a policy is computed. `embedded`: one worker process, one device. `cluster`: learner ranks and vLLM
+    replicas in processes of their own, on this machine or on a Ray cluster. These may change between two starts.
+    """
+
+    backend: Literal["embedded", "cluster"] = "embedded"
+    """`embedded`, or `cluster`, which needs `agentjet cluster install`. The settings below are for `cluster`."""
+    ranks: Int64 = Field(1, ge=1, le=4096)
+    """Processes that learn together, each with one GPU if there are any. Replays are bit-equal only with the same
+    number of ranks."""
+    sharding: Literal["auto", "gathered", "sharded"] = "auto"
+    """`gathered`: each rank holds all weights and a part of the optimiser's state. `sharded`: each rank holds a part of
+    the layers, too. `auto`: `gathered` if that fits the memory of a rank."""
+    samplers: Int64 = Field(1, ge=1, le=4096)
+    """Replicas that sample. `agentjet cluster scale` changes their number while a run trains."""
+    tensor_parallel: Int64 = Field(1, ge=1, le=64)
+    """GPUs of each replica."""
+    address: str = ""
+    """Ray cluster, as in `ray start --address`, or `auto`. Empty: processes of this machine, without Ray."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which ranks and replicas reach the gateway. With several machines, that of a private
+    network: tokens and weights travel on it unencrypted."""
+    sampler_python: str = ""
+    """Interpreter of the environment with vLLM. Empty: the one that `agentjet cluster install` made."""
+
+
 class PolicyConfig(Section):
     """A policy of the run. Agents choose it with `model = "NAME"` in their requests. A run without such a section has
     one policy, which trains `[model]`. The policies of a run cannot change.
@@ -54,6 +80,8 @@ class PolicyConfig(Section):
     """Base model, as in `model.name`. Empty: `model.name`."""
     lora: LoraConfig | None = None
     """Adapter of this policy, such as `{rank = 8}`. Not given: `[model.lora]`."""
+    compute: ComputeConfig | None = None
+    """Where this policy is computed. Not given: `[compute]`."""
     worker: str = Field("", pattern=r"^[a-z0-9_-]{0,64}$")
     """Name of the worker process. Policies with the same name share a process, and their adapters share one copy of the
     base model; those of other runs, too."""
@@ -149,6 +177,7 @@ class ServeConfig(Section):
 
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
+    compute: ComputeConfig = ComputeConfig()
     server: ServerConfig = ServerConfig()
     policies: dict[PolicyName, PolicyConfig] = Field({})
     job: JobConfig = JobConfig()
@@ -163,6 +192,9 @@ class ServeConfig(Section):
         return self.model.model_copy(
             update={"name": own.model or self.model.name, "lora": self.model.lora if own.lora is None else own.lora}
         )
+
+    def compute_of(self, policy: str) -> ComputeConfig:
+        return self.policies.get(policy, PolicyConfig()).compute or self.compute
 
     def worker_of(self, policy: str) -> str:
         return self.policies[policy].worker if policy in self.policies else ""
