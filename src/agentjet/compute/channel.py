@@ -85,7 +85,7 @@ class Pending:
 
 
 class Channel:
-    """The gateway's end. Whoever owns the process calls `receive` until it raises, then `end`."""
+    """The gateway's end. The owner of the process calls `receive` until it raises, then `end`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

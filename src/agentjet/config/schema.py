@@ -46,12 +46,12 @@ class ModelConfig(Section):
 
 
 class ComputeConfig(Section):
-    """Where a policy is computed. `embedded`: one worker process, one device. `cluster`: learner ranks and vLLM
-    replicas in processes of their own, on this machine or on a Ray cluster. These may change between two starts.
+    """Where a policy is computed. `embedded`: one worker process, one device. `cluster`: separate processes of
+    learner ranks and vLLM replicas, on this machine or on a Ray cluster. These may change between two starts.
     """
 
     backend: Literal["embedded", "cluster"] = "embedded"
-    """`embedded`, or `cluster`, which needs `agentjet cluster install`. The settings below are for `cluster`."""
+    """`embedded`, or `cluster`, which needs an environment with vLLM. The settings below are for `cluster`."""
     ranks: Int64 = Field(1, ge=1, le=4096)
     """Processes that learn together, each with one GPU if there are any. Replays are bit-equal only with the same
     number of ranks."""
@@ -59,7 +59,7 @@ class ComputeConfig(Section):
     """`gathered`: each rank holds all weights and a part of the optimiser's state. `sharded`: each rank holds a part of
     the layers, too. `auto`: `gathered` if that fits the memory of a rank."""
     samplers: Int64 = Field(1, ge=1, le=4096)
-    """Replicas that sample. `agentjet cluster scale` changes their number while a run trains."""
+    """Replicas that sample."""
     tensor_parallel: Int64 = Field(1, ge=1, le=64)
     """GPUs of each replica."""
     address: str = ""
@@ -68,7 +68,7 @@ class ComputeConfig(Section):
     """Address of this machine at which ranks and replicas reach the gateway. With several machines, that of a private
     network: tokens and weights travel on it unencrypted."""
     sampler_python: str = ""
-    """Interpreter of the environment with vLLM. Empty: the one that `agentjet cluster install` made."""
+    """Interpreter of the environment with vLLM. Empty: the folder `sampler-venv` of the cache."""
 
 
 class PolicyConfig(Section):

@@ -1,1 +1,1 @@
-"""The cluster backend: learner ranks and sampler replicas in processes of their own, on one or more machines."""
+"""The cluster backend: learner ranks and sampler replicas are separate processes, on one or more machines."""

@@ -97,7 +97,7 @@ class Hub:
             task.add_done_callback(self._tasks.discard)
 
     async def _admit(self, connection: socket.socket) -> None:
-        """Verify a connection. Boundary: whatever a stranger sends ends that connection only."""
+        """Verify a connection. Boundary: a stranger can end that connection only."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             name = await asyncio.to_thread(verify, connection, self._secret.encode())

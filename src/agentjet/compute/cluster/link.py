@@ -137,7 +137,7 @@ class Link:
                 os._exit(0)
 
     def read_forever(self, deliver: Callable[[Request], object]) -> None:
-        """Deliver requests from a thread of their own; end this process with the connection."""
+        """Deliver requests from a separate thread; end this process with the connection."""
 
         def loop() -> None:
             try:
