@@ -92,29 +92,29 @@ def _number(context: bytes, *what: object) -> int:
 def mistakes(
     prompt: Sequence[int], params: SamplingParams, pieces: Sequence[Sampled], derived: Callable[[int, int], int]
 ) -> list[str]:
-    """Returns the tokens of a completion that no replica can have sampled in their context, and wrong ends.
+    """Returns the first token of a completion that cannot be sampled in its context, or its wrong end; else nothing.
 
     `derived(seed, position)` is the seed of a completion that continues at a position after a replica died.
     """
-    found: list[str] = []
-    context, seed, position = _bytes(prompt), params.seed, 0
+    context, seeds, position = _bytes(prompt), {params.seed}, 0
     for piece in pieces:
         for token, reported in zip(piece.tokens, piece.logprobs, strict=True):
             version = piece.policy_version
-            if token != draw(context, seed, version) and token >= FIRST_TOKEN:
-                seed = derived(params.seed, position)
-                if token != draw(context, seed, version):
-                    found.append(f"token {position} is not that of version {version}")
+            if token >= FIRST_TOKEN:  # Else it ends the completion, with every seed.
+                seeds |= {derived(params.seed, position)}
+                seeds = {seed for seed in seeds if token == draw(context, seed, version)}
+            if not seeds:
+                return [f"token {position} is not that of version {version} in its context"]
             if reported != logprob(context, token, version):
-                found.append(f"the log-probability of token {position} is not that of version {version}")
+                return [f"the log-probability of token {position} is not that of version {version}"]
             context += _bytes([token])
             position += 1
     reasons = [piece.finish_reason for piece in pieces]
     if any(reasons[:-1]) or not reasons or reasons[-1] is None:
-        found.append(f"finish reasons {reasons}")
-    elif position > params.max_tokens or (position < params.max_tokens) != (reasons[-1] == "stop"):
-        found.append(f"{reasons[-1]} after {position} of {params.max_tokens} tokens")
-    return found
+        return [f"finish reasons {reasons}"]
+    if position > params.max_tokens or (position < params.max_tokens) != (reasons[-1] == "stop"):
+        return [f"{reasons[-1]} after {position} of {params.max_tokens} tokens"]
+    return []
 
 
 def publication(version: int) -> Publication:
@@ -269,5 +269,30 @@ def _support(token: int, params: SamplingParams) -> bytes:
 POLICY = PolicyId()
 INFO = ModelInfo("fake", "", "", context_length=4096, end_tokens=(2,))
 
+
+def fork_forever() -> None:
+    """Fork a replica for each line of standard input, the JSON of its environment; answer with its process id.
+
+    A forked replica starts in milliseconds, because everything is imported. All of them end with standard input.
+    """
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # No zombies.
+    for line in sys.stdin:
+        environment = json.loads(line)
+        if (pid := os.fork()) == 0:
+            serve(environment)
+        print(pid, flush=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def serve(environment: Mapping[str, str] = os.environ) -> None:
+    """Be a replica. A gateway that closes the connection early is not worth a message."""
+    try:
+        link = Link.from_environment(environment)
+    except OSError:
+        os._exit(1)
+    FakeReplica(link, Hooks.from_environment(environment)).run()
+
+
 if __name__ == "__main__":
-    FakeReplica(Link.from_environment(), Hooks.from_environment()).run()
+    fork_forever() if sys.argv[1:] == ["nursery"] else serve()
