@@ -21,6 +21,8 @@ class Peer(Channel):
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         super().__init__(reader, writer)
         self.name = name
+        self.num_messages = 0
+        """Messages received so far."""
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._read())
 
@@ -28,6 +30,7 @@ class Peer(Channel):
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 await self.receive()
+                self.num_messages += 1
         self._finish(WorkerDied(f"the connection to {self.name} ended"))
 
     def close(self) -> None:
