@@ -41,7 +41,7 @@ class Capabilities:
     adapters: bool
     """Trains LoRA adapters."""
     separate_samplers: bool = False
-    """Samplers have a copy of the weights in processes of their own. They sample while the learner learns, and while it
+    """Samplers are separate processes with a copy of the weights. They sample while the learner learns, and while it
     recovers from a crash.
     """
 
