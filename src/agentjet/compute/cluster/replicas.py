@@ -1,9 +1,9 @@
 """The sampler replicas of one policy, as the gateway uses them: completions go to replicas, and outlive them.
 
 If a replica ends, each of its completions continues on another one: from the exact tokens that were received, with the
-remaining `max_tokens` and a seed derived from its own and the position. Tokens that were not received were not passed on either.
-While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion may have
-several; a piece has one.
+remaining `max_tokens` and a seed derived from its own and the position. Tokens that were not received were not passed
+on either. While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion
+may have several versions; a piece has one.
 """
 
 from __future__ import annotations
