@@ -53,6 +53,9 @@ class Hooks:
     """Stop at the point for ever. The connection stays open."""
     fail: str = ""
     """Answer the request with a `ComputeError` (`load`, `adopt`, `score`, `sample`)."""
+    fail_from: str = ""
+    fail_to: str = ""
+    """First and last passage of a point (`POINT:N`) at which it fails so."""
     refuse: str = ""
     """Answer `load` with this `ConfigError`."""
     poison: int = -1
@@ -181,8 +184,12 @@ class FakeReplica:
             os.kill(os.getpid(), signal.SIGKILL)
         while self._hooks.hang in here:
             signal.pause()
-        if self._hooks.fail in here:
+        if self._hooks.fail in here or self._fails_between(point):
             raise ComputeError(f"failed at {point}")
+
+    def _fails_between(self, point: Point) -> bool:
+        first, _, begin = self._hooks.fail_from.partition(":")
+        return first == point and int(begin) <= self._passages[point] <= int(self._hooks.fail_to.partition(":")[2])
 
     def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
         self._pass("load")

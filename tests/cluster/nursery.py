@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,8 +13,12 @@ from contextlib import asynccontextmanager, contextmanager
 
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.errors import WorkerDied
 from agentjet.types import PolicyId
 from tests.cluster.fake_replica import COMMAND, INFO, Hooks
+
+POLL_SECONDS = 0.05
+"""Time between two looks at a process that has not connected yet."""
 
 
 class ForkServer:
@@ -76,8 +81,12 @@ class Nursery:
     async def connect(self, name: str, hooks: Hooks) -> Peer:
         """Start a process; returns its connection, on which nothing was sent."""
         connection = self.hub.expect(name)
-        self.pids[name] = self._server.fork({**self.hub.environment(name), **hooks.environment()})
-        return await connection
+        pid = self.pids[name] = self._server.fork({**self.hub.environment(name), **hooks.environment()})
+        while not connection.done():
+            await asyncio.wait([connection], timeout=POLL_SECONDS)
+            if not os.path.exists(f"/proc/{pid}"):
+                raise WorkerDied(f"{name} ended before it connected")
+        return connection.result()
 
     async def stop(self, name: str) -> None:
         """See `fleet.Stop`."""

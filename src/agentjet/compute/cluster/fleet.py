@@ -91,7 +91,7 @@ class Replica:
         self.attempts = 0
         """Failed attempts to adopt the present publication."""
         self.problem = ""
-        """The error of the last attempt."""
+        """The error of the last attempt, if it failed."""
         self.reason: WorkerDied | None = None
         self.cause: Cause = "work"
         """Cause of the end."""
@@ -132,7 +132,7 @@ class Fleet:
         """Replicas that ended before they served, since the last adoption."""
         self._has_served = False
         self._failed_probes = 0
-        """Of the present publication."""
+        """Probes of the present publication that failed."""
         self._publication: Publication | None = None
         self._serial = 0
         """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
@@ -252,7 +252,7 @@ class Fleet:
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
     async def _live(self, replica: Replica) -> None:
-        """Boundary: whatever goes wrong with a replica ends that replica only, and is recorded in `reason`."""
+        """Boundary: a failure ends this replica only. Its `reason` records the failure."""
         work = asyncio.create_task(self._serve(replica, delay=_backoff(self._early_deaths)))
         await replica.ended.wait()
         work.cancel()
@@ -334,7 +334,8 @@ class Fleet:
             replica.version, replica.publication, replica.serial = publication.version, publication, serial
             replica.verified.add(publication.version)
             replica.load.forget()
-            replica.attempts, self._early_deaths, self._has_served = 0, 0, True
+            replica.attempts, replica.problem = 0, ""
+            self._early_deaths, self._has_served = 0, True
             self.probe_error = max(self.probe_error, probe_error(publication, logprobs))
             self.pause_seconds = max(self.pause_seconds, time.monotonic() - began)
         finally:

@@ -24,6 +24,9 @@ class Peer(Channel):
         self.num_messages = 0
         """Messages received so far."""
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        address = writer.get_extra_info("peername")
+        self.host = str(address[0]) if address else ""
+        """Address of its machine; '' if the connection ended at once."""
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:

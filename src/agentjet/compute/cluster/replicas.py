@@ -1,9 +1,9 @@
 """The sampler replicas of one policy, as the gateway uses them: completions go to replicas, and outlive them.
 
 If a replica ends, each of its completions continues on another one: from the exact tokens that were received, with the
-remaining `max_tokens` and a seed derived from its own and the position. What was never received was never passed on.
-While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion may have
-several; a piece has one.
+remaining `max_tokens` and a seed derived from its own and the position. Tokens that were not received were not passed
+on either. While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion
+may have several versions; a piece has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentjet.compute.cluster.routing import Work, choose
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
-from agentjet.types import PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
 MAX_DEATHS = 3
 """Replicas in a row that may end while they have a completion, before they send a token of it. Then it fails.
@@ -31,7 +31,7 @@ MAX_DEATHS = 3
 Two are not enough to blame the completion: its replica may have been killed, and the next one with it.
 """
 DEATH_SECONDS = 0.25
-"""Wait before the next replica, per such death. What killed several replicas at once is noticed within it."""
+"""Wait before the next replica, per such death. A cause that killed several replicas at once is noticed within it."""
 PIECE_TOKENS = 16
 """Largest piece requested from a replica. Pieces are its signs of work, and tokens not sent are lost with it."""
 
@@ -120,6 +120,10 @@ class Replicas:
             "sampler/probe_error": self._fleet.probe_error,
         }
 
+    def status(self) -> list[ProcessStatus]:
+        """Returns the replicas, oldest first."""
+        return [_status(replica) for replica in self._fleet.replicas]
+
     # ---- placement --------------------------------------------------------------------------------------------------
 
     async def _place(self, work: Work) -> Replica:
@@ -187,6 +191,18 @@ class Replicas:
             raise ComputeError(f"{work.deaths} replicas in a row ended before they sent a token of this completion")
         self._leave(replica, work)
         await asyncio.sleep(DEATH_SECONDS * work.deaths)
+
+
+def _status(replica: Replica) -> ProcessStatus:
+    running = len(replica.load.running)
+    states = {
+        "starting": "starts",
+        "waiting": replica.problem or "waits for weights",
+        "adopting": "loads weights",
+        "serving": replica.problem or ("samples" if running else "idle"),
+    }
+    place = replica.peer.host if replica.peer is not None else ""
+    return ProcessStatus(replica.name, "replica", states[replica.state], place, replica.version, running)
 
 
 def derived_seed(seed: int, position: int) -> int:

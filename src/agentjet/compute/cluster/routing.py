@@ -28,7 +28,7 @@ class Work:
 
     prompt: np.ndarray
     uses_cache: bool = True
-    """True if it computes less on a replica that knows its prefix."""
+    """True if a cached prefix saves work."""
     sampled: list[int] = field(default_factory=list)
     """Tokens of the completion that were received."""
     deaths: int = 0
@@ -61,9 +61,10 @@ class Load:
         self._known: OrderedDict[int, None] = OrderedDict()
 
     def has_place(self, work: Work) -> bool:
-        """True if the replica may get this work. Of the works that lost a replica, it gets one at a time.
+        """True if the replica may get this work.
 
-        So the work that crashes every replica is found, and those beside it are not taken for it.
+        A replica gets one work at a time that lost its last replica. So work that crashes every replica is found, and
+        the work beside it is not blamed.
         """
         if work.deaths and any(other.deaths for other in self.running):
             return False
@@ -86,7 +87,7 @@ class Load:
             self._remember(work)
 
     def known_blocks(self, keys: Sequence[int]) -> int:
-        """Returns the number of leading blocks that the replica knows."""
+        """Returns the number of leading blocks in the cache of the replica."""
         return next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
 
     def _remember(self, work: Work) -> None:
