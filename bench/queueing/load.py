@@ -49,7 +49,10 @@ class Play:
     @classmethod
     def from_json(cls, text: str) -> Play:
         values = json.loads(text)
-        work: dict[str, Any] = {k: LongTail(**v) if isinstance(v, dict) else v for k, v in values.pop("workload").items()}
+        work: dict[str, Any] = {
+            name: LongTail(**value) if isinstance(value, dict) else value
+            for name, value in values.pop("workload").items()
+        }
         return cls(**values, workload=Workload(**work))
 
 
