@@ -17,7 +17,7 @@ from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.compute.operations import body_digest
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import OutOfCache, PolicyRemoved, WorkerDied
+from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline.batch import TrainingBatch
@@ -31,6 +31,7 @@ from agentjet.types import (
     Op,
     OperationKind,
     PolicyId,
+    ProcessStatus,
     Sampled,
     SamplingParams,
     TokenScore,
@@ -161,6 +162,8 @@ class ScriptedCompute:
         """Of every batch, besides the loss."""
         self.deadly: set[tuple[str, int]] = set()
         """Runs and batches that kill every worker that tries them."""
+        self.samplers = 1
+        """Replicas of each policy, as `scale` asked for."""
         self.num_steps = 1
         """Optimiser steps per batch."""
         self.begun: list[int] = []
@@ -216,6 +219,14 @@ class ScriptedCompute:
         deaths = [self.policies[policy].died for policy in policies]
         done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
         return next(death.result() for death in deaths if death in done)
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        return [ProcessStatus(f"replica-{i}", "replica", "sampling", "here", 0) for i in range(self.samplers)]
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        if samplers > 8:
+            raise ConfigError(f"samplers = {samplers}: the cluster has 8 GPUs")
+        self.samplers = samplers
 
     async def close(self) -> None:
         for policy in self.policies:

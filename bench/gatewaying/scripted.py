@@ -16,7 +16,7 @@ from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
 MODEL = "scripted"
 ANSWER = "Look at row 42 next"
@@ -105,6 +105,12 @@ class ScriptedCompute:
 
     async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
         raise AssertionError("nobody asks for an export")
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        return []
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        raise AssertionError("the bench scales nothing")
 
     async def close(self) -> None:
         return

@@ -27,7 +27,7 @@ from typing import Protocol, Self
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,17 @@ class Compute(Sampler, Learner, Protocol):
 
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Wait until a worker of these policies ends unexpectedly; returns the reason. A hung worker is killed."""
+        ...
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        """Returns the processes of a policy, ranks first. Empty for a policy that was not added."""
+        ...
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        """Change the number of replicas of a policy; new ones start in the background.
+
+        Raises `ConfigError` if the backend has no replicas or not enough GPUs.
+        """
         ...
 
     async def close(self) -> None:

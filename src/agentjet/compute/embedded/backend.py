@@ -23,9 +23,9 @@ import psutil
 from agentjet.compute.channel import Channel
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
 WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment of a worker. The user's own variables take precedence.
@@ -282,6 +282,20 @@ class EmbeddedCompute:
         ended = {self._process(policy).died for policy in policies}
         done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        process = self._hosts.get(policy)
+        if process is None:
+            return []
+        running = process.pid is not None
+        state, place = ("running", f"pid {process.pid}") if running else ("starting or ended", "")
+        return [ProcessStatus("worker", "worker", state, place)]
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        raise ConfigError(
+            "compute.backend = 'embedded': one worker process samples and learns, so there are no replicas to scale; "
+            "restart the server with compute.backend = 'cluster'"
+        )
 
     async def close(self) -> None:
         processes = {*self._workers.values(), *self._hosts.values()}
