@@ -11,6 +11,7 @@ import typer
 from agentjet.cli import (
     Override,
     checkpoints,
+    cluster,
     compare,
     data_dir,
     episodes,
@@ -56,7 +57,7 @@ def demo(
 for command in (serve.serve, demo, run.run, status.status, status.watch, compare.compare, checkpoints.export):
     app.command()(command)
 app.command("eval")(run.evaluate)
-for group in (status, runs, episodes, checkpoints, data_dir, research):
+for group in (status, runs, episodes, checkpoints, cluster, data_dir, research):
     app.add_typer(group.app)
 
 
