@@ -74,8 +74,8 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
         error = relative(torch.from_numpy(gradients[step]), torch.from_numpy(expected))
         assert error <= LARGEST_ERROR[kind], (step, ALGORITHMS[step[0]])
         ours, theirs = metrics[step], expected_metrics[step]
-        # Ranks may repeat the nodes above a cut, and bfloat16 rounds.
-        assert ours.pop("forest/tokens_computed") >= theirs.pop("forest/tokens_computed")
+        computed, needed = ours.pop("forest/tokens_computed"), theirs.pop("forest/tokens_computed")
+        assert computed >= needed or kind == "rows", "ranks may repeat nodes above a cut; rows have less padding"
         assert ours == pytest.approx(theirs, rel=1e-4 if "bfloat16" not in kind else 0.5, abs=1e-6), step
 
 

@@ -127,7 +127,7 @@ class Learner(Protocol):
         ...
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        """Write a checkpoint folder (`policy/`, `trainer.pt`, `state.json`) atomically.
+        """Write a checkpoint folder (`policy/`, `trainer.pt` or `trainer/`, `state.json`) atomically.
 
         Raises `CheckpointError`, and `OperationConflict` while a gradient waits for its `optim_step`.
         """

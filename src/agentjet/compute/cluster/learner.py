@@ -33,7 +33,7 @@ from agentjet.compute.embedded.passes import Pass, PrefixPass, RowPass
 from agentjet.compute.embedded.policy import Policy, fingerprint, merged_weights
 from agentjet.errors import ConfigError
 from agentjet.timeline.deal import part_of
-from agentjet.timeline.forest import Forest, restrict
+from agentjet.timeline.forest import Forest, Row, build_forest, restrict
 
 Sharding = Literal["gathered", "sharded"]
 USABLE_MEMORY = 0.6
@@ -52,6 +52,10 @@ class RankLearner(PolicyLearner):
         super().__init__(policy)
         for master in self.masters():
             self._optimizer.state[master] = new_moments(master)
+        if self._layers:
+            # FSDP notes at its first pass which weights learn. That must not be a pass of the reference, because an
+            # adapter that is switched off counts as frozen.
+            self.logprobs(build_forest([Row(np.zeros(1, np.int32), slice(0), {})]))
 
     def _make_pass(self) -> Pass:
         if not self.policy.info.shares_prefixes:
