@@ -21,13 +21,19 @@ class Peer(Channel):
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         super().__init__(reader, writer)
         self.name = name
+        self.num_messages = 0
+        """Messages received so far."""
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        address = writer.get_extra_info("peername")
+        self.host = str(address[0]) if address else ""
+        """Address of its machine; '' if the connection ended at once."""
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 await self.receive()
+                self.num_messages += 1
         self._finish(WorkerDied(f"the connection to {self.name} ended"))
 
     def close(self) -> None:

@@ -117,6 +117,8 @@ class Link:
         self._connection = connection
         self._stream: BinaryIO = connection.makefile("rb")
         self._writing = threading.Lock()
+        self.before_exit: Callable[[], object] = lambda: None
+        """Called before the process ends with the connection. From any thread."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -134,7 +136,7 @@ class Link:
             try:
                 self._connection.sendall(encode(message))
             except OSError:
-                os._exit(0)
+                self._exit()
 
     def read_forever(self, deliver: Callable[[Request], object]) -> None:
         """Deliver requests from a separate thread; end this process with the connection."""
@@ -144,6 +146,13 @@ class Link:
                 while True:
                     deliver(read(self._stream))
             except (EOFError, OSError):
-                os._exit(0)  # The gateway is gone.
+                self._exit()
 
         threading.Thread(target=loop, daemon=True).start()
+
+    def _exit(self) -> None:
+        """End the process: the gateway is gone."""
+        try:
+            self.before_exit()
+        finally:
+            os._exit(0)
