@@ -55,7 +55,7 @@ PACKAGES = {
     "swarm": rule(f"{VOCABULARY} config protocol timeline", "numpy pydantic"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
-        "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers",
+        "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",

