@@ -21,6 +21,7 @@ from typing import Any, cast
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
 from agentjet.compute.cluster.learner_group import LearnerGroup
+from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.embedded.backend import WORKER_VARIABLES
@@ -119,7 +120,8 @@ def local_or_ray(hub: Hub, address: str, log_folder: Path) -> Launcher:
     """Returns the launcher of a `compute.address`. Raises `ConfigError` if Ray is needed and missing."""
     if not address:
         return LocalLauncher()
-    raise ConfigError(f"compute.address = {address!r}: Ray clusters are not supported yet; leave it empty")
+    check_ray(address)
+    return RayLauncher(hub, address, log_folder)
 
 
 class ClusterCompute:
