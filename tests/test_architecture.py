@@ -73,7 +73,8 @@ PACKAGES = {
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(
-    " ".join(PACKAGES), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn"
+    " ".join(PACKAGES),
+    "httpx huggingface_hub jinja2 matplotlib numpy openai opentelemetry psutil pydantic rich typer uvicorn",
 )
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
 

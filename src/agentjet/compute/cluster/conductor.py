@@ -42,6 +42,8 @@ PROBE_SECONDS = 5.0
 WATCH_SECONDS = 1.0
 """Seconds between two connections to Ray's head."""
 MAX_FAILED_PROBES = 3
+FAREWELL_SECONDS = 5.0
+"""Limit of the stops after Ray's head is gone."""
 STOP_SECONDS = 15.0
 """Limit of an orderly stop; then Ray kills the actor."""
 INSTALL = "pip install 'agentjet[cluster]'"
@@ -148,13 +150,14 @@ class Conductor:
             how = f"lost its node or actor: {first_line(error)}"
         except RayError as error:
             how = f"cannot be watched: {first_line(error)}"
-        self._end(placed, "was stopped" if placed.stopped else how)
+        if not placed.stopped:  # Else the one who stopped it reports the reason.
+            self._end(placed, how)
 
     def _end(self, placed: Placed, how: str) -> None:
         with contextlib.suppress(RayError):
             ray.kill(placed.actor, no_restart=True)
         if not placed.end.done():
-            placed.end.set_result(f"{placed.launch.name} ({placed.place}) {how}")
+            placed.end.set_result(f"(on {placed.place}) {how}")
 
     def _forget(self, placed: Placed) -> None:
         self._end(placed, "did not start")
@@ -167,10 +170,16 @@ class Conductor:
         while failed < MAX_FAILED_PROBES:
             await asyncio.sleep(WATCH_SECONDS)
             failed = 0 if await asyncio.to_thread(accepts, head) else failed + 1
-        reason = f"lost its cluster: the head of the Ray cluster at {head} is gone"
-        for placed in self._placed.values():
+        reason = f"ended because the head of the Ray cluster at {head} is gone"
+        present = [placed for placed in self._placed.values() if not placed.end.done()]
+        for placed in present:
+            placed.stopped = True
+        with contextlib.suppress(TimeoutError):  # Actors still answer: requests to them do not pass the head.
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await asyncio.gather(*(placed.actor.stop.remote() for placed in present), return_exceptions=True)
+        for placed in present:
             if not placed.end.done():
-                placed.end.set_result(f"{placed.launch.name} ({placed.place}) {reason}")
+                placed.end.set_result(f"(on {placed.place}) {reason}")
         await asyncio.sleep(0)
         self.lost.set_result(reason)
 

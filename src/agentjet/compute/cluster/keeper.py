@@ -11,11 +11,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 TAIL_BYTES = 4096
 STOP_SECONDS = 10.0
+PARENT_SECONDS = 0.5
+"""Seconds between two checks of the node's raylet, which is the parent of an actor's process."""
+LAST_WORDS_SECONDS = 5.0
+"""Time for the answer of `wait` to leave an actor without a raylet. Ray itself ends it a minute later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,6 @@ class Launch:
     needs_shared_files: bool
     """True if the process works only where the gateway's files are visible."""
     placement_seconds: float = 30.0
-    """Seconds that it waits for a node with enough free GPUs."""
 
 
 class Keeper:
@@ -43,6 +48,7 @@ class Keeper:
         self._guardian = guardian
         self._log_path = launch.log_path
         self._process: subprocess.Popen[bytes] | None = None
+        self._lost = ""
 
     def start(self) -> tuple[str, int, str]:
         """Returns the node's address, the process id, and "" or the reason why this node cannot run the process."""
@@ -65,6 +71,7 @@ class Keeper:
                 env=environment,
                 start_new_session=True,
             )
+        threading.Thread(target=self._end_with_parent, args=[os.getppid()], daemon=True).start()
         return node, self._process.pid, ""
 
     def _problem(self) -> str:
@@ -91,8 +98,18 @@ class Keeper:
             log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
             lines = log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if self._lost:
+            return f"ended because {self._lost}; see {self._log_path}"
         end = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
         return f"{end}; see {self._log_path}{f': {last}' if last else ''}"
+
+    def _end_with_parent(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        self._lost = "the raylet of its node died"
+        self.stop()
+        time.sleep(LAST_WORDS_SECONDS)
+        os._exit(1)
 
     def stop(self) -> None:
         """Kill the process and its children, and wait for their end."""

@@ -42,12 +42,10 @@ def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_
 class RayLauncher:
     """Starts processes on the nodes of a Ray cluster."""
 
-    def __init__(self, hub: Hub, address: str, log_folder: Path, *, placement_seconds: float = 30.0) -> None:
-        """`address` as in `compute.address`. The conductor logs to `conductor.log` in `log_folder`.
-
-        A process waits `placement_seconds` for a node with enough free GPUs.
-        """
-        self._placement_seconds = placement_seconds
+    def __init__(self, hub: Hub, address: str, log_folder: Path) -> None:
+        """`address` as in `compute.address`. The conductor logs to `conductor.log` in `log_folder`."""
+        self.placement_seconds = 30.0
+        """Seconds that a process waits for a node with enough free GPUs."""
         self._hub = hub
         self._address = address
         self._log_path = log_folder / "conductor.log"
@@ -86,7 +84,7 @@ class RayLauncher:
             gpus,
             str(log_path.resolve()),
             needs_shared_files=RANK_MODULE in command,
-            placement_seconds=self._placement_seconds,
+            placement_seconds=self.placement_seconds,
         )
         self._places[name] = await conductor.ask("start", NOBODY, launch)
         end = self._ends[name] = asyncio.get_running_loop().create_future()
@@ -122,7 +120,7 @@ class RayLauncher:
         try:
             reason = str(await conductor.ask("ended", NOBODY, name))
         except ComputeError as error:
-            reason = f"{name} ended with the conductor ({error}; see {self._log_path})"
+            reason = f"ended with the conductor ({error}; see {self._log_path})"
         if not end.done():
             end.set_result(reason)
 
