@@ -124,7 +124,7 @@ class TrainingLoop:
     async def catch_up(self, batches: Iterable[Batch], operations: Mapping[str, int]) -> None:
         """Learns the `batches` after the loaded checkpoint, from the `operations` on. Then opens the gate.
 
-        The samplers get the last version only: those with weights of their own may have it since before the crash.
+        The samplers get the last version only. Separate samplers may still have it from before the crash.
         """
         self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         self._is_partial = False
