@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.policy import Policy, locate_model
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
@@ -36,6 +37,8 @@ class Running:
 
     replica: LocalReplica
     policy: Policy
+    published: Any
+    """The same model without AgentJet's attention."""
     folder: Path
     model: ModelConfig
     sampler: SamplerConfig
@@ -52,8 +55,9 @@ def running(python: str, dtype: str, *, max_concurrent: int = 64, context: int =
     with tempfile.TemporaryDirectory() as name, LocalReplica(python, Path(name) / "log") as replica:
         info = dataclasses.replace(policy.info, end_tokens=())
         replica.load(config, info, sampler, ComputeConfig())
-        replica.adopt(publish(policy.model, Path(name), 0))
-        yield Running(replica, policy, Path(name), config, sampler)
+        published = AutoModelForCausalLM.from_pretrained(locate_model(MODEL), dtype=getattr(torch, dtype)).eval()
+        replica.adopt(publish(published, Path(name), 0))
+        yield Running(replica, policy, published, Path(name), config, sampler)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -89,7 +93,7 @@ def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -
         params = SamplingParams(max_tokens=48 * (publishes + 1), piece_tokens=1)
         wanted = {i: Wanted(prompt, dataclasses.replace(params, seed=i)) for i, prompt in enumerate(prompts(8))}
         versions = range(1, publishes + 1)
-        publications = {40 * v: publish(world.policy.model, world.folder, v) for v in versions}
+        publications = {40 * v: publish(world.published, world.folder, v) for v in versions}
         found: dict[int, Completed] = world.replica.sample(wanted, publications)
         pauses, steps = [], []
         for one in found.values():
