@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -29,6 +30,7 @@ from bench.scaling.replicas import SOURCE, START_SECONDS, Completed, LocalReplic
 
 MODEL = "smollm2-135m"
 PROMPT_TOKENS = 40
+PAUSED = re.compile(r"sampling paused for ([\d.]+) s")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,8 +88,9 @@ def logprob_error(python: str, dtype: str, *, count: int = 8, new_tokens: int = 
 def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -> dict[str, float]:
     """Publishes to a replica that samples 8 completions, one token a piece.
 
-    `pause_s` is the longest time without a token around a publish, `adopt_s` the longest `adopt`, `step_s` the usual
-    time between two tokens.
+    `pause_s` is the longest time for which a replica sampled nothing, by its log. `gap_s` is the longest time without a
+    token at the gateway: it contains the recomputation of all running contexts, whose cached keys are dropped. `step_s`
+    is the usual time between two tokens.
     """
     with running(python, dtype, context=2048) as world:
         params = SamplingParams(max_tokens=48 * (publishes + 1), piece_tokens=1)
@@ -102,7 +105,10 @@ def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -
             pauses += gaps[changed].tolist()
             steps += gaps[~changed].tolist()
             assert sorted(set(one.versions)) == [0, *versions]
-    return {"pause_s": max(pauses), "step_s": float(np.median(steps)), "publishes": float(publishes)}
+        logged = PAUSED.findall((world.folder / "log").read_text())[1:]  # Without version 0.
+        assert len(logged) == publishes
+    pause, gap = max(map(float, logged)), max(pauses)
+    return {"pause_s": pause, "gap_s": gap, "step_s": float(np.median(steps)), "publishes": float(publishes)}
 
 
 def sampler_efficiency(
@@ -159,6 +165,7 @@ def figures(python: str) -> dict[str, Any]:
         "mismatch_kl_bf16": rounded["kl"],
         "logprob_err_bf16": rounded["max"],
         "publish_pause_one_s": pause["pause_s"],
+        "publish_gap_one_s": pause["gap_s"],
         "sampler_efficiency": speed["efficiency"],
         "sampler_tokens_per_s": speed["ours_tokens_per_s"],
         "vllm_tokens_per_s": speed["vllm_tokens_per_s"],
