@@ -178,6 +178,17 @@ async def test_a_killed_gateway(ray_cluster: LocalCluster, tmp_path: Path) -> No
         assert len(processes) == 2 and await gone(*processes)
 
 
+async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+    async with launching(ray_cluster.address, tmp_path) as launcher:
+        await started(launcher, "one", tmp_path, gpus=1)
+        launcher.placement_seconds = 0.5
+        with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
+            await started(launcher, "big", tmp_path, gpus=4)
+        with pytest.raises(ConfigError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
+            await started(launcher, "two", tmp_path, gpus=1)
+        assert await launcher.free_gpus() == 0
+
+
 async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
         waiting = asyncio.create_task(started(launcher, "big", tmp_path, gpus=2))
@@ -193,17 +204,6 @@ async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) 
         print(f"raylet: {time.monotonic() - killed:.2f} s")
         raylet.wait()
         ray_cluster.cluster.remove_node(node, allow_graceful=False)
-
-
-async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
-    async with launching(ray_cluster.address, tmp_path) as launcher:
-        await started(launcher, "one", tmp_path, gpus=1)
-        launcher.placement_seconds = 0.5
-        with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
-            await started(launcher, "big", tmp_path, gpus=4)
-        with pytest.raises(ConfigError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
-            await started(launcher, "two", tmp_path, gpus=1)
-        assert await launcher.free_gpus() == 0
 
 
 async def test_wrong_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class Conductor:
         placed = self._placed[launch.name] = Placed(launch, actor)
         try:
             node, pid, problem = await self._answer(actor.start.remote(), launch)
-            placed.place = f"{node} pid {pid}"
+            placed.place = f"{node} process {pid}"
         except BaseException:
             self._forget(placed)
             raise
@@ -126,8 +126,8 @@ class Conductor:
 
     async def gpus(self) -> tuple[int, int]:
         """Returns the GPUs of the cluster, and those that processes of this conductor have."""
-        nodes = await asyncio.to_thread(gpus_by_node)
-        return sum(nodes.values()), sum(placed.launch.gpus for placed in self._placed.values())
+        nodes = await asyncio.to_thread(gpus_of_nodes)
+        return sum(count for _, count in nodes), sum(placed.launch.gpus for placed in self._placed.values())
 
     async def _answer(self, reference: Any, launch: Launch) -> tuple[str, int, str]:
         """Returns the answer of a new actor. Raises `ConfigError` if it finds no place in time."""
@@ -136,7 +136,7 @@ class Conductor:
                 answer: tuple[str, int, str] = await reference
                 return answer
         except TimeoutError:
-            nodes = await asyncio.to_thread(gpus_by_node)
+            nodes = await asyncio.to_thread(gpus_of_nodes)
             own = sum(placed.launch.gpus for placed in self._placed.values()) - launch.gpus
             raise ConfigError(why_not_placed(launch, nodes, own)) from None
         except RayError as error:
@@ -235,20 +235,17 @@ def why_not_joined(address: str, message: str) -> str:
     return f"{stated}{found}"
 
 
-def gpus_by_node() -> dict[str, int]:
-    """Returns the number of GPUs of each live node, by address."""
-    counts: dict[str, int] = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            address = str(node["NodeManagerAddress"])
-            counts[address] = counts.get(address, 0) + int(node["Resources"].get("GPU", 0))
-    return counts
+def gpus_of_nodes() -> list[tuple[str, int]]:
+    """Returns address and number of GPUs of each live node."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [(str(node["NodeManagerAddress"]), int(node["Resources"].get("GPU", 0))) for node in alive]
 
 
-def why_not_placed(launch: Launch, nodes: dict[str, int], own: int) -> str:
+def why_not_placed(launch: Launch, nodes: list[tuple[str, int]], own: int) -> str:
     """Returns the reason why no node had enough free GPUs, with what would fit."""
-    largest, total = max(nodes.values(), default=0), sum(nodes.values())
-    listed = ", ".join(f"{address} {count}" for address, count in sorted(nodes.items())) or "none"
+    counts = [count for _, count in nodes]
+    largest, total = max(counts, default=0), sum(counts)
+    listed = ", ".join(f"{address} {count}" for address, count in sorted(nodes)) or "none"
     start = f"{launch.name} needs {launch.gpus} GPUs on one node"
     if launch.gpus > largest:
         return f"{start}, and the largest has {largest}: set compute.tensor_parallel to {max(1, largest)} ({listed})"
