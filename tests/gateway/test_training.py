@@ -453,4 +453,4 @@ async def test_separate_samplers_take_calls_while_the_learner_recovers(tmp_path:
         assert run.gateway.engine.training._run.gate.is_open is bool(max_staleness)
         run.compute.may_start.set()
         await run.batch()
-        assert run.compute.weights == await reference_weights(tmp_path, 2)
+        assert run.compute.learned == [0, 1]
