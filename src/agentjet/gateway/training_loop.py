@@ -162,8 +162,9 @@ class TrainingLoop:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
                 metrics, following = await self._apply(batch, training)
+                self._learning = None  # A failure here is not the batch's: samplers may have its weights already.
                 published = await self._publish(batch.id + 1, to_samplers=not replay)
-                self._is_partial = False
+                self._learning, self._is_partial = batch.id, False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
                     await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)})

@@ -153,6 +153,7 @@ class ClusterCompute:
         elif hosted.ranks is not None:
             await hosted.ranks.close()
         hosted.num_groups += 1
+        hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
         launcher = hosted.site.launcher
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
         hosted.ranks = LearnerGroup(
