@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +25,7 @@ import pytest
 from agentjet.compute.cluster.hub import Hub
 from agentjet.compute.cluster.ray_launcher import RayLauncher
 from agentjet.errors import ConfigError
+from tests.cluster.raylets import LocalCluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'agentjet[cluster]'")
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
@@ -41,24 +41,6 @@ SLEEPER = (
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class LocalCluster:
-    """Raylets of this machine that believe in GPUs."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
-        self.address = str(self.cluster.address)
-
-    def join(self, gpus: int = 2) -> Any:
-        node = self.cluster.add_node(num_cpus=1, num_gpus=gpus)
-        self.cluster.wait_for_nodes()
-        return node
-
-    def shutdown(self) -> None:
-        self.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
