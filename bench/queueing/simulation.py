@@ -384,6 +384,7 @@ class Simulation:
         agent.sent = now
         agent.prompt += turn.context
         work = costs.call / 2 + costs.per_prompt_token * agent.prompt + costs.per_new_token * turn.context
+        work += costs.route * self.plan.fleet.replicas
         self.at(agent.front.serve(now, work), self._route, agent)
 
     def routing(self, replica: Replica) -> None:
@@ -461,18 +462,18 @@ class Simulation:
         return work.first_context + work.calls.mean * work.completion.mean + (work.calls.mean - 1) * work.context.mean
 
     def _publish(self, now: float) -> None:
-        """Replicas adopt the new weights, so many at a time. The files leave rank 0 one after another."""
+        """Replicas fetch the weights and adopt them, so many at a time. Rank 0 sends to one after another."""
         fleet = self.plan.fleet
         self._version += 1
         at_once = fleet.adopting if self.plan.max_staleness else fleet.replicas
-        transfer = fleet.weights_bytes / fleet.weights_bandwidth
-        times = [now] * min(at_once, fleet.replicas)
-        for number, replica in enumerate(self._replicas):
-            start = max(heapq.heappop(times), now + (number + 1) * transfer)
-            self.at(start, replica.pause, True)
-            self.at(start + fleet.adopt, self._adopted, replica, self._version)
-            heapq.heappush(times, start + fleet.adopt)
-        self.at(max(times), self._learned, now)
+        turns = [now] * min(at_once, fleet.replicas)
+        transfer, sent = fleet.weights_bytes / fleet.weights_bandwidth, now
+        for replica in self._replicas:
+            sent = max(heapq.heappop(turns), sent) + transfer
+            self.at(sent, replica.pause, True)
+            self.at(sent + fleet.adopt, self._adopted, replica, self._version)
+            heapq.heappush(turns, sent + fleet.adopt)
+        self.at(max(turns), self._learned, now)
 
     def _adopted(self, now: float, replica: Replica, version: int) -> None:
         replica.version = version
