@@ -104,12 +104,13 @@ async def test_start_stop_and_gpus(ray_cluster: LocalCluster, tmp_path: Path) ->
 
 async def test_a_killed_process_and_a_killed_actor(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
-        first, second = await started(launcher, "first", tmp_path), await started(launcher, "second", tmp_path)
+        first = await started(launcher, "first", tmp_path, gpus=1)
+        second = await started(launcher, "second", tmp_path)
         killed = time.monotonic()
         first.kill()
         assert "was killed by signal 9; see" in await reason(launcher, "first")
         print(f"process: {time.monotonic() - killed:.2f} s")
-        assert not launcher.ended("second").done()
+        assert not launcher.ended("second").done() and await launcher.free_gpus() == 1
         killed = time.monotonic()
         actor_of(second).kill()
         assert "lost its node or actor" in await reason(launcher, "second")

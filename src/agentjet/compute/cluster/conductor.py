@@ -111,7 +111,9 @@ class Conductor:
         """Returns the reason, once the process has ended."""
         if name not in self._placed:
             return f"{name} was not started"
-        return await asyncio.shield(self._placed[name].end)
+        reason = await asyncio.shield(self._placed[name].end)
+        self._placed.pop(name, None)
+        return reason
 
     async def stop(self, name: str) -> None:
         """Kill the process and wait for its end. Idempotent."""
@@ -127,7 +129,10 @@ class Conductor:
     async def gpus(self) -> tuple[int, int]:
         """Returns the GPUs of the cluster, and those that processes of this conductor have."""
         nodes = await asyncio.to_thread(gpus_of_nodes)
-        return sum(count for _, count in nodes), sum(placed.launch.gpus for placed in self._placed.values())
+        return sum(count for _, count in nodes), self._own_gpus()
+
+    def _own_gpus(self) -> int:
+        return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
 
     async def _answer(self, reference: Any, launch: Launch) -> tuple[str, int, str]:
         """Returns the answer of a new actor. Raises `ConfigError` if it finds no place in time."""
@@ -137,8 +142,7 @@ class Conductor:
                 return answer
         except TimeoutError:
             nodes = await asyncio.to_thread(gpus_of_nodes)
-            own = sum(placed.launch.gpus for placed in self._placed.values()) - launch.gpus
-            raise ConfigError(why_not_placed(launch, nodes, own)) from None
+            raise ConfigError(why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)) from None
         except RayError as error:
             raise ComputeError(f"{launch.name} did not start: {first_line(error)}") from None
 
