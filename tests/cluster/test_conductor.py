@@ -210,6 +210,7 @@ async def test_reasons_of_refusals() -> None:
     assert "the cluster has another version of Ray or Python: install the version of the cluster" in why_not_joined(
         "auto", mismatch
     )
+    assert "needs its Ray token: copy ~/.ray/auth_token" in why_not_joined("auto", "Authentication token is missing")
     lost = "Can't find a node with IP address 10.0.0.9"
     assert "run `ray start --address=h:1` here first" in why_not_joined("h:1", lost)
 

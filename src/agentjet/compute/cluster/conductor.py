@@ -233,6 +233,9 @@ def why_not_joined(address: str, message: str) -> str:
         return f"{stated}the cluster has another version of Ray or Python: {way_out}"
     if "Could not find any running Ray" in message:
         return f"{stated}no Ray cluster runs on this machine: run `ray start --head`, or give HOST:PORT of the head"
+    if "auth" in message.lower() and "token" in message.lower():
+        way_out = "copy ~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN"
+        return f"{stated}the cluster needs its Ray token: {way_out} ({found})"
     if "IP address" in message or "raylet" in message.lower():
         way_out = f"run `ray start --address={address}` here first ({found})"
         return f"{stated}this machine is not a node of the cluster: {way_out}"
