@@ -111,7 +111,9 @@ class Conductor:
         """Returns the reason, once the process has ended."""
         if name not in self._placed:
             return f"{name} was not started"
-        return await asyncio.shield(self._placed[name].end)
+        reason = await asyncio.shield(self._placed[name].end)
+        self._placed.pop(name, None)
+        return reason
 
     async def stop(self, name: str) -> None:
         """Kill the process and wait for its end. Idempotent."""
@@ -127,7 +129,10 @@ class Conductor:
     async def gpus(self) -> tuple[int, int]:
         """Returns the GPUs of the cluster, and those that processes of this conductor have."""
         nodes = await asyncio.to_thread(gpus_of_nodes)
-        return sum(count for _, count in nodes), sum(placed.launch.gpus for placed in self._placed.values())
+        return sum(count for _, count in nodes), self._own_gpus()
+
+    def _own_gpus(self) -> int:
+        return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
 
     async def _answer(self, reference: Any, launch: Launch) -> tuple[str, int, str]:
         """Returns the answer of a new actor. Raises `ConfigError` if it finds no place in time."""
@@ -137,8 +142,7 @@ class Conductor:
                 return answer
         except TimeoutError:
             nodes = await asyncio.to_thread(gpus_of_nodes)
-            own = sum(placed.launch.gpus for placed in self._placed.values()) - launch.gpus
-            raise ConfigError(why_not_placed(launch, nodes, own)) from None
+            raise ConfigError(why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)) from None
         except RayError as error:
             raise ComputeError(f"{launch.name} did not start: {first_line(error)}") from None
 
@@ -229,6 +233,9 @@ def why_not_joined(address: str, message: str) -> str:
         return f"{stated}the cluster has another version of Ray or Python: {way_out}"
     if "Could not find any running Ray" in message:
         return f"{stated}no Ray cluster runs on this machine: run `ray start --head`, or give HOST:PORT of the head"
+    if "auth" in message.lower() and "token" in message.lower():
+        way_out = "copy ~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN"
+        return f"{stated}the cluster needs its Ray token: {way_out} ({found})"
     if "IP address" in message or "raylet" in message.lower():
         way_out = f"run `ray start --address={address}` here first ({found})"
         return f"{stated}this machine is not a node of the cluster: {way_out}"
