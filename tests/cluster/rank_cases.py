@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import LoraConfig, ModelConfig
+from agentjet.errors import CheckpointError
 from tests.compute.baseline import Double
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 
@@ -144,3 +146,37 @@ def load_and_save(
     after = learn(learner, batches) if batches else restored
     checkpoint.save(target, learner, group, {"policy_version": 3, "operation": 12})
     return (restored, after) if group.rank == 0 else None
+
+
+def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
+    """The errors of a rank, which can go on after each."""
+    learner = RankLearner(policy_of("full", models["full"]), group, "sharded")
+    errors: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    (folder / "file").write_text("not a folder")
+    attempt(lambda: checkpoint.save(folder / "file" / "step", learner, group, {}))
+    attempt(lambda: checkpoint.load(folder / "nothing", learner, group))
+    path = folder / "step_000000"
+    checkpoint.save(path, learner, group, {"policy_version": 0})
+    attempt(lambda: checkpoint.load(path if group.rank == 0 else folder / "of another machine", learner, group))
+    if group.rank == 0:
+        (path / "trainer" / ".metadata").write_text("damaged")
+    group.gather(None)
+    attempt(lambda: checkpoint.load(path, learner, group))
+    return errors
+
+
+def all_work(
+    group: Group, models: dict[str, Path], folder: Path, cases: dict[Case, tuple[int, ...]], replays: list[Case]
+) -> Any:
+    return (
+        gradients_of_ranks(group, models, cases),
+        save_and_replay(group, models, folder, replays),
+        refuse(group, models, folder),
+    )

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.config import ModelConfig
-from agentjet.errors import CheckpointError
 from bench.scaling.spawn import spawn
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import AFTER, BEFORE, Case, digest, gradients_of_one, learn, policy_of, state_of
@@ -62,8 +60,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(models: dict[str, Path]) -> dict[Case, Any]:
-    return spawn(2, rank_cases.gradients_of_ranks, models, GRADIENTS)[0]
+def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of the ranks, and what each found: its gradients, replays and errors. Their start takes seconds."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, spawn(2, rank_cases.all_work, models, folder, GRADIENTS, REPLAYS)
 
 
 def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tuple[int, ...]) -> None:
@@ -81,9 +81,10 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
 
 @pytest.mark.parametrize(("kind", "sharding"), GRADIENTS)
 def test_two_ranks_have_the_gradient_of_one(
-    kind: str, sharding: Sharding, of_two_ranks: dict[Case, Any], models: dict[str, Path]
+    kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]], models: dict[str, Path]
 ) -> None:
-    check_gradients(kind, of_two_ranks[kind, sharding], models, GRADIENTS[kind, sharding])
+    found, _, _ = two_ranks[1][0]
+    check_gradients(kind, found[kind, sharding], models, GRADIENTS[kind, sharding])
 
 
 @pytest.mark.thorough
@@ -97,31 +98,22 @@ def test_any_number_of_ranks_has_the_gradient_of_one(num_ranks: int, tmp_path: P
         check_gradients(kind, found[kind, sharding], folders, batches)
 
 
-Replays = tuple[Path, dict[Case, Any]]
-
-
-@pytest.fixture(scope="module")
-def replays(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Replays:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, spawn(2, rank_cases.save_and_replay, models, folder, REPLAYS)[0]
-
-
 @pytest.mark.parametrize(("kind", "sharding"), REPLAYS)
 def test_a_replay_is_equal_and_its_files_are_the_policy(
-    kind: str, sharding: Sharding, replays: Replays, models: dict[str, Path]
+    kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]], models: dict[str, Path]
 ) -> None:
-    check_replay(kind, sharding, replays, models)
+    folder, ((_, found, _), _) = two_ranks
+    check_replay(kind, folder / f"{kind}-{sharding}", found[kind, sharding], models)
 
 
 @pytest.mark.thorough
 def test_more_replays_are_equal(models: dict[str, Path], tmp_path: Path) -> None:
-    found = tmp_path, spawn(2, rank_cases.save_and_replay, models, tmp_path, MORE_REPLAYS)[0]
+    found = spawn(2, rank_cases.save_and_replay, models, tmp_path, MORE_REPLAYS)[0]
     for kind, sharding in MORE_REPLAYS:
-        check_replay(kind, sharding, found, models)
+        check_replay(kind, tmp_path / f"{kind}-{sharding}", found[kind, sharding], models)
 
 
-def check_replay(kind: str, sharding: Sharding, replays: Replays, models: dict[str, Path]) -> None:
-    folder, found = replays[0] / f"{kind}-{sharding}", replays[1][kind, sharding]
+def check_replay(kind: str, folder: Path, found: Any, models: dict[str, Path]) -> None:
     assert found["restored"] == digest(found["saved"])
     assert found["replayed"] == found["undisturbed"] != found["restored"]
     assert (found["state"]["policy_version"], found["state"]["operation"]) == (2, 8)
@@ -187,34 +179,8 @@ def test_a_checkpoint_reshards(counts: tuple[int, ...], models: dict[str, Path],
         path = target
 
 
-def refuse(group: Any, models: dict[str, Path], folder: Path) -> list[str]:
-    """The errors of a rank, which can go on after each."""
-    from agentjet.compute.cluster import checkpoint as of_ranks
-
-    learner = rank_cases.RankLearner(policy_of("full", models["full"]), group, "sharded")
-    errors = []
-
-    def attempt(action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except CheckpointError as error:
-            errors.append(str(error))
-
-    (folder / "file").write_text("not a folder")
-    attempt(lambda: of_ranks.save(folder / "file" / "step", learner, group, {}))
-    attempt(lambda: of_ranks.load(folder / "nothing", learner, group))
-    path = folder / "step_000000"
-    of_ranks.save(path, learner, group, {"policy_version": 0})
-    attempt(lambda: of_ranks.load(path if group.rank == 0 else folder / "of another machine", learner, group))
-    if group.rank == 0:
-        (path / "trainer" / ".metadata").write_text("damaged")
-    group.gather(None)
-    attempt(lambda: of_ranks.load(path, learner, group))
-    return errors
-
-
-def test_an_error_of_one_rank_is_raised_on_all(models: dict[str, Path], tmp_path: Path) -> None:
-    first, second = spawn(2, refuse, models, tmp_path)
+def test_an_error_of_one_rank_is_raised_on_all(two_ranks: tuple[Path, list[Any]]) -> None:
+    first, second = (errors for _, _, errors in two_ranks[1])
     assert first == second
     assert "could not be written" in first[0]
     assert "does not see" in first[1] and "server.data_dir must be on a file system" in first[1]

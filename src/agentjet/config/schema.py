@@ -70,6 +70,15 @@ class ComputeConfig(Section):
     sampler_python: str = ""
     """Interpreter of the environment with vLLM. Empty: the folder `sampler-venv` of the cache."""
 
+    @model_validator(mode="after")
+    def _ranks_can_share(self) -> Self:
+        if self.sharding == "sharded" and self.ranks == 1:
+            raise ValueError(
+                "sharding = 'sharded' with ranks = 1: one rank holds all layers; raise ranks, or set sharding to "
+                "'gathered'"
+            )
+        return self
+
 
 class PolicyConfig(Section):
     """A policy of the run. Agents choose it with `model = "NAME"` in their requests. A run without such a section has
@@ -199,6 +208,11 @@ class ServeConfig(Section):
     def worker_of(self, policy: str) -> str:
         return self.policies[policy].worker if policy in self.policies else ""
 
+    def host_of(self, policy: str) -> tuple[str, str]:
+        """Returns the same value for policies that share a process. In the cluster, each policy has its own."""
+        is_alone = self.compute_of(policy).backend == "cluster"
+        return ("policy", policy) if is_alone else ("worker", self.worker_of(policy))
+
     @model_validator(mode="after")
     def _policies_have_names(self) -> Self:
         if SOLE_POLICY in self.policies:
@@ -213,16 +227,26 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_share_a_base(self) -> Self:
-        bases: dict[str, tuple[str, str]] = {}
+        bases: dict[tuple[str, str], tuple[str, str]] = {}
         for policy in self.policy_names:
-            model, worker = self.model_of(policy), self.worker_of(policy)
+            model = self.model_of(policy)
             if not model.lora.rank:
                 continue
-            other, base = bases.setdefault(worker, (policy, model.name))
+            other, base = bases.setdefault(self.host_of(policy), (policy, model.name))
             if base != model.name:
                 raise ValueError(
                     f"policies.{policy}.model = {model.name!r} and policies.{other}.model = {base!r}: the adapters of "
                     f"one worker share one base model; set policies.{policy}.worker to another name"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _clusters_have_no_workers(self) -> Self:
+        for policy in self.policy_names:
+            if (worker := self.worker_of(policy)) and self.compute_of(policy).backend == "cluster":
+                raise ValueError(
+                    f'policies.{policy}.worker = {worker!r}: with compute.backend = "cluster" each policy has its own '
+                    "processes; omit it"
                 )
         return self
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 
 from agentjet.compute.channel import Channel
-from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
-from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
@@ -211,8 +211,6 @@ class WorkerProcess:
 class EmbeddedCompute:
     """Implements `Compute` with worker processes by name. A policy keeps its process until `add` or `remove`."""
 
-    capabilities = Capabilities(support_sets=True, adapters=True)
-
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._workers: dict[str, WorkerProcess] = {}
@@ -224,7 +222,12 @@ class EmbeddedCompute:
         """Returns the process id of a policy's worker while it runs."""
         return self._hosts[policy].pid if policy in self._hosts else None
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    def capabilities(self, settings: ComputeConfig) -> Capabilities:
+        return Capabilities(support_sets=True, adapters=True)
+
+    async def add(
+        self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
+    ) -> ModelInfo:
         process = self._workers.get(worker)
         if process is None or process.has_ended:
             log_path = self._config.server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
@@ -266,8 +269,11 @@ class EmbeddedCompute:
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
+    async def publish(
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+    ) -> Mapping[str, float]:
         await self._ask("publish", policy, version)
+        return {}
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         return cast(CheckpointStamp, await self._ask("save", policy, path))

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,8 +85,9 @@ def read_trainer(path: Path, learner: PolicyLearner) -> dict[str, Any]:
         import torch.distributed.checkpoint as dcp
 
         state = learner.new_state()
-        single = not torch.distributed.is_initialized()
-        dcp.load(state, checkpoint_id=path / TRAINER_FOLDER, no_dist=single)  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(state, checkpoint_id=path / TRAINER_FOLDER)  # type: ignore[attr-defined]
         return state
 
 
