@@ -50,7 +50,7 @@ class Fleet:
     """Seconds of a batch, in place of those that its tokens take."""
     weights_bytes: float = 16e9
     weights_bandwidth: float = 12.5e9
-    """Bytes a second from rank 0 to all replicas together."""
+    """Bytes a second of the network, from rank 0 to all replicas together, and from the gateway to all ranks."""
     adopt: float = 2.0
     """Seconds in which a replica samples nothing while it adopts new weights."""
     adopting: int = 1
@@ -464,7 +464,8 @@ class Simulation:
         process = self._journals[0] if self._journals else self._fronts[0]
         built = now + 2 * costs.batch_token * tokens
         process.slow_until = built
-        sent = process.serve(built, costs.rank_token * tokens * fleet.ranks)
+        encoded = process.serve(built, costs.rank_token * tokens)
+        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
         self._learning_since = now
         self.at(sent + (fleet.learn_seconds or tokens / (fleet.ranks * fleet.tokens_per_rank)), self._publish)
 
