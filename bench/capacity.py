@@ -161,7 +161,7 @@ def grid(costs: Costs, agents: Sequence[int], replicas: Sequence[int], console: 
             console.print(f"simulating {number} episodes on {count} replicas ...")
             plan = Plan(number, fleet(count), AGENTS, costs)
             if number > LEARNED:
-                plan = replace(plan, calls=50_000, batches=0)
+                plan = replace(plan, batches=0)
             load = Simulation(plan).run()
             found.append({"agents": number, "replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
     return found
@@ -187,7 +187,7 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
     found = []
     for name, (plan, times) in cases.items():
         console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")
-        load = Simulation(plan).run()
+        load = Simulation(plan if plan.agents <= LEARNED else replace(plan, batches=0)).run()
         totals = {n: getattr(load, n) * times for n in ("calls_per_s", "tokens_per_s", "episodes_per_s")}
         found.append({"case": name, "limit": first_limit(load), **rounded({**asdict(load), **totals})})
     return found

@@ -32,7 +32,7 @@ class Costs:
     batch_token: float
     """Of each forest token, while a batch is built in a thread."""
     rank_token: float
-    """Of each forest token and rank, while it is sent."""
+    """Of each forest token, while the batch is encoded for the ranks."""
     sync: float
     """Seconds of a wait for the disk."""
     disk_bandwidth: float

@@ -17,11 +17,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from bench.gatewaying.report import percentile
 from bench.queueing.costs import Costs
 from bench.queueing.workload import Turn, Workload
+
+NUM_EPISODES = 20_000
+"""Episodes after which the first one is played again."""
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
@@ -46,7 +50,7 @@ class Fleet:
     """Seconds of a batch, in place of those that its tokens take."""
     weights_bytes: float = 16e9
     weights_bandwidth: float = 12.5e9
-    """Bytes a second from rank 0 to all replicas together."""
+    """Bytes a second of the network, from rank 0 to all replicas together, and from the gateway to all ranks."""
     adopt: float = 2.0
     """Seconds in which a replica samples nothing while it adopts new weights."""
     adopting: int = 1
@@ -218,6 +222,11 @@ class Agent:
     group: Group | None = None
 
 
+@lru_cache(NUM_EPISODES)
+def episode(workload: Workload, number: int) -> list[Turn]:
+    return workload.episode(number)
+
+
 class Simulation:
     """One run. `run` returns its load."""
 
@@ -271,7 +280,7 @@ class Simulation:
         """The load after the warm-up."""
         plan = self.plan
         for agent in self._agents:  # From the middle of an episode, so that they do not run in step.
-            agent.turns = plan.workload.episode(next(self._episodes))
+            agent.turns = self._next_episode()
             agent.turn = self._rng.randrange(len(agent.turns)) if not plan.seconds else 0
             agent.prompt = sum(turn.context + turn.completion for turn in agent.turns[: agent.turn])
             self._begin(0.0, agent, is_first=True)
@@ -326,10 +335,13 @@ class Simulation:
             self._refused.append(agent)
             return
         if not is_first:
-            agent.turns, agent.turn, agent.prompt = self.plan.workload.episode(next(self._episodes)), 0, 0
+            agent.turns, agent.turn, agent.prompt = self._next_episode(), 0, 0
         self._live += 1
         ready = agent.front.serve(now, self.costs.begin + self.costs.per_live * self._live)
         self.at(agent.front.synced(ready) + agent.turns[agent.turn].seconds, self._send, agent)
+
+    def _next_episode(self) -> list[Turn]:
+        return episode(self.plan.workload, next(self._episodes) % NUM_EPISODES)
 
     def _join(self, agent: Agent) -> bool:
         """True if the agent has a place in a group. See `swarm.mixture.places`."""
@@ -452,7 +464,8 @@ class Simulation:
         process = self._journals[0] if self._journals else self._fronts[0]
         built = now + 2 * costs.batch_token * tokens
         process.slow_until = built
-        sent = process.serve(built, costs.rank_token * tokens * fleet.ranks)
+        encoded = process.serve(built, costs.rank_token * tokens)
+        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
         self._learning_since = now
         self.at(sent + (fleet.learn_seconds or tokens / (fleet.ranks * fleet.tokens_per_rank)), self._publish)
 
