@@ -296,7 +296,7 @@ def serve(environment: Mapping[str, str] = os.environ) -> None:
     """Be a replica. A gateway that closes the connection early is not worth a message."""
     try:
         link = Link.from_environment(environment)
-    except OSError:
+    except (OSError, ComputeError):
         os._exit(1)
     FakeReplica(link, Hooks.from_environment(environment)).run()
 

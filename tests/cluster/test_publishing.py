@@ -178,7 +178,7 @@ def test_probe(dtype: str, change: Callable[[int], float], passes: bool) -> None
 
 def test_weights_that_cannot_be_fetched(server: ForkServer) -> None:
     async def test() -> None:
-        faulty = Hooks(step_seconds=SLOW, fail_from="adopt:2", fail_to="adopt:4")
+        faulty = Hooks(step_seconds=SLOW, fail_from="adopt:2", fail_to="adopt:8")
         async with scene(server, 2, hooks=lambda number: faulty) as on:
             await on.serve()
             tasks = on.begin(4, max_tokens=80)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,21 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Install the samplers' environment; show and scale the processes of a server.",
 )
+
+
+@app.command()
+def install() -> None:
+    """Make the environment of the sampler replicas, with vLLM, in the cache folder. Can be repeated.
+
+    It takes minutes and about 4 GB. Machines with an NVIDIA driver get vLLM for CUDA.
+    """
+    from agentjet.cli import sampler_venv
+    from agentjet.config import ComputeConfig
+
+    python = sampler_venv.sampler_interpreter(ComputeConfig())
+    packages = sampler_venv.Packages.shipped(cuda=shutil.which("nvidia-smi") is not None)
+    made = sampler_venv.install(python.parents[1], packages)
+    print_text(f"{'Installed' if made else 'Installed already'}: {python}")
 
 
 @app.command()

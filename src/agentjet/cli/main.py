@@ -14,6 +14,7 @@ from agentjet.cli import (
     cluster,
     compare,
     data_dir,
+    doctor,
     episodes,
     load_example,
     printable,
@@ -54,7 +55,16 @@ def demo(
         raise typer.Exit(130) from None
 
 
-for command in (serve.serve, demo, run.run, status.status, status.watch, compare.compare, checkpoints.export):
+for command in (
+    serve.serve,
+    demo,
+    run.run,
+    status.status,
+    status.watch,
+    compare.compare,
+    checkpoints.export,
+    doctor.doctor,
+):
     app.command()(command)
 app.command("eval")(run.evaluate)
 for group in (status, runs, episodes, checkpoints, cluster, data_dir, research):

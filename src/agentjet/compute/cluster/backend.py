@@ -21,13 +21,14 @@ from typing import Any, cast
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
 from agentjet.compute.cluster.learner_group import LearnerGroup
+from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.embedded.backend import WORKER_VARIABLES
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
-from agentjet.errors import ConfigError, PolicyRemoved, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
@@ -35,8 +36,10 @@ RANK_MODULE = "agentjet.compute.cluster.rank"
 REPLICA_MODULE = "agentjet.compute.cluster.replica"
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
+DEATH_SECONDS = 5.0
+"""Time in which the death of a learner is noticed whose weights could not be fetched."""
 TOKEN_SECONDS = 0.2
-"""Longest time before a received token that counts as sampling. What is longer is a pause."""
+"""Longest time before a received token that counts as sampling. The rest is a pause."""
 
 
 class SamplingMeter:
@@ -119,7 +122,8 @@ def local_or_ray(hub: Hub, address: str, log_folder: Path) -> Launcher:
     """Returns the launcher of a `compute.address`. Raises `ConfigError` if Ray is needed and missing."""
     if not address:
         return LocalLauncher()
-    raise ConfigError(f"compute.address = {address!r}: Ray clusters are not supported yet; leave it empty")
+    check_ray(address)
+    return RayLauncher(hub, address, log_folder)
 
 
 class ClusterCompute:
@@ -149,6 +153,7 @@ class ClusterCompute:
         elif hosted.ranks is not None:
             await hosted.ranks.close()
         hosted.num_groups += 1
+        hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
         launcher = hosted.site.launcher
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
         hosted.ranks = LearnerGroup(
@@ -197,8 +202,10 @@ class ClusterCompute:
         adoption = asyncio.create_task(hosted.replicas.publish(publication, one_by_one=one_by_one))
         try:
             await _first(adoption, ranks.died)
-            if not adoption.done():  # The weights cannot be fetched from a rank that died.
-                raise copy.copy(ranks.died.result())
+            if adoption.done() and isinstance(adoption.exception(), ComputeError):
+                await asyncio.wait([ranks.died], timeout=DEATH_SECONDS)
+            if ranks.died.done() and not (adoption.done() and adoption.exception() is None):
+                raise copy.copy(ranks.died.result())  # The weights cannot be fetched from a rank that died.
             adoption.result()
         finally:
             adoption.cancel()
@@ -351,7 +358,7 @@ _RANK_STATES = {
     "load": "loads a checkpoint",
     "export": "writes an export",
 }
-"""What a rank does, by request."""
+"""The states of a rank, by request."""
 
 
 async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:

@@ -40,8 +40,11 @@ Cause = Literal["work", "replica", "unwanted"]
 MAX_FIRST_DEATHS = 3
 """Replicas that may end before any replica ever served. Then the policy fails: its settings never worked."""
 MAX_FAILED_PROBES = 2
-MAX_ATTEMPTS = 3
-"""Failed attempts to adopt a publication after which `publish` waits for the replica no longer."""
+MAX_ATTEMPTS = 7
+"""Failed attempts to adopt a publication, in 16 s, after which `publish` waits for the replica no longer.
+
+A learner whose machine vanished is noticed before that, and then the learner is replaced instead.
+"""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.25, 30.0
 """Wait before a second attempt to start or to adopt, doubled with each further one."""
 SLOWEST_BYTES_PER_SECOND = 20e6

@@ -19,7 +19,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LLGUIDANCE = 1, 9
+"""Lowest version of the library that follows grammars. vLLM itself installs a lower one."""
 _UNANSWERED = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
 _SLOW = ("score", "adopt")
@@ -76,12 +80,15 @@ class Completion:
             return "stop"
         return "length" if self.num_sampled >= self.params.max_tokens else None
 
-    def piece(self, version: int, reason: FinishReason | None) -> Sampled:
-        """Returns the tokens that are not sent yet."""
-        support = tuple(self.support) if any(self.support) else ()
-        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), version, reason, support)
+    def pieces(self, version: int, reason: FinishReason | None) -> Iterator[Sampled]:
+        """Yields the tokens that are not sent yet. They are several pieces if the engine was ahead of this process."""
+        size, count = self.params.piece_tokens, len(self.tokens)
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            support = tuple(self.support[part]) if any(self.support[part]) else ()
+            last = reason if start + size >= count else None
+            yield Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), version, last, support)
         self.tokens, self.logprobs, self.support = [], [], []
-        return sampled
 
 
 class Outbox:
@@ -131,11 +138,35 @@ class Outbox:
         self.send()
 
 
+StartEngine = Callable[[Link, ModelConfig, ModelInfo, SamplerConfig, ComputeConfig], "Awaitable[Engine]"]
+
+
+async def start_vllm(
+    link: Link, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+) -> Engine:
+    """Start vLLM, whose processes end with the connection. Raises `ConfigError`."""
+    try:
+        from agentjet.compute.cluster.vllm_engine import Engine, end_children
+    except ImportError as error:
+        raise ConfigError(
+            f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "
+            "compute.sampler_python to an interpreter with vLLM"
+        ) from error
+    if tuple(map(int, version("llguidance").split(".")[:2])) < LLGUIDANCE:
+        raise ConfigError(
+            f"the sampler's environment {sys.prefix} has llguidance {version('llguidance')}, whose grammars differ "
+            "from the server's: run `agentjet cluster install`, or `pip install --no-deps 'llguidance>=1.9,<2'` there"
+        )
+    link.before_exit = end_children
+    return await Engine.start(model, info, sampler, compute)
+
+
 class Replica:
     """The state of the process."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, start: StartEngine) -> None:
         self._link = link
+        self._start = start
         self._outbox = Outbox(link)
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._completions: dict[int, Completion] = {}
@@ -188,15 +219,7 @@ class Replica:
         os._exit(1)
 
     async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
-        try:
-            from agentjet.compute.cluster.vllm_engine import Engine, end_children
-        except ImportError as error:
-            raise ConfigError(
-                f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "
-                "compute.sampler_python to an interpreter with vLLM"
-            ) from error
-        self._link.before_exit = end_children
-        self._loaded = await Engine.start(model, info, sampler, compute)
+        self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._info = info
         self._places = asyncio.Semaphore(sampler.max_concurrent)
 
@@ -278,7 +301,8 @@ class Replica:
 
     def _put(self, completion: Completion, reason: FinishReason | None) -> None:
         assert self._version is not None
-        self._outbox.put((completion.id, completion.piece(self._version, reason)))
+        for piece in completion.pieces(self._version, reason):
+            self._outbox.put((completion.id, piece))
 
     def _engine(self) -> Engine:
         if self._loaded is None:
@@ -298,7 +322,7 @@ def main() -> None:
     link = Link.from_environment()
 
     async def serve() -> None:
-        await Replica(link).run()
+        await Replica(link, start_vllm).run()
 
     asyncio.run(serve())
 

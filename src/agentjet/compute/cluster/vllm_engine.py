@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -31,6 +30,7 @@ from agentjet.compute.cluster import vllm_worker
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
 from agentjet.compute.grammars import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
 from agentjet.timeline.support import EVERYTHING
 from agentjet.types import ModelInfo, SamplingParams, TokenScore
@@ -45,6 +45,8 @@ SEED_BITS = 2**63 - 1
 KV_BYTES = 2**28
 """Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
 SETTLE_SECONDS = 0.001
+CONNECT_SECONDS = 10.0
+RECEIVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,26 @@ class Sets:
     The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._known: dict[int, dict[int, tuple[int, bytes]]] = {}
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="agentjet-sets-")
+        self.path = f"{self._folder.name}/socket"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen(8)
-        self._listener.setblocking(False)
-        self._connections: dict[socket.socket, bytearray] = {}
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener, self._accept)
+        self._listener.bind(self.path)
+        self._listener.listen(1)
+        self._listener.settimeout(CONNECT_SECONDS)
+        self._known: dict[int, dict[int, tuple[int, bytes]]] = {}
+        self._unread = bytearray()
+
+    def accept(self) -> None:
+        """Accept the worker, which connects while it starts. Raises `TimeoutError`."""
+        self._connection, _ = self._listener.accept()
+        self._connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._connection, self._receive)
+
+    def stop_listening(self) -> None:
+        """Accept no further connection, and remove the socket's folder."""
+        self._listener.close()
+        self._folder.cleanup()
 
     def begin(self, id: int) -> None:
         self._known[id] = {}
@@ -83,28 +95,18 @@ class Sets:
 
     def take(self, id: int, position: int) -> bytes:
         """Returns the set of the token at a position. Raises `GrammarError` if its grammar could not be followed."""
-        self._accept()
-        for connection in self._connections:
-            self._receive(connection)
+        self._receive()
         kind, content = self._known[id].pop(position)
         if kind == ERROR:
             raise GrammarError(content.decode())
         return content
 
-    def _accept(self) -> None:
+    def _receive(self) -> None:
+        unread = self._unread
         with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._connections[connection] = bytearray()
-                self._loop.add_reader(connection, self._receive, connection)
-
-    def _receive(self, connection: socket.socket) -> None:
-        unread = self._connections[connection]
-        with contextlib.suppress(BlockingIOError):
-            while part := connection.recv(1 << 20):
+            while part := self._connection.recv(RECEIVE_BYTES):
                 unread += part
-            self._loop.remove_reader(connection)  # The worker ended, and the engine with it.
+            asyncio.get_running_loop().remove_reader(self._connection)  # The worker ended, and the engine with it.
         start = 0
         while len(unread) - start >= FRAME.size:
             id, position, kind, length = FRAME.unpack_from(unread, start)
@@ -137,24 +139,27 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         set_environment(model, compute)
-        sets = Sets(Path(tempfile.mkdtemp(prefix="agentjet-sets-")) / "socket")
+        sets = Sets()
         ours = {
             "load_format": "dummy",  # Each version comes as a publication, also the first one.
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
             "worker_extension_cls": f"{vllm_worker.__name__}.WeightsLoader",
             "logits_processors": [f"{vllm_worker.__name__}:Restrictions"],
-            "additional_config": {SETTINGS: {"socket": str(sets.path), "info": dataclasses.asdict(info)}},
+            "additional_config": {SETTINGS: {"socket": sets.path, "info": dataclasses.asdict(info)}},
             "enable_log_requests": False,
         }
         settings = engine_settings(model, info, sampler, compute)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
+            sets.accept()
         except Exception as error:  # Boundary: vLLM raises many kinds.
             raise ConfigError(
                 f"model.name = {model.name!r}: vLLM cannot hold the model with these settings "
                 f"({type(error).__name__}: {_first_line(error)}); the log of the replica has the whole reason. "
                 "compute.backend = 'embedded' holds every model of transformers"
             ) from error
+        finally:
+            sets.stop_listening()
         return cls(engine, info, sets, settings["max_model_len"])
 
     async def check(self, tokens: NDArray[np.int32], params: SamplingParams, num_sampled: int) -> None:
@@ -270,16 +275,15 @@ def _spans(completion: Any) -> Sequence[Any]:
     return completion.weight_versions or ()
 
 
-def _model_folder(model: ModelConfig, info: ModelInfo) -> str:
-    """Returns the folder or hub id with the model's `config.json`. Raises `ConfigError` if this machine has none."""
-    beside = Path(info.tokenizer_path)
-    if (beside / "config.json").is_file() and "architectures" in json.loads((beside / "config.json").read_text()):
-        return str(beside)
-    if (Path(model.name) / "config.json").is_file():
-        return model.name
-    from agentjet.compute.embedded.policy import locate_model
+def _model_folder(model: ModelConfig) -> str:
+    """Returns the folder or hub id with the model's `config.json`. Only this file is read: weights are published."""
+    from agentjet.compute.embedded.policy import BUNDLED, locate_model
 
-    return locate_model(model.name)
+    folders = [Path(model.name)]
+    if model.name == BUNDLED:  # The server unpacked it, because this environment lacks its package.
+        folders += sorted(cache_dir().glob(f"{BUNDLED}-*"))
+    known = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return str(known) if known else locate_model(model.name)
 
 
 def engine_settings(
@@ -291,7 +295,7 @@ def engine_settings(
     limit = min(info.context_length, sampler.cache_tokens)
     places = sampler.max_concurrent + EXTRA_REQUESTS
     settings: dict[str, Any] = {
-        "model": _model_folder(model, info),
+        "model": _model_folder(model),
         "dtype": info.dtype,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # The model's own defaults would change the distribution.

@@ -96,8 +96,10 @@ class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
         info = dict(settings["info"])
         info["end_tokens"] = tuple(info["end_tokens"])
         self._grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
-        self._socket_path: str = settings["socket"]
         self._connection: socket.socket | None = None
+        if get_tensor_model_parallel_rank() == 0:  # All ranks sample the same token, so one of them sends its set.
+            self._connection = socket.socket(socket.AF_UNIX)
+            self._connection.connect(settings["socket"])
 
     def is_argmax_invariant(self) -> bool:
         return False  # A grammar changes what is likeliest.
@@ -110,13 +112,9 @@ class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
         return self._grammars.guide(grammar)
 
     def send(self, id: int, position: int, kind: int, content: bytes) -> None:
-        """Send a message to the replica. Ranks of tensor parallelism sample the same token, so one of them sends."""
-        if get_tensor_model_parallel_rank() != 0:
-            return
-        if self._connection is None:
-            self._connection = socket.socket(socket.AF_UNIX)
-            self._connection.connect(self._socket_path)
-        self._connection.sendall(FRAME.pack(id, position, kind, len(content)) + content)
+        """Send a message to the replica."""
+        if self._connection is not None:
+            self._connection.sendall(FRAME.pack(id, position, kind, len(content)) + content)
 
 
 class _Restricted:

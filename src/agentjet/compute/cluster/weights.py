@@ -1,7 +1,7 @@
 """Publications: the weights of one version, as rank 0 writes and serves them and as replicas fetch them. No torch.
 
 Rank 0 writes one safetensors file, into shared memory if it fits there. A replica on the same machine opens that file;
-any other fetches it over TCP, after the handshake of `link`. The two newest files stay, because replicas may adopt one
+any other fetches it over TCP, after the handshake. The two newest files stay, because replicas may adopt one
 after another. A process that was killed leaves its folder behind; the next one on that machine removes it.
 
 The connection is not encrypted: the weights can be read on the network between the machines.
@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError
 
-from agentjet.compute.cluster.link import dial, verify
+from agentjet.compute.cluster.handshake import dial, verify
 from agentjet.errors import ComputeError
 
 log = logging.getLogger(__name__)
