@@ -35,6 +35,8 @@ VALIDATION = Workload(LongTail(6, 0.8, 32), LongTail(2.0, 1.2, 20), 64, LongTail
 """Shorter episodes than `AGENTS`, so that many end while they are measured."""
 STEP = 0.02
 """Seconds of a token of a validated completion."""
+LEARNED = 1000
+"""Episodes up to which a simulation lasts until batches were learned. One gateway takes hours for larger batches."""
 SATURATED = 0.85
 """Share of a resource's time from which it counts as saturated."""
 
@@ -80,7 +82,7 @@ def simulated(point: Point, costs: Costs, seconds: float) -> Load:
 def slowed(costs: Costs, factor: float) -> Costs:
     """The costs on a machine that takes `factor` times as long."""
     names = ["call", "per_prompt_token", "per_new_token", "per_token", "per_streamed_token"]
-    names += ["begin", "finish", "per_live"]
+    names += ["begin", "finish", "per_live", "route"]
     return replace(costs, **{name: getattr(costs, name) * factor for name in names})
 
 
@@ -152,13 +154,15 @@ def first_limit(load: Load) -> str:
 
 
 def grid(costs: Costs, agents: Sequence[int], replicas: Sequence[int], console: Console) -> list[dict[str, Any]]:
-    """The simulated loads of one gateway."""
+    """The simulated loads of one gateway, except those with far too few or too many replicas."""
     found = []
     for number in agents:
-        for count in replicas:
+        for count in [count for count in replicas if 1 <= number / count <= 1000]:
             console.print(f"simulating {number} episodes on {count} replicas ...")
-            batches = 1 if number > 10_000 else 2
-            load = Simulation(Plan(number, fleet(count), AGENTS, costs, batches=batches)).run()
+            plan = Plan(number, fleet(count), AGENTS, costs)
+            if number > LEARNED:
+                plan = replace(plan, batches=0)
+            load = Simulation(plan).run()
             found.append({"agents": number, "replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
     return found
 
@@ -171,6 +175,10 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
     for gateways in (2, 4, 8, 16):
         part = replace(whole, agents=agents // gateways, fleet=fleet(max(1, replicas // gateways)))
         cases[f"{gateways} gateways, each with its own runs"] = part, gateways
+    cases["25 times as many of all, 400 such gateways"] = (
+        replace(whole, agents=agents // 16, fleet=fleet(max(1, replicas // 16))),
+        400,
+    )
     for fronts, journals in ((2, 0), (8, 1), (16, 1), (16, 4)):
         design = f"{journals} journal processes" if journals else "a journal each"
         cases[f"not built: {fronts} fronts of one run, {design}"] = replace(whole, fronts=fronts, journals=journals), 1
@@ -179,7 +187,7 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
     found = []
     for name, (plan, times) in cases.items():
         console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")
-        load = Simulation(plan).run()
+        load = Simulation(plan if plan.agents <= LEARNED else replace(plan, batches=0)).run()
         totals = {n: getattr(load, n) * times for n in ("calls_per_s", "tokens_per_s", "episodes_per_s")}
         found.append({"case": name, "limit": first_limit(load), **rounded({**asdict(load), **totals})})
     return found
@@ -320,7 +328,7 @@ def main() -> int:
         most = 100 if given.quick else given.most
         agents = [number for number in (100, 1000, 10_000, 100_000) if number <= most]
         result["grid"] = grid(costs, agents, (1, 10) if given.quick else (1, 10, 100, 1000), progress)
-        result["variants"] = variants(costs, min(10_000, most), 10 if given.quick else 100, progress)
+        result["variants"] = variants(costs, min(4000, most), 4 if given.quick else 48, progress)
         output.print(load_table(result["grid"], "agents", "replicas"))
         output.print(load_table(result["variants"], "case"))
         if given.svg:

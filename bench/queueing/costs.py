@@ -27,10 +27,12 @@ class Costs:
     """Of each begin and finish, for every live episode."""
     idle_live: float
     """A second for every live episode."""
+    route: float
+    """Of the choice of a replica, for each replica; part of `call` for one."""
     batch_token: float
     """Of each forest token, while a batch is built in a thread."""
     rank_token: float
-    """Of each forest token and rank, while it is sent."""
+    """Of each forest token, while the batch is encoded for the ranks."""
     sync: float
     """Seconds of a wait for the disk."""
     disk_bandwidth: float

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from agentjet.compute.channel import Request, encode
+from agentjet.compute.cluster.routing import Load, Work, choose
 from agentjet.swarm import Journal
 from agentjet.types import PolicyId
 from bench.gatewaying.processes import started
@@ -32,8 +34,8 @@ from bench.queueing.load import Play
 from bench.queueing.serve import Settings
 from bench.queueing.workload import LongTail, Workload
 
-NEVER = 1e6
-"""Seconds of a step of replicas that never answer."""
+NEVER = 1.0
+"""Seconds of a token of replicas that answer nothing within the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,6 @@ def measure(folder: Path, effort: Effort) -> Costs:
     rows_second = delta(second, "rows") / delta(second, "calls")
     rows_first = delta(first, "rows") / delta(first, "calls")
     rows_episode = (rows_first - rows_second) / (1 - 1 / 8)  # Episodes of one call and of eight.
-    last = outcomes[-1]
     live, memory_live, idle = measure_live(folder, effort, call + 48 * new + 16 * plain, episode)
     recorded, recorded_token = measure_record(folder)
     batch_token, rank_token, rank_bytes = measure_batch(folder, effort)
@@ -146,6 +147,7 @@ def measure(folder: Path, effort: Effort) -> Costs:
         finish=episode / 2,
         per_live=live,
         idle_live=idle,
+        route=measure_routing(),
         batch_token=batch_token,
         rank_token=rank_token,
         rank_bytes_token=rank_bytes,
@@ -154,7 +156,7 @@ def measure(folder: Path, effort: Effort) -> Costs:
         bytes_call=sizes[0] + sizes[2] / 8,
         bytes_token=sizes[1],
         memory_live=memory_live,
-        memory_token=max(0.0, (last["after"]["rss"] - outcomes[0]["after"]["rss"]) / effort.agents / 8 / 272),
+        memory_token=measure_memory(folder),
         memory_call=measure_waiting(folder, effort),
         rows_episode=rows_episode,
         rows_call=rows_first - rows_episode,
@@ -179,7 +181,7 @@ def measure_live(folder: Path, effort: Effort, call: float, episode: float) -> t
 def measure_waiting(folder: Path, effort: Effort) -> float:
     """Bytes of the gateway for each call that waits for its answer, with its connection."""
     with serving(folder, step=NEVER) as (url, data_dir):
-        held = play(Play(url, data_dir, effort.waiting, LOADS[0], effort.seconds, hold="call"))
+        held = play(Play(url, data_dir, effort.waiting, constant(1, 32, 4000, 0.0), effort.seconds, hold="call"))
     return float(held["after"]["rss"] - held["still"]["rss"]) / effort.waiting
 
 
@@ -216,6 +218,36 @@ def measure_batch(folder: Path, effort: Effort) -> tuple[float, float, float]:
         journal.close()
     nodes = training.forest.num_nodes
     return (built - began) / nodes, (sent - built) / nodes, len(message) / nodes
+
+
+def measure_memory(folder: Path) -> float:
+    """Bytes of the gateway for each token of a live conversation."""
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        journal = Journal.open(Path(made) / "journal.sqlite")
+        swarm, found = run_state(journal), []
+        tracemalloc.start()
+        for number in range(9):
+            episode, parent = begin(swarm, f"t{number}"), None
+            with swarm.store.transaction():
+                for turn in range(8):
+                    parent = record(swarm, episode, turn, parent, 300, 300)
+            found.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        journal.close()
+    return (found[-1] - found[0]) / (8 * 8 * 600)
+
+
+def measure_routing(replicas: int = 100) -> float:
+    """CPU seconds of a choice among replicas, for each of them."""
+    rng, loads = np.random.default_rng(0), {number: Load(80, 65_536) for number in range(replicas)}
+    for number in range(20 * replicas):
+        work = Work(rng.integers(0, 49_000, 2500).astype(np.int32))
+        work.update_keys()
+        loads[number % replicas].add(work)
+    began, times = time.process_time(), 100
+    for _ in range(times):
+        choose(loads, work)
+    return (time.process_time() - began) / times / replicas
 
 
 def measure_disk(folder: Path) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Replicas with a fixed token rate, in one process: `python -m bench.queueing.replica`, settings in the environment.
 
-Each has its own connection to the gateway and speaks the protocol of the cluster's replicas, as far as `sample` and
-`cancel`. Tokens and log-probabilities are meaningless, but as long as real ones in the journal.
+Each has its own connection to the gateway and speaks the protocol of the cluster's replicas, except `load` and
+`score`. Tokens and log-probabilities are meaningless, but as long as real ones in the journal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentjet.compute.channel import Request
+from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster.link import Link
 from agentjet.types import Sampled, SamplingParams
 
@@ -45,7 +45,9 @@ class Replica:
 
     def accept(self, request: Request) -> None:
         id = request.args[0]
-        if request.op == "sample":
+        if request.op == "adopt":
+            self.link.send(Answer(request.id, list(id.probe_logprobs)))
+        elif request.op == "sample":
             self.waiting.append((id, Completion(request.args[2], id * 7919)))
         elif self.running.pop(id, None) is None:  # `cancel`
             self.waiting = deque(one for one in self.waiting if one[0] != id)

@@ -22,8 +22,10 @@ import uvicorn
 from tokenizers import Tokenizer
 
 from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.replicas import Replicas
+from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.protocol import LossSpec, Outputs
-from agentjet.config import OptimizerConfig, ServeConfig
+from agentjet.config import OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
 from agentjet.gateway.runs import Runs
 from agentjet.rendering.chat_template import template_for
@@ -52,8 +54,7 @@ WORDS = (
     "to",
     "data",
 )
-PIECE_TOKENS = 16
-"""The most tokens of a piece of a plain answer, as the cluster's router has it."""
+PUBLICATION = Publication(0, "127.0.0.1:1", "/weights", 0, "", "float32", (0,) * 64, (-0.5,) * 63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +101,60 @@ def words(tokenizer_path: str) -> dict[str, int]:
 
 
 class ReplicatedCompute(ScriptedCompute):
-    """See `compute.protocol.Compute`. The least loaded replica samples; a learner waits and changes nothing."""
+    """See `compute.protocol.Compute`. The cluster's router, real connections, and a learner that only waits."""
 
-    def __init__(self, info: ModelInfo, peers: Sequence[Peer], learn_seconds: float) -> None:
+    def __init__(self, info: ModelInfo, settings: Settings) -> None:
         super().__init__(info, 0.0)
-        self._peers = peers
-        self._learn_seconds = learn_seconds
+        self._info = info
+        self._settings = settings
+        self._hub = Hub()
+        self._links: list[dict[str, str]] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def open(self) -> None:
+        """Start the replicas, all in one process, and give them weights."""
+        await self._hub.open()
+        settings = SamplerConfig(max_concurrent=self._settings.slots)
+        policy = PolicyId("default", "policy")
+        self._replicas = Replicas(policy, self._start, self._stop, self._settings.replicas, settings, timeout=1e6)
+        await self._replicas.publish(PUBLICATION)
+
+    async def _start(self, name: str) -> Peer:
+        """See `cluster.fleet.Start`. The last one starts the process."""
+        connection = self._hub.expect(name)
+        self._links.append(self._hub.environment(name))
+        if len(self._links) == self._settings.replicas:
+            tokens = list(words(self._info.tokenizer_path).values())
+            given = {"links": self._links, "words": tokens, "slots": self._settings.slots, "step": self._settings.step}
+            environment = {**os.environ, replica.VARIABLE: json.dumps(given)}
+            self._process = subprocess.Popen([sys.executable, "-m", replica.__name__], env=environment)
+        return await connection
+
+    async def _stop(self, name: str) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End the replicas. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled]:
-        peer = min(self._peers, key=lambda peer: len(peer.pending))
-        limited = replace(params, piece_tokens=min(params.piece_tokens, PIECE_TOKENS))
-        async with aclosing(peer.sample(policy, token_ids, limited)) as pieces:
+        async with aclosing(self._replicas.sample(token_ids, params)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        await asyncio.sleep(self._learn_seconds)
+        await asyncio.sleep(self._settings.learn_seconds)
         return Outputs({})
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return {"optim/grad_norm": 1.0}
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
-        return
+    async def publish(self, policy: PolicyId, version: int, **how: bool) -> dict[str, float]:  # type: ignore[override]
+        return {}
 
 
 def config(settings: Settings) -> ServeConfig:
@@ -163,18 +193,10 @@ async def serve(settings: Settings) -> None:
     data_dir = Path(settings.data_dir)
     data_dir.mkdir(parents=True)
     info = model_info(data_dir / "tokenizer")
-    hub = Hub()
-    await hub.open()
-    names = [f"replica-{number}" for number in range(settings.replicas)]
-    expected = [hub.expect(name) for name in names]
-    links = [hub.environment(name) for name in names]
-    tokens = list(words(info.tokenizer_path).values())
-    given = {"links": links, "words": tokens, "slots": settings.slots, "step": settings.step}
-    command = [sys.executable, "-m", replica.__name__]
-    process = subprocess.Popen(command, env={**os.environ, replica.VARIABLE: json.dumps(given)})
+    compute = ReplicatedCompute(info, settings)
     try:
-        peers = await asyncio.gather(*expected)
-        runs = Runs(config(settings), ReplicatedCompute(info, peers, settings.learn_seconds))
+        await compute.open()
+        runs = Runs(config(settings), compute)
         app = create_app(runs, Keys.open(data_dir))
         app.add_api_route("/counters", lambda: counters(runs))
         (data_dir / "words.json").write_text(json.dumps(list(words(info.tokenizer_path))))
@@ -185,8 +207,7 @@ async def serve(settings: Settings) -> None:
             print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
             await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])
     finally:
-        process.kill()
-        process.wait()
+        compute.kill()
 
 
 if __name__ == "__main__":

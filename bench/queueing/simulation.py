@@ -17,11 +17,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from bench.gatewaying.report import percentile
 from bench.queueing.costs import Costs
 from bench.queueing.workload import Turn, Workload
+
+NUM_EPISODES = 20_000
+"""Episodes after which the first one is played again."""
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
@@ -46,7 +50,7 @@ class Fleet:
     """Seconds of a batch, in place of those that its tokens take."""
     weights_bytes: float = 16e9
     weights_bandwidth: float = 12.5e9
-    """Bytes a second from rank 0 to all replicas together."""
+    """Bytes a second of the network, from rank 0 to all replicas together, and from the gateway to all ranks."""
     adopt: float = 2.0
     """Seconds in which a replica samples nothing while it adopts new weights."""
     adopting: int = 1
@@ -218,6 +222,11 @@ class Agent:
     group: Group | None = None
 
 
+@lru_cache(NUM_EPISODES)
+def episode(workload: Workload, number: int) -> list[Turn]:
+    return workload.episode(number)
+
+
 class Simulation:
     """One run. `run` returns its load."""
 
@@ -271,7 +280,7 @@ class Simulation:
         """The load after the warm-up."""
         plan = self.plan
         for agent in self._agents:  # From the middle of an episode, so that they do not run in step.
-            agent.turns = plan.workload.episode(next(self._episodes))
+            agent.turns = self._next_episode()
             agent.turn = self._rng.randrange(len(agent.turns)) if not plan.seconds else 0
             agent.prompt = sum(turn.context + turn.completion for turn in agent.turns[: agent.turn])
             self._begin(0.0, agent, is_first=True)
@@ -326,10 +335,13 @@ class Simulation:
             self._refused.append(agent)
             return
         if not is_first:
-            agent.turns, agent.turn, agent.prompt = self.plan.workload.episode(next(self._episodes)), 0, 0
+            agent.turns, agent.turn, agent.prompt = self._next_episode(), 0, 0
         self._live += 1
         ready = agent.front.serve(now, self.costs.begin + self.costs.per_live * self._live)
         self.at(agent.front.synced(ready) + agent.turns[agent.turn].seconds, self._send, agent)
+
+    def _next_episode(self) -> list[Turn]:
+        return episode(self.plan.workload, next(self._episodes) % NUM_EPISODES)
 
     def _join(self, agent: Agent) -> bool:
         """True if the agent has a place in a group. See `swarm.mixture.places`."""
@@ -384,6 +396,7 @@ class Simulation:
         agent.sent = now
         agent.prompt += turn.context
         work = costs.call / 2 + costs.per_prompt_token * agent.prompt + costs.per_new_token * turn.context
+        work += costs.route * self.plan.fleet.replicas
         self.at(agent.front.serve(now, work), self._route, agent)
 
     def routing(self, replica: Replica) -> None:
@@ -451,7 +464,8 @@ class Simulation:
         process = self._journals[0] if self._journals else self._fronts[0]
         built = now + 2 * costs.batch_token * tokens
         process.slow_until = built
-        sent = process.serve(built, costs.rank_token * tokens * fleet.ranks)
+        encoded = process.serve(built, costs.rank_token * tokens)
+        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
         self._learning_since = now
         self.at(sent + (fleet.learn_seconds or tokens / (fleet.ranks * fleet.tokens_per_rank)), self._publish)
 
@@ -461,18 +475,18 @@ class Simulation:
         return work.first_context + work.calls.mean * work.completion.mean + (work.calls.mean - 1) * work.context.mean
 
     def _publish(self, now: float) -> None:
-        """Replicas adopt the new weights, so many at a time. The files leave rank 0 one after another."""
+        """Replicas fetch the weights and adopt them, so many at a time. Rank 0 sends to one after another."""
         fleet = self.plan.fleet
         self._version += 1
         at_once = fleet.adopting if self.plan.max_staleness else fleet.replicas
-        transfer = fleet.weights_bytes / fleet.weights_bandwidth
-        times = [now] * min(at_once, fleet.replicas)
-        for number, replica in enumerate(self._replicas):
-            start = max(heapq.heappop(times), now + (number + 1) * transfer)
-            self.at(start, replica.pause, True)
-            self.at(start + fleet.adopt, self._adopted, replica, self._version)
-            heapq.heappush(times, start + fleet.adopt)
-        self.at(max(times), self._learned, now)
+        turns = [now] * min(at_once, fleet.replicas)
+        transfer, sent = fleet.weights_bytes / fleet.weights_bandwidth, now
+        for replica in self._replicas:
+            sent = max(heapq.heappop(turns), sent) + transfer
+            self.at(sent, replica.pause, True)
+            self.at(sent + fleet.adopt, self._adopted, replica, self._version)
+            heapq.heappush(turns, sent + fleet.adopt)
+        self.at(max(turns), self._learned, now)
 
     def _adopted(self, now: float, replica: Replica, version: int) -> None:
         replica.version = version

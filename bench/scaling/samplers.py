@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -18,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.policy import Policy, locate_model
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
@@ -28,6 +30,7 @@ from bench.scaling.replicas import SOURCE, START_SECONDS, Completed, LocalReplic
 
 MODEL = "smollm2-135m"
 PROMPT_TOKENS = 40
+PAUSED = re.compile(r"sampling paused for ([\d.]+) s")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class Running:
 
     replica: LocalReplica
     policy: Policy
+    published: Any
+    """The same model without AgentJet's attention."""
     folder: Path
     model: ModelConfig
     sampler: SamplerConfig
@@ -52,8 +57,9 @@ def running(python: str, dtype: str, *, max_concurrent: int = 64, context: int =
     with tempfile.TemporaryDirectory() as name, LocalReplica(python, Path(name) / "log") as replica:
         info = dataclasses.replace(policy.info, end_tokens=())
         replica.load(config, info, sampler, ComputeConfig())
-        replica.adopt(publish(policy.model, Path(name), 0))
-        yield Running(replica, policy, Path(name), config, sampler)
+        published = AutoModelForCausalLM.from_pretrained(locate_model(MODEL), dtype=getattr(torch, dtype)).eval()
+        replica.adopt(publish(published, Path(name), 0))
+        yield Running(replica, policy, published, Path(name), config, sampler)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -82,14 +88,15 @@ def logprob_error(python: str, dtype: str, *, count: int = 8, new_tokens: int = 
 def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -> dict[str, float]:
     """Publishes to a replica that samples 8 completions, one token a piece.
 
-    `pause_s` is the longest time without a token around a publish, `adopt_s` the longest `adopt`, `step_s` the usual
-    time between two tokens.
+    `pause_s` is the longest time for which a replica sampled nothing, by its log. `gap_s` is the longest time without a
+    token at the gateway: it contains the recomputation of all running contexts, whose cached keys are dropped. `step_s`
+    is the usual time between two tokens.
     """
     with running(python, dtype, context=2048) as world:
         params = SamplingParams(max_tokens=48 * (publishes + 1), piece_tokens=1)
         wanted = {i: Wanted(prompt, dataclasses.replace(params, seed=i)) for i, prompt in enumerate(prompts(8))}
         versions = range(1, publishes + 1)
-        publications = {40 * v: publish(world.policy.model, world.folder, v) for v in versions}
+        publications = {40 * v: publish(world.published, world.folder, v) for v in versions}
         found: dict[int, Completed] = world.replica.sample(wanted, publications)
         pauses, steps = [], []
         for one in found.values():
@@ -98,7 +105,10 @@ def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -
             pauses += gaps[changed].tolist()
             steps += gaps[~changed].tolist()
             assert sorted(set(one.versions)) == [0, *versions]
-    return {"pause_s": max(pauses), "step_s": float(np.median(steps)), "publishes": float(publishes)}
+        logged = PAUSED.findall((world.folder / "log").read_text())[1:]  # Without version 0.
+        assert len(logged) == publishes
+    pause, gap = max(map(float, logged)), max(pauses)
+    return {"pause_s": pause, "gap_s": gap, "step_s": float(np.median(steps)), "publishes": float(publishes)}
 
 
 def sampler_efficiency(
@@ -155,6 +165,7 @@ def figures(python: str) -> dict[str, Any]:
         "mismatch_kl_bf16": rounded["kl"],
         "logprob_err_bf16": rounded["max"],
         "publish_pause_one_s": pause["pause_s"],
+        "publish_gap_one_s": pause["gap_s"],
         "sampler_efficiency": speed["efficiency"],
         "sampler_tokens_per_s": speed["ours_tokens_per_s"],
         "vllm_tokens_per_s": speed["vllm_tokens_per_s"],

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +25,7 @@ import pytest
 from agentjet.compute.cluster.hub import Hub
 from agentjet.compute.cluster.ray_launcher import RayLauncher
 from agentjet.errors import ConfigError
+from tests.cluster.raylets import LocalCluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'agentjet[cluster]'")
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
@@ -41,24 +41,6 @@ SLEEPER = (
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class LocalCluster:
-    """Raylets of this machine that believe in GPUs."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
-        self.address = str(self.cluster.address)
-
-    def join(self, gpus: int = 2) -> Any:
-        node = self.cluster.add_node(num_cpus=1, num_gpus=gpus)
-        self.cluster.wait_for_nodes()
-        return node
-
-    def shutdown(self) -> None:
-        self.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +104,13 @@ async def test_start_stop_and_gpus(ray_cluster: LocalCluster, tmp_path: Path) ->
 
 async def test_a_killed_process_and_a_killed_actor(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
-        first, second = await started(launcher, "first", tmp_path), await started(launcher, "second", tmp_path)
+        first = await started(launcher, "first", tmp_path, gpus=1)
+        second = await started(launcher, "second", tmp_path)
         killed = time.monotonic()
         first.kill()
         assert "was killed by signal 9; see" in await reason(launcher, "first")
         print(f"process: {time.monotonic() - killed:.2f} s")
-        assert not launcher.ended("second").done()
+        assert not launcher.ended("second").done() and await launcher.free_gpus() == 1
         killed = time.monotonic()
         actor_of(second).kill()
         assert "lost its node or actor" in await reason(launcher, "second")
@@ -178,6 +161,17 @@ async def test_a_killed_gateway(ray_cluster: LocalCluster, tmp_path: Path) -> No
         assert len(processes) == 2 and await gone(*processes)
 
 
+async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+    async with launching(ray_cluster.address, tmp_path) as launcher:
+        await started(launcher, "one", tmp_path, gpus=1)
+        launcher.placement_seconds = 0.5
+        with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
+            await started(launcher, "big", tmp_path, gpus=4)
+        with pytest.raises(ConfigError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
+            await started(launcher, "two", tmp_path, gpus=1)
+        assert await launcher.free_gpus() == 0
+
+
 async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
         waiting = asyncio.create_task(started(launcher, "big", tmp_path, gpus=2))
@@ -193,17 +187,6 @@ async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) 
         print(f"raylet: {time.monotonic() - killed:.2f} s")
         raylet.wait()
         ray_cluster.cluster.remove_node(node, allow_graceful=False)
-
-
-async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
-    async with launching(ray_cluster.address, tmp_path) as launcher:
-        await started(launcher, "one", tmp_path, gpus=1)
-        launcher.placement_seconds = 0.5
-        with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
-            await started(launcher, "big", tmp_path, gpus=4)
-        with pytest.raises(ConfigError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
-            await started(launcher, "two", tmp_path, gpus=1)
-        assert await launcher.free_gpus() == 0
 
 
 async def test_wrong_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +210,7 @@ async def test_reasons_of_refusals() -> None:
     assert "the cluster has another version of Ray or Python: install the version of the cluster" in why_not_joined(
         "auto", mismatch
     )
+    assert "needs its Ray token: copy ~/.ray/auth_token" in why_not_joined("auto", "Authentication token is missing")
     lost = "Can't find a node with IP address 10.0.0.9"
     assert "run `ray start --address=h:1` here first" in why_not_joined("h:1", lost)
 

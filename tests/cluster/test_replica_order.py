@@ -172,6 +172,18 @@ def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path) -> No
     asyncio.run(run())
 
 
+def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample(piece_tokens=2)
+            await scene.yielded(delta(10, 11, 12, 13, 2, spans=((0, 0),)))
+            sent = await scene.link.until(3)
+            assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
+            assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
+
+    asyncio.run(run())
+
+
 def test_a_failed_fetch_changes_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         async with Scene(tmp_path) as scene:

@@ -89,6 +89,11 @@ def mistakes(server: Server, episode_id: str) -> list[str]:
     return found
 
 
+def is_learning(status: dict[str, Any], version: int) -> bool:
+    """True while the next batch is learned, and afterwards."""
+    return status["state"] == "learning" or status["policy_version"] > version
+
+
 def ended_by_itself(pids: list[int]) -> bool:
     return not any(map(is_running, pids))
 
@@ -125,7 +130,7 @@ def test_a_cluster_learns_and_survives_kills(model: Path, sampler_python: Path, 
             episode = server.begin(task_id=f"t{member // 2}")
             server.ask(episode, f"hello {member // 2}")
             server.post(f"/episodes/{episode['episode_id']}/finish", reward=member % 2)
-        server.until(lambda: server.get("/status")["state"] in ("learning", "sampling"))
+        server.until(lambda: is_learning(server.get("/status"), version))
         kill(processes(server, "rank")[0])
         server.until(lambda: server.get("/status")["policy_version"] == version + 1)
         server.batch()
@@ -133,6 +138,7 @@ def test_a_cluster_learns_and_survives_kills(model: Path, sampler_python: Path, 
         status = server.get("/status")
         assert status["policy_version"] == 4 and status["workers_started"] >= 3
         assert status["episodes"]["trained"] == 16 and status["episodes"]["dropped"] == 0
+        server.until(lambda: '"step": 4' in (server.folder / "metrics.jsonl").read_text())  # After the journal.
         steps = [json.loads(line) for line in (server.folder / "metrics.jsonl").read_text().splitlines()]
         assert [step["step"] for step in steps] == [1, 2, 3, 4]
         assert steps[-1]["learner/ranks"] == 2 and steps[-1]["sampler/replicas"] >= 1

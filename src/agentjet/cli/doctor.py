@@ -187,7 +187,7 @@ def _trained(size: ModelSize, folder: Path, rank: int) -> int:
 
 
 def _fit(what: str, need: Need, memory: int, usable: float, size: ModelSize | None = None) -> Finding:
-    """The finding for one process. With `size`, of a rank: says how many ranks would fit."""
+    """The finding for one process. With `size`, of a rank: has the number of ranks that would fit."""
     from agentjet.compute.cluster.memory import fewest_ranks
 
     parts = {"weights": need.weights, "gradients": need.gradients, "optimiser": need.optimizer, "cache": need.cache}

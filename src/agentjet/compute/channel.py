@@ -101,15 +101,18 @@ class Channel:
 
     async def ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """Send a request about a policy; returns its answer. Raises the error of the process, or `WorkerDied`."""
-        id = next(self._ids)
-        self._write(Request(op, id, policy, args))
-        pending = self._pending[id] = Pending(op, policy)
+        return await self.send(request := Request(op, next(self._ids), policy, args), encode(request))
+
+    async def send(self, request: Request, message: bytes) -> Any:
+        """As `ask`, for a request whose encoded `message` several processes get. The caller chooses all ids."""
+        self._write(message)
+        pending = self._pending[request.id] = Pending(request.op, request.policy)
         return await pending.next()
 
     async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
         """Request a completion; yields its pieces. Closing the iterator cancels it."""
         id = next(self._ids)
-        self._write(Request("sample", id, policy, (id, *args)))
+        self._write(encode(Request("sample", id, policy, (id, *args))))
         pending = self._pending[id] = Pending("sample", policy)
         try:
             while True:
@@ -120,7 +123,7 @@ class Channel:
         finally:
             if self._pending.pop(id, None) is not None:
                 with contextlib.suppress(WorkerDied):
-                    self._write(Request("cancel", id, policy, (id,)))
+                    self._write(encode(Request("cancel", id, policy, (id,))))
 
     async def receive(self) -> Pending | None:
         """Read one message and hand its answers to their callers; returns the request that succeeded, if one did.
@@ -149,9 +152,9 @@ class Channel:
             pending.answers.put_nowait(copy.copy(reason))
         self._pending.clear()
 
-    def _write(self, request: Request) -> None:
+    def _write(self, message: bytes) -> None:
         if self._end is not None:
             raise copy.copy(self._end)  # Several callers raise it.
         if self._writer.is_closing():
             raise WorkerDied("the worker process is not running")
-        self._writer.write(encode(request))
+        self._writer.write(message)

@@ -121,8 +121,8 @@ class Learner(Protocol):
     ) -> Mapping[str, float]:
         """Name the present weights with this policy version and give them to the samplers; returns metrics. Idempotent.
 
-        Samplers of their own keep their weights without `to_samplers`, which is for versions that are applied again.
-        With `one_by_one` they adopt in turn, so that the others sample.
+        Separate samplers keep their weights without `to_samplers`, which is for versions that are applied again. With
+        `one_by_one` they adopt in turn, so that the others sample.
         """
         ...
 
@@ -136,7 +136,7 @@ class Learner(Protocol):
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         """Verify a checkpoint folder, then restore weights, optimiser, version and operation number from it.
 
-        Samplers of their own get the weights with the next `publish`.
+        Separate samplers get the weights with the next `publish`.
 
         Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one made with other settings.
         """

@@ -217,7 +217,7 @@ class Engine:
         return bool(during) and during not in map(str, self._run.policies)
 
     def _samples_in_recovery(self) -> bool:
-        """True if calls continue while the policies are brought up again: their samplers have weights of their own."""
+        """True if calls continue while the policies are brought up again, because all have separate samplers."""
         can_sample = self._run.gate.is_open and all(map(self._has_samplers, self._run.policies))
         return can_sample and bool(self._swarm.job.max_staleness)
 

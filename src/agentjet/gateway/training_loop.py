@@ -124,7 +124,7 @@ class TrainingLoop:
     async def catch_up(self, batches: Iterable[Batch], operations: Mapping[str, int]) -> None:
         """Learns the `batches` after the loaded checkpoint, from the `operations` on. Then opens the gate.
 
-        The samplers get the last version only: those with weights of their own may have it since before the crash.
+        The samplers get the last version only. Separate samplers may still have it from before the crash.
         """
         self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         self._is_partial = False
@@ -162,8 +162,9 @@ class TrainingLoop:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
                 metrics, following = await self._apply(batch, training)
+                self._learning = None  # A failure here is not the batch's: samplers may have its weights already.
                 published = await self._publish(batch.id + 1, to_samplers=not replay)
-                self._is_partial = False
+                self._learning, self._is_partial = batch.id, False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
                     await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)})

@@ -28,7 +28,7 @@ from agentjet.compute.embedded.backend import WORKER_VARIABLES
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
-from agentjet.errors import ConfigError, PolicyRemoved, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
@@ -36,8 +36,10 @@ RANK_MODULE = "agentjet.compute.cluster.rank"
 REPLICA_MODULE = "agentjet.compute.cluster.replica"
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
+DEATH_SECONDS = 5.0
+"""Time in which the death of a learner is noticed whose weights could not be fetched."""
 TOKEN_SECONDS = 0.2
-"""Longest time before a received token that counts as sampling. What is longer is a pause."""
+"""Longest time before a received token that counts as sampling. The rest is a pause."""
 
 
 class SamplingMeter:
@@ -151,6 +153,7 @@ class ClusterCompute:
         elif hosted.ranks is not None:
             await hosted.ranks.close()
         hosted.num_groups += 1
+        hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
         launcher = hosted.site.launcher
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
         hosted.ranks = LearnerGroup(
@@ -199,8 +202,10 @@ class ClusterCompute:
         adoption = asyncio.create_task(hosted.replicas.publish(publication, one_by_one=one_by_one))
         try:
             await _first(adoption, ranks.died)
-            if not adoption.done():  # The weights cannot be fetched from a rank that died.
-                raise copy.copy(ranks.died.result())
+            if adoption.done() and isinstance(adoption.exception(), ComputeError):
+                await asyncio.wait([ranks.died], timeout=DEATH_SECONDS)
+            if ranks.died.done() and not (adoption.done() and adoption.exception() is None):
+                raise copy.copy(ranks.died.result())  # The weights cannot be fetched from a rank that died.
             adoption.result()
         finally:
             adoption.cancel()
@@ -353,7 +358,7 @@ _RANK_STATES = {
     "load": "loads a checkpoint",
     "export": "writes an export",
 }
-"""What a rank does, by request."""
+"""The states of a rank, by request."""
 
 
 async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:

@@ -97,7 +97,7 @@ class Conductor:
         placed = self._placed[launch.name] = Placed(launch, actor)
         try:
             node, pid, problem = await self._answer(actor.start.remote(), launch)
-            placed.place = f"{node} pid {pid}"
+            placed.place = f"{node} process {pid}"
         except BaseException:
             self._forget(placed)
             raise
@@ -111,7 +111,9 @@ class Conductor:
         """Returns the reason, once the process has ended."""
         if name not in self._placed:
             return f"{name} was not started"
-        return await asyncio.shield(self._placed[name].end)
+        reason = await asyncio.shield(self._placed[name].end)
+        self._placed.pop(name, None)
+        return reason
 
     async def stop(self, name: str) -> None:
         """Kill the process and wait for its end. Idempotent."""
@@ -126,8 +128,11 @@ class Conductor:
 
     async def gpus(self) -> tuple[int, int]:
         """Returns the GPUs of the cluster, and those that processes of this conductor have."""
-        nodes = await asyncio.to_thread(gpus_by_node)
-        return sum(nodes.values()), sum(placed.launch.gpus for placed in self._placed.values())
+        nodes = await asyncio.to_thread(gpus_of_nodes)
+        return sum(count for _, count in nodes), self._own_gpus()
+
+    def _own_gpus(self) -> int:
+        return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
 
     async def _answer(self, reference: Any, launch: Launch) -> tuple[str, int, str]:
         """Returns the answer of a new actor. Raises `ConfigError` if it finds no place in time."""
@@ -136,9 +141,8 @@ class Conductor:
                 answer: tuple[str, int, str] = await reference
                 return answer
         except TimeoutError:
-            nodes = await asyncio.to_thread(gpus_by_node)
-            own = sum(placed.launch.gpus for placed in self._placed.values()) - launch.gpus
-            raise ConfigError(why_not_placed(launch, nodes, own)) from None
+            nodes = await asyncio.to_thread(gpus_of_nodes)
+            raise ConfigError(why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)) from None
         except RayError as error:
             raise ComputeError(f"{launch.name} did not start: {first_line(error)}") from None
 
@@ -229,26 +233,26 @@ def why_not_joined(address: str, message: str) -> str:
         return f"{stated}the cluster has another version of Ray or Python: {way_out}"
     if "Could not find any running Ray" in message:
         return f"{stated}no Ray cluster runs on this machine: run `ray start --head`, or give HOST:PORT of the head"
+    if "auth" in message.lower() and "token" in message.lower():
+        way_out = "copy ~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN"
+        return f"{stated}the cluster needs its Ray token: {way_out} ({found})"
     if "IP address" in message or "raylet" in message.lower():
         way_out = f"run `ray start --address={address}` here first ({found})"
         return f"{stated}this machine is not a node of the cluster: {way_out}"
     return f"{stated}{found}"
 
 
-def gpus_by_node() -> dict[str, int]:
-    """Returns the number of GPUs of each live node, by address."""
-    counts: dict[str, int] = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            address = str(node["NodeManagerAddress"])
-            counts[address] = counts.get(address, 0) + int(node["Resources"].get("GPU", 0))
-    return counts
+def gpus_of_nodes() -> list[tuple[str, int]]:
+    """Returns address and number of GPUs of each live node."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [(str(node["NodeManagerAddress"]), int(node["Resources"].get("GPU", 0))) for node in alive]
 
 
-def why_not_placed(launch: Launch, nodes: dict[str, int], own: int) -> str:
+def why_not_placed(launch: Launch, nodes: list[tuple[str, int]], own: int) -> str:
     """Returns the reason why no node had enough free GPUs, with what would fit."""
-    largest, total = max(nodes.values(), default=0), sum(nodes.values())
-    listed = ", ".join(f"{address} {count}" for address, count in sorted(nodes.items())) or "none"
+    counts = [count for _, count in nodes]
+    largest, total = max(counts, default=0), sum(counts)
+    listed = ", ".join(f"{address} {count}" for address, count in sorted(nodes)) or "none"
     start = f"{launch.name} needs {launch.gpus} GPUs on one node"
     if launch.gpus > largest:
         return f"{start}, and the largest has {largest}: set compute.tensor_parallel to {max(1, largest)} ({listed})"

@@ -51,8 +51,8 @@ class Keeper:
         self._lost = ""
 
     def start(self) -> tuple[str, int, str]:
-        """Returns the node's address, the process id, and "" or the reason why this node cannot run the process."""
-        launch, node = self._launch, os.environ.get("RAY_NODE_IP", "") or socket.gethostname()
+        """Returns the node's name, the process id, and "" or the reason why this node cannot run the process."""
+        launch, node = self._launch, socket.gethostname()
         if problem := self._problem():
             return node, 0, problem
         if not os.path.exists(self._log_path):

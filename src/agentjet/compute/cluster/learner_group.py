@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from agentjet.compute.channel import Request, encode
 from agentjet.compute.cluster.hub import Peer
 from agentjet.config import ComputeConfig, ModelConfig
 from agentjet.errors import AgentJetError, PolicyRemoved, WorkerDied
@@ -49,6 +51,7 @@ class LearnerGroup:
         self._end: WorkerDied | None = None
         self._ending: asyncio.Task[None] | None = None
         self._launches: list[asyncio.Task[Peer]] = []
+        self._ids = itertools.count(1)
 
     async def start(self, model: ModelConfig, settings: ComputeConfig) -> ModelInfo:
         """Start the ranks and load the model. Raises `ConfigError`, and `WorkerDied` if a rank ends."""
@@ -64,14 +67,16 @@ class LearnerGroup:
             raise copy.copy(self._end)
         for peer in self._peers:
             peer.died.add_done_callback(partial(self._on_death, peer))
-        address = await self._ask_all([("rendezvous", ())] + [None] * (len(self._peers) - 1))
-        await self._ask_all([("join", (rank, len(self._peers), address)) for rank in range(len(self._peers))])
+        address = await self._ask_all([self._request("rendezvous")])
+        await self._ask_all(
+            [self._request("join", rank, len(self._peers), address) for rank in range(len(self._peers))]
+        )
         info: ModelInfo = await self.ask("add", model, settings)
         return info
 
     async def ask(self, op: str, *args: Any) -> Any:
         """Send a request to every rank; returns the answer of rank 0. Raises the error of any, or `WorkerDied`."""
-        return await self._ask_all([(op, args)] * len(self._peers))
+        return await self._ask_all([self._request(op, *args)] * len(self._peers))
 
     async def close(self) -> None:
         """End the ranks and wait for the end of their processes. Idempotent."""
@@ -83,16 +88,18 @@ class LearnerGroup:
             peer.close()
         await asyncio.gather(*(self._stop(name) for name in self.names))
 
-    async def _ask_all(self, requests: Sequence[tuple[str, tuple[Any, ...]] | None]) -> Any:
-        """Send each rank its request, if it has one; returns the answer of rank 0."""
+    def _request(self, op: str, *args: Any) -> tuple[Request, bytes]:
+        """Returns a request and its bytes, which are made once for all ranks: a batch is large."""
+        request = Request(op, next(self._ids), self._policy, args)
+        return request, encode(request)
+
+    async def _ask_all(self, requests: Sequence[tuple[Request, bytes]]) -> Any:
+        """Send the first ranks a request each; returns the answer of rank 0."""
         if self._end is not None:
             raise copy.copy(self._end)
-        assert requests[0] is not None
-        self.request = requests[0][0]
+        self.request = requests[0][0].op
         asked = {
-            asyncio.create_task(peer.ask(request[0], self._policy, *request[1])): peer
-            for peer, request in zip(self._peers, requests, strict=True)
-            if request is not None
+            asyncio.create_task(peer.send(*request)): peer for peer, request in zip(self._peers, requests, strict=False)
         }
         try:
             await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
@@ -117,6 +124,8 @@ class LearnerGroup:
         own = {peer: error for peer, error in errors.items() if not isinstance(error, WorkerDied)}
         if len(errors) == len(asked) == len(own):
             return next(iter(own.values()))
+        if self._fallen is None and self._end is not None:  # `close` was called.
+            return copy.copy(self._end)
         if self._fallen is None:  # Some succeeded or wait for ever: their states may differ.
             self._fall(next(iter(own)))
         assert self._fallen is not None and self._ending is not None
@@ -144,6 +153,5 @@ class LearnerGroup:
             self._end = WorkerDied(reason, during=str(self._policy))
         for peer in self._peers:
             peer.close()
-        await asyncio.gather(*(self._stop(name) for name in self.names))
         if not self.died.done():
             self.died.set_result(self._end)

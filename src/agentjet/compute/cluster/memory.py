@@ -136,6 +136,15 @@ def fewest_ranks(
     return None
 
 
+def sampling_rate(need: Need, size: ModelSize, *, bandwidth: float, concurrent: int, context: int) -> float:
+    """Returns an estimate of a replica's tokens per second: a GPU that does nothing but read its memory.
+
+    `bandwidth` in bytes per second. Each step reads the weights once, and the cached `context` of every completion.
+    """
+    cache = 2 * size.cache_values * concurrent * context
+    return concurrent * bandwidth / (need.weights + cache)
+
+
 def adapter_parameters(size: ModelSize, config: dict[str, Any], rank: int) -> int:
     """Returns the parameters of a LoRA adapter on all linear layers: rank x (inputs + outputs) of each."""
     config = config.get("text_config") or config

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -80,12 +80,15 @@ class Completion:
             return "stop"
         return "length" if self.num_sampled >= self.params.max_tokens else None
 
-    def piece(self, version: int, reason: FinishReason | None) -> Sampled:
-        """Returns the tokens that are not sent yet."""
-        support = tuple(self.support) if any(self.support) else ()
-        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), version, reason, support)
+    def pieces(self, version: int, reason: FinishReason | None) -> Iterator[Sampled]:
+        """Yields the tokens that are not sent yet. They are several pieces if the engine was ahead of this process."""
+        size, count = self.params.piece_tokens, len(self.tokens)
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            support = tuple(self.support[part]) if any(self.support[part]) else ()
+            last = reason if start + size >= count else None
+            yield Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), version, last, support)
         self.tokens, self.logprobs, self.support = [], [], []
-        return sampled
 
 
 class Outbox:
@@ -298,7 +301,8 @@ class Replica:
 
     def _put(self, completion: Completion, reason: FinishReason | None) -> None:
         assert self._version is not None
-        self._outbox.put((completion.id, completion.piece(self._version, reason)))
+        for piece in completion.pieces(self._version, reason):
+            self._outbox.put((completion.id, piece))
 
     def _engine(self) -> Engine:
         if self._loaded is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -31,6 +30,7 @@ from agentjet.compute.cluster import vllm_worker
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
 from agentjet.compute.grammars import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
 from agentjet.timeline.support import EVERYTHING
 from agentjet.types import ModelInfo, SamplingParams, TokenScore
@@ -275,16 +275,15 @@ def _spans(completion: Any) -> Sequence[Any]:
     return completion.weight_versions or ()
 
 
-def _model_folder(model: ModelConfig, info: ModelInfo) -> str:
-    """Returns the folder or hub id with the model's `config.json`. Raises `ConfigError` if this machine has none."""
-    beside = Path(info.tokenizer_path)
-    if (beside / "config.json").is_file() and "architectures" in json.loads((beside / "config.json").read_text()):
-        return str(beside)
-    if (Path(model.name) / "config.json").is_file():
-        return model.name
-    from agentjet.compute.embedded.policy import locate_model
+def _model_folder(model: ModelConfig) -> str:
+    """Returns the folder or hub id with the model's `config.json`. Only this file is read: weights are published."""
+    from agentjet.compute.embedded.policy import BUNDLED, locate_model
 
-    return locate_model(model.name)
+    folders = [Path(model.name)]
+    if model.name == BUNDLED:  # The server unpacked it, because this environment lacks its package.
+        folders += sorted(cache_dir().glob(f"{BUNDLED}-*"))
+    known = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return str(known) if known else locate_model(model.name)
 
 
 def engine_settings(
@@ -296,7 +295,7 @@ def engine_settings(
     limit = min(info.context_length, sampler.cache_tokens)
     places = sampler.max_concurrent + EXTRA_REQUESTS
     settings: dict[str, Any] = {
-        "model": _model_folder(model, info),
+        "model": _model_folder(model),
         "dtype": info.dtype,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # The model's own defaults would change the distribution.
