@@ -19,4 +19,4 @@ def server() -> Iterator[ForkServer]:
 @pytest.fixture
 def retries_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(replicas, "DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(replicas, "LOSS_SECONDS", 0.05)

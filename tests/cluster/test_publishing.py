@@ -32,8 +32,8 @@ def test_a_publish_while_completions_run(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 2, hooks=lambda number: Hooks(step_seconds=SLOW)) as on:
             await on.serve()
-            tasks = on.begin(6, max_tokens=100)
-            await on.until(lambda: bool(on.names("samples")))
+            tasks = on.begin(6, max_tokens=500)
+            await on.complete(50, max_tokens=8)  # Others have tokens, too, by then.
             await on.replicas.publish(publication(1))
             assert set(on.versions()) == {1}
             found = await all_of(tasks)

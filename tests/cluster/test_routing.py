@@ -15,8 +15,8 @@ import numpy as np
 from agentjet.compute.cluster.routing import BLOCK_TOKENS, MORE, Load, Work, choose
 
 
-def work(tokens: Iterable[int], deaths: int = 0) -> Work:
-    found = Work(np.fromiter(tokens, np.int32), deaths=deaths)
+def work(tokens: Iterable[int], losses: int = 0) -> Work:
+    found = Work(np.fromiter(tokens, np.int32), losses=losses)
     found.update_keys()
     return found
 
@@ -86,10 +86,10 @@ def test_new_weights_and_a_full_cache_forget() -> None:
 
 def test_work_that_lost_a_replica_is_alone_of_its_kind() -> None:
     among = loads("a", "b")
-    among["a"].add(work(range(5), deaths=1))
+    among["a"].add(work(range(5), losses=1))
     for _ in range(3):
         among["b"].add(work(range(5)))
     assert choose(among, work(range(5))) == "a"
-    assert choose(among, work(range(5), deaths=2)) == "b"
-    among["b"].add(work(range(5), deaths=1))
-    assert choose(among, work(range(5), deaths=1)) is None
+    assert choose(among, work(range(5), losses=2)) == "b"
+    among["b"].add(work(range(5), losses=1))
+    assert choose(among, work(range(5), losses=1)) is None

@@ -16,6 +16,7 @@ import copy
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -35,11 +36,13 @@ Stop = Callable[[str], Awaitable[None]]
 """Kills the process of that name. Idempotent."""
 
 Cause = Literal["work", "replica", "unwanted"]
-"""Why a replica ended: perhaps because of its work, because of itself, or because it is not needed."""
+"""Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
 
 MAX_FIRST_DEATHS = 3
 """Replicas that may end before any replica ever served. Then the policy fails: its settings never worked."""
 MAX_FAILED_PROBES = 2
+MAX_ENDS = 64
+"""Ends that are compared with each other. No failure of a larger part of the cluster needs more."""
 MAX_ATTEMPTS = 7
 """Failed attempts to adopt a publication, in 16 s, after which `publish` waits for the replica no longer.
 
@@ -98,6 +101,9 @@ class Replica:
         self.reason: WorkerDied | None = None
         self.cause: Cause = "work"
         """Cause of the end."""
+        self.ended_at = 0.0
+        self.busy_since = 0.0
+        """Time from which it has work. Times are those of the event loop."""
         self.watchdog = Watchdog(math.inf)
         self.ended = asyncio.Event()
 
@@ -105,6 +111,12 @@ class Replica:
     def is_ready(self) -> bool:
         """True if it may get work."""
         return self.state == "serving" and self.peer is not None and not self.peer.died.done()
+
+    def silence(self, now: float) -> float:
+        """Returns the seconds for which it has had work and sent nothing."""
+        if self.peer is None or not self.load.running:
+            return 0.0
+        return now - max(self.peer.heard_at, self.busy_since)
 
 
 class Fleet:
@@ -131,6 +143,8 @@ class Fleet:
         self._timeout = timeout
         self._lives: dict[Replica, asyncio.Task[None]] = {}
         self._num_started = 0
+        self._ends: deque[Replica] = deque(maxlen=MAX_ENDS)
+        """The replicas that ended last."""
         self._early_deaths = 0
         """Replicas that ended before they served, since the last adoption."""
         self._has_served = False
@@ -207,6 +221,11 @@ class Fleet:
                 continue
             await self._pulse.wait()
 
+    def ended_alone(self, replica: Replica, seconds: float) -> bool:
+        """True if no other replica ended within so many seconds of this one, before or after."""
+        ends = (other for other in self._ends if other is not replica and other.cause != "unwanted")
+        return all(abs(other.ended_at - replica.ended_at) > seconds for other in ends)
+
     def scale(self, count: int) -> None:
         """Change the number of replicas. Ends those that do not serve yet, then those with the least work."""
         assert count >= 1
@@ -222,7 +241,8 @@ class Fleet:
         if replica.reason is not None:
             return
         replica.reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
-        replica.cause = cause
+        replica.cause, replica.ended_at = cause, asyncio.get_running_loop().time()
+        self._ends.append(replica)
         replica.ended.set()
         if replica.peer is not None:
             replica.peer.close()
@@ -365,7 +385,7 @@ class Fleet:
             elapsed, has_work = now() - checked, bool(peer.pending)
             if replica.watchdog.hangs(elapsed, lambda: float(peer.num_messages), has_work=has_work):
                 self.end(
-                    replica, f"sent nothing for {self._timeout:g} s (server.worker_timeout)", cause="work", hung=True
+                    replica, f"sent nothing for {self._timeout:g} s (server.worker_timeout)", cause="replica", hung=True
                 )
 
     def _fail(self, error: AgentJetError) -> None:

@@ -31,6 +31,8 @@ class Peer(Channel):
         self.name = name
         self.num_messages = 0
         """Messages received so far."""
+        self.heard_at = asyncio.get_running_loop().time()
+        """Time of the last one, by the event loop."""
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         address = writer.get_extra_info("peername")
         self.host = str(address[0]) if address else ""
@@ -44,6 +46,7 @@ class Peer(Channel):
             while True:
                 await self.receive()
                 self.num_messages += 1
+                self.heard_at = asyncio.get_running_loop().time()
         except EOFError:
             pass
         except OSError as error:

@@ -25,13 +25,18 @@ from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.types import PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
-MAX_DEATHS = 3
-"""Replicas in a row that may end while they have a completion, before they send a token of it. Then it fails.
+MAX_BLAME, MAX_LOSSES = 3, 12
+"""A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
 
-Two are not enough to blame the completion: its replica may have been killed, and the next one with it.
+It may have crashed a replica that ended alone. If others ended with it, or if it hung, there is another cause. Two
+crashes are not enough: replicas may be killed while they have it.
 """
-DEATH_SECONDS = 0.25
-"""Wait before the next replica, per such death. A cause that killed several replicas at once is noticed within it."""
+LOSS_SECONDS = 0.25
+"""Replicas that end within this time end together. A completion waits longer before it tries its next replica."""
+MAX_WAIT = 8
+"""Longest such wait, as a multiple."""
+SILENT_SECONDS = 2.0
+"""A replica that has work and was silent for so long gets more only if there is no other: its machine may be gone."""
 PIECE_TOKENS = 16
 """Largest piece requested from a replica. Pieces are its signs of work, and tokens not sent are lost with it."""
 
@@ -47,19 +52,19 @@ class Replicas:
         self._waiting: OrderedDict[Work, asyncio.Future[Replica]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
         self._num_resumed = 0
-        self._fleet = Fleet(policy, start, stop, count, settings, timeout)
-        self._fleet.changed = self._assign
-        self._fleet.open()
+        self.fleet = Fleet(policy, start, stop, count, settings, timeout)
+        self.fleet.changed = self._assign
+        self.fleet.open()
 
     @property
     def failed(self) -> asyncio.Future[WorkerDied]:
         """Done with the reason when the policy can have no replicas: see `Fleet`."""
-        return self._fleet.failed
+        return self.fleet.failed
 
     @property
     def version(self) -> int | None:
         """The newest version that a replica serves; None if none ever served."""
-        return max((one.version for one in self._fleet.replicas if one.version is not None), default=None)
+        return max((one.version for one in self.fleet.replicas if one.version is not None), default=None)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
@@ -71,9 +76,9 @@ class Replicas:
                 pieces = replica.peer.sample(self._policy, work.tokens, _rest(params, received), received)
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        await self._fleet.confirm(replica, piece.policy_version)
+                        await self.fleet.confirm(replica, piece.policy_version)
                         work.sampled += piece.tokens
-                        work.deaths = 0
+                        work.losses = work.blame = 0
                         yield piece
                 return
             except WorkerDied:
@@ -99,30 +104,30 @@ class Replicas:
 
     async def publish(self, publication: Publication, *, one_by_one: bool = False) -> None:
         """See `Fleet.publish`. `one_by_one`: the others sample while one adopts."""
-        await self._fleet.publish(publication, one_by_one=one_by_one)
+        await self.fleet.publish(publication, one_by_one=one_by_one)
 
     async def scale(self, count: int) -> None:
         """Change the number of replicas. The completions of those that end continue on others."""
-        self._fleet.scale(count)
+        self.fleet.scale(count)
 
     async def close(self) -> None:
         """End all replicas; completions fail with `PolicyRemoved`. Idempotent."""
-        await self._fleet.close()
+        await self.fleet.close()
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the policy's sampling."""
-        serving = [replica for replica in self._fleet.replicas if replica.version is not None]
+        serving = [replica for replica in self.fleet.replicas if replica.version is not None]
         return {
             "sampler/replicas": float(len(serving)),
             "sampler/resumed": float(self._num_resumed),
-            "sampler/publish_seconds": self._fleet.publish_seconds,
-            "sampler/pause_seconds": self._fleet.pause_seconds,
-            "sampler/probe_error": self._fleet.probe_error,
+            "sampler/publish_seconds": self.fleet.publish_seconds,
+            "sampler/pause_seconds": self.fleet.pause_seconds,
+            "sampler/probe_error": self.fleet.probe_error,
         }
 
     def status(self) -> list[ProcessStatus]:
         """Returns the replicas, oldest first."""
-        return [_status(replica) for replica in self._fleet.replicas]
+        return [_status(replica) for replica in self.fleet.replicas]
 
     # ---- placement --------------------------------------------------------------------------------------------------
 
@@ -135,11 +140,11 @@ class Replicas:
             self._leave(replica, work)  # It died since it got the work.
 
     async def _next_place(self, work: Work) -> Replica:
-        self._fleet.check()
+        self.fleet.check()
         work.update_keys()
         future: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._waiting[work] = future
-        if work.sampled or work.deaths:
+        if work.sampled or work.losses:
             self._waiting.move_to_end(work, last=False)
         self._assign()
         try:
@@ -156,22 +161,27 @@ class Replicas:
         if not self._waiting:
             return
         try:
-            self._fleet.check()
+            self.fleet.check()
         except AgentJetError as error:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(copy.copy(error))
             return
-        loads = {replica: replica.load for replica in self._fleet.replicas if replica.is_ready}
+        now = asyncio.get_running_loop().time()
+        ready = [replica for replica in self.fleet.replicas if replica.is_ready]
+        heard = [replica for replica in ready if replica.silence(now) < SILENT_SECONDS]
+        loads = {replica: replica.load for replica in heard or ready}
         placed: list[Work] = []
         for work, future in self._waiting.items():
             if future.done():
                 continue
             if (replica := choose(loads, work)) is not None:
+                if not replica.load.running:
+                    replica.busy_since = now
                 replica.load.add(work)
                 future.set_result(replica)
                 placed.append(work)
-            elif not work.deaths:  # Work that lost a replica may be waiting for a place of its own kind.
+            elif not work.losses:  # Work that lost a replica may be waiting for a place of its own kind.
                 break
         for work in placed:
             del self._waiting[work]
@@ -182,15 +192,16 @@ class Replicas:
 
     async def _leave_dead(self, replica: Replica, work: Work, *, has_progressed: bool) -> None:
         """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
-        self._fleet.check()
+        self.fleet.check()
         self._num_resumed += 1
-        if has_progressed or replica.cause != "work":
+        if has_progressed or replica.cause == "unwanted":
             return
-        work.deaths += 1
-        if work.deaths >= MAX_DEATHS:
-            raise ComputeError(f"{work.deaths} replicas in a row ended before they sent a token of this completion")
+        work.losses += 1
         self._leave(replica, work)
-        await asyncio.sleep(DEATH_SECONDS * work.deaths)
+        await asyncio.sleep(LOSS_SECONDS * min(2 * work.losses, MAX_WAIT))
+        work.blame += replica.cause == "work" and self.fleet.ended_alone(replica, LOSS_SECONDS)
+        if work.blame >= MAX_BLAME or work.losses >= MAX_LOSSES:
+            raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
 
 
 def _status(replica: Replica) -> ProcessStatus:

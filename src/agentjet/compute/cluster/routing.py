@@ -31,8 +31,10 @@ class Work:
     """True if a cached prefix saves work."""
     sampled: list[int] = field(default_factory=list)
     """Tokens of the completion that were received."""
-    deaths: int = 0
-    """Replicas in a row that died while they had it, before they sent a token of it."""
+    losses: int = 0
+    """Replicas in a row that it lost before they sent a token of it."""
+    blame: int = 0
+    """Those of them that it may have crashed."""
     keys: list[int] = field(default_factory=list)
     """Keys of the blocks of prompt and sampled tokens, as far as `update_keys` counted."""
 
@@ -66,7 +68,7 @@ class Load:
         A replica gets one work at a time that lost its last replica. So work that crashes every replica is found, and
         the work beside it is not blamed.
         """
-        if work.deaths and any(other.deaths for other in self.running):
+        if work.losses and any(other.losses for other in self.running):
             return False
         return len(self.running) < self._num_places
 
