@@ -15,9 +15,9 @@ import numpy as np
 
 from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.compute.operations import body_digest
-from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
-from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import OutOfCache, PolicyRemoved, WorkerDied
+from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline.batch import TrainingBatch
@@ -31,6 +31,7 @@ from agentjet.types import (
     Op,
     OperationKind,
     PolicyId,
+    ProcessStatus,
     Sampled,
     SamplingParams,
     TokenScore,
@@ -123,7 +124,7 @@ class ScriptedCompute:
     Every log-probability is -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
-    capabilities = Capabilities(support_sets=True, adapters=True)
+    declared = Capabilities(support_sets=True, adapters=True)
 
     def __init__(self, card: ModelInfo, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
         """Completions come in pieces of `piece` tokens."""
@@ -161,6 +162,8 @@ class ScriptedCompute:
         """Of every batch, besides the loss."""
         self.deadly: set[tuple[str, int]] = set()
         """Runs and batches that kill every worker that tries them."""
+        self.samplers = 1
+        """Replicas of each policy, as `scale` asked for."""
         self.num_steps = 1
         """Optimiser steps per batch."""
         self.begun: list[int] = []
@@ -189,7 +192,12 @@ class ScriptedCompute:
     def running(self) -> bool:
         return bool(self.workers)
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    def capabilities(self, settings: ComputeConfig) -> Capabilities:
+        return self.declared
+
+    async def add(
+        self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
+    ) -> ModelInfo:
         await self.may_start.wait()
         await self.remove(policy)
         if worker not in self.workers:
@@ -216,6 +224,14 @@ class ScriptedCompute:
         deaths = [self.policies[policy].died for policy in policies]
         done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
         return next(death.result() for death in deaths if death in done)
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        return [ProcessStatus(f"replica-{i}", "replica", "sampling", "here", 0) for i in range(self.samplers)]
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        if samplers > 8:
+            raise ConfigError(f"samplers = {samplers}: the cluster has 8 GPUs")
+        self.samplers = samplers
 
     async def close(self) -> None:
         for policy in self.policies:
@@ -294,14 +310,17 @@ class ScriptedCompute:
         self._apply("optim_step", op, body, metrics)
         return metrics
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
+    async def publish(
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+    ) -> Mapping[str, float]:
         known = await self._alive(policy)
         known.published.set()
         if version == known.version:
-            return
+            return {}
         assert not known.gradient and version == known.version + 1, f"{version} after {known.version}"
         known.version = version
         known.learned.append(known.batch_id)
+        return {}
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         known = await self._alive(policy)

@@ -55,7 +55,7 @@ PACKAGES = {
     "swarm": rule(f"{VOCABULARY} config protocol timeline", "numpy pydantic"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
-        "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
+        "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",
@@ -73,7 +73,8 @@ PACKAGES = {
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(
-    " ".join(PACKAGES), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn"
+    " ".join(PACKAGES),
+    "httpx huggingface_hub jinja2 matplotlib numpy openai opentelemetry psutil pydantic rich typer uvicorn",
 )
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
 
@@ -151,6 +152,11 @@ def violations(name: str, path: Path) -> Iterator[str]:
                 yield f"{where}: {name} may use {sorted(rules.libraries | rules.lazy)}"
             elif not found.lazy:
                 yield f"{where}: in {name} only inside functions"
+
+
+def test_only_the_conductor_imports_ray() -> None:
+    importers = {path.name for path in source_files() for found in imports(path) if found.module.split(".")[0] == "ray"}
+    assert importers == {"conductor.py"}
 
 
 def test_every_file_belongs_to_a_package() -> None:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,13 @@ class MortalCompute(EmbeddedCompute):
         os.kill(pid, self._signal)
 
     def _has_others_first(self, policy: PolicyId) -> bool:
-        waiting = [one.policy for one in self._hosts[policy]._pending.values() if one.op != "sample"]
+        channel = self._hosts[policy]._channel
+        waiting = [one.policy for one in channel.pending.values() if one.op != "sample"] if channel is not None else []
         return policy in waiting and waiting[0] != policy
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, **named: Any) -> ModelInfo:
         self._strike("start", policy)
-        info = await super().add(policy, model, worker=worker)
+        info = await super().add(policy, model, **named)
         self.say(worker=self.pid(policy))
         return info
 
@@ -179,9 +180,9 @@ class MortalCompute(EmbeddedCompute):
         self._strike("optim_step", op.policy_id)
         return await super().optim_step(op, optimizer)
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
+    async def publish(self, policy: PolicyId, version: int, **named: bool) -> Mapping[str, float]:
         self._strike("publish", policy)
-        await super().publish(policy, version)
+        return await super().publish(policy, version, **named)
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         self._strike("save", policy)

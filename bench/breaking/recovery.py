@@ -48,7 +48,7 @@ class LocalWorker(EmbeddedCompute):
         self._first: dict[PolicyId, tuple[ModelInfo, Any]] = {}
         """Each policy's model, and its learner's state of version 0."""
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, **named: Any) -> ModelInfo:
         """Load the policy, or give it its first weights back."""
         self.num_starts[policy] += 1
         if policy not in self._first:

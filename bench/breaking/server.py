@@ -120,6 +120,7 @@ def main() -> int:
 
     put_in_place: list[tuple[Any, str, Any]] = [
         (server_process, "EmbeddedCompute", MortalCompute),
+        (server_process, "ChosenCompute", lambda backends: backends["embedded"]),
         (runs, "Gateway", make_gateway),
         (server_process, "steady_clock", lambda: jumping),
     ]

@@ -7,16 +7,16 @@ so a token is a byte) in a real folder, with a real chat template. Nothing is le
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
-from agentjet.config import ModelConfig, OptimizerConfig
+from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
 MODEL = "scripted"
 ANSWER = "Look at row 42 next"
@@ -60,14 +60,17 @@ def answer_tokens(card: ModelInfo) -> tuple[int, ...]:
 class ScriptedCompute:
     """See `compute.protocol.Compute`. A completion takes `seconds`, its tokens evenly spread over them."""
 
-    capabilities = Capabilities(support_sets=True, adapters=True)
-
     def __init__(self, card: ModelInfo, seconds: float) -> None:
         self._card = card
         self._answer = answer_tokens(card)
         self._seconds = seconds
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    def capabilities(self, settings: ComputeConfig) -> Capabilities:
+        return Capabilities(support_sets=True, adapters=True)
+
+    async def add(
+        self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
+    ) -> ModelInfo:
         return self._card
 
     async def remove(self, policy: PolicyId) -> None:
@@ -94,8 +97,10 @@ class ScriptedCompute:
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         raise AssertionError("the bench fills no batch")
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
-        raise AssertionError("the bench fills no batch")
+    async def publish(
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+    ) -> Mapping[str, float]:
+        return {}  # Of version 0, when the policy is up.
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         raise AssertionError("nothing was learned, so nothing is saved")
@@ -105,6 +110,12 @@ class ScriptedCompute:
 
     async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
         raise AssertionError("nobody asks for an export")
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        return []
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        raise AssertionError("the bench scales nothing")
 
     async def close(self) -> None:
         return

@@ -390,6 +390,36 @@ class StatusResponse(Response):
     uptime: float
 
 
+class ScaleRequest(Request):
+    """Change the number of sampler replicas of a policy."""
+
+    samplers: Annotated[int, Field(ge=1, le=4096)]
+    policy: Annotated[str, Field(max_length=64)] = ""
+    """The policy, if the run has several."""
+
+
+class ProcessView(Response):
+    """A process that hosts weights of a policy."""
+
+    policy: str
+    name: str
+    kind: str
+    """`worker` (learns and samples), `rank` (learns) or `replica` (samples)."""
+    state: str
+    place: str = ""
+    """Machine and process id, as far as they are known."""
+    version: int | None = None
+    """Policy version that it samples with."""
+    completions: int = 0
+    """Completions that it samples now."""
+
+
+class ClusterView(Response):
+    """The processes of a run, by policy, ranks before replicas."""
+
+    processes: list[ProcessView]
+
+
 class Problem(Response):
     """RFC 9457 problem details; `code` is stable."""
 

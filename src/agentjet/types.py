@@ -289,6 +289,23 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """A process that hosts weights of a policy."""
+
+    name: str
+    kind: Literal["worker", "rank", "replica"]
+    """`worker`: learns and samples. `rank`: learns. `replica`: samples."""
+    state: str
+    """A word or a phrase, such as `sampling` or `loads the model`."""
+    place: str = ""
+    """Machine and process id, as far as they are known."""
+    version: int | None = None
+    """Policy version that it samples with. None for a rank, and before the first version."""
+    completions: int = 0
+    """Completions that it samples now."""
+
+
+@dataclass(frozen=True, slots=True)
 class NewContext:
     """The new part of a request: messages that continue an earlier call."""
 

@@ -20,7 +20,8 @@ import torch
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.token_sampling import MAX_GRAMMARS, Grammars, sample_tokens
+from agentjet.compute.embedded.token_sampling import sample_tokens
+from agentjet.compute.grammars import MAX_GRAMMARS, Grammars
 from agentjet.config import JobConfig
 from agentjet.errors import GrammarError
 from agentjet.rendering import Renderer

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.backend import Request
+from agentjet.compute.channel import Request
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
@@ -195,13 +195,13 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
 def test_a_setting_that_needs_a_missing_capability_is_refused() -> None:
     capabilities = Capabilities(support_sets=False, adapters=False)
     config = ServeConfig.model_validate({"model": {"lora": {"rank": 8}}})
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 8: this backend trains no adapters"):
-        check_capabilities(capabilities, config, config.job)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 8: the embedded backend trains no adapters"):
+        check_capabilities(lambda settings: capabilities, config, config.job)
     config = ServeConfig.model_validate({"policies": {"planner": {}, "coder": {"lora": {"rank": 4}}}})
-    with pytest.raises(ConfigError, match=r"policies\.coder\.lora\.rank = 4: this backend trains no adapters"):
-        check_capabilities(capabilities, config, config.job)
+    with pytest.raises(ConfigError, match=r"policies\.coder\.lora\.rank = 4: the embedded backend trains no adapters"):
+        check_capabilities(lambda settings: capabilities, config, config.job)
     config = ServeConfig()
     with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k"):
-        check_capabilities(capabilities, config, config.job)
+        check_capabilities(lambda settings: capabilities, config, config.job)
     job = JobConfig.model_validate({"sampling": {"override": ["top_p", "top_k"]}})
-    check_capabilities(capabilities, config, job)
+    check_capabilities(lambda settings: capabilities, config, job)

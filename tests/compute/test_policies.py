@@ -20,14 +20,15 @@ import pickle
 import signal
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from agentjet.compute.channel import Channel, Request
 from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.compute.embedded.backend import Request, WorkerProcess
+from agentjet.compute.embedded.backend import WorkerProcess
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
@@ -379,36 +380,39 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
     assert isinstance(answer.error, ComputeError) and answer.ends
 
 
-class Silent(WorkerProcess):
-    """A process that takes every request and answers none."""
+class Silent(Channel):
+    """A channel that takes every request and answers none."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.StreamReader(), cast(Any, None))
 
     def _write(self, request: Request) -> None:
         pass
 
 
-async def begun(process: WorkerProcess, policy: PolicyId) -> asyncio.Task[Sampled]:
+async def begun(channel: Channel, policy: PolicyId) -> asyncio.Task[Sampled]:
     """A completion that waits for its first piece."""
-    completion = asyncio.ensure_future(anext(process.sample(policy)))
+    completion = asyncio.ensure_future(anext(channel.sample(policy)))
     await asyncio.sleep(0)
     return completion
 
 
 def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) -> None:
     async def scenario() -> None:
-        process = Silent(tmp_path / "worker.log", 1.0)
-        assert process._reason(-9).during == ""
+        process, channel = WorkerProcess(tmp_path / "worker.log", 1.0), Silent()
+        assert process._reason(-9, channel).during == ""
         for policy in OTHERS[:2]:
-            _ = await begun(process, policy)
-        assert process._reason(-9).during == "other/b"
+            _ = await begun(channel, policy)
+        assert process._reason(-9, channel).during == "other/b"
         process._unpublished.add(B)
-        assert process._reason(-9).during == "other/c", "the completions of B pause"
-        completion = await begun(process, A)
-        assert process._reason(-9).during == "", "it may be the fault of either run"
+        assert process._reason(-9, channel).during == "other/c", "the completions of B pause"
+        completion = await begun(channel, A)
+        assert process._reason(-9, channel).during == "", "it may be the fault of either run"
         completion.cancel()
         await asyncio.sleep(0)
-        scoring = asyncio.ensure_future(process.ask("score", A))
+        scoring = asyncio.ensure_future(channel.ask("score", A))
         await asyncio.sleep(0)
-        assert process._reason(-9).during == "default/a"
+        assert process._reason(-9, channel).during == "default/a"
         scoring.cancel()
 
     asyncio.run(scenario())

@@ -26,8 +26,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentjet.compute import channel
+from agentjet.compute.channel import Message
 from agentjet.compute.embedded import EmbeddedCompute, checkpoint
-from agentjet.compute.embedded.backend import Message, WorkerProcess
+from agentjet.compute.embedded.backend import WorkerProcess
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -144,13 +146,14 @@ def test_verbs_refusals_and_idempotent_learning(
 
     async def scenario() -> None:
         delivered = set[int]()
-        dispatch = WorkerProcess._dispatch
+        read = channel.read_async
 
-        def recorded(process: WorkerProcess, message: Message) -> None:
+        async def recorded(reader: asyncio.StreamReader) -> Message:
+            message: Message = await read(reader)
             delivered.update(id for id, _ in (message if isinstance(message, list) else ()))
-            dispatch(process, message)
+            return message
 
-        monkeypatch.setattr(WorkerProcess, "_dispatch", recorded)
+        monkeypatch.setattr(channel, "read_async", recorded)
         compute = EmbeddedCompute(settings := config(tiny_folder, tmp_path))
         assert (await compute.add(POLICY, settings.model)).num_parameters > 0
         with pytest.raises(OutOfCache):

@@ -118,9 +118,9 @@ async def test_the_learner_gets_facts(tmp_path: Path) -> None:
 
 async def test_a_missing_capability_is_refused_by_name(tmp_path: Path) -> None:
     def without_sets(compute: ScriptedCompute) -> None:
-        compute.capabilities = replace(compute.capabilities, support_sets=False)
+        compute.declared = replace(compute.declared, support_sets=False)
 
-    with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k: this backend does not report"):
+    with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k: the embedded backend does not"):
         async with running(tmp_path / "d", prepare=without_sets):
             pass
     job = {"sampling": {"override": ["top_p", "top_k"]}}

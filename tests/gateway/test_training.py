@@ -8,12 +8,14 @@
 5. A restart of the whole gateway on the same data dir reaches the same weights.
 6. Without disk space for a checkpoint the last good one stays, training continues, and an event reports it.
 7. The engine gives up on a batch that kills every worker, and reports it.
+8. With separate samplers and `max_staleness`, calls are let in while a dead learner is replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +438,19 @@ async def test_with_stale_tokens_allowed_calls_go_on_while_the_policy_learns(tmp
         )
         await run.until(lambda: run.gateway.swarm.policy_version == 2)
         assert run.gateway.swarm.last_step["batch/staleness_max"] == 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_separate_samplers_take_calls_while_the_learner_recovers(tmp_path: Path, max_staleness: int) -> None:
+    def separate(compute: ScriptedCompute) -> None:
+        compute.declared = replace(compute.declared, separate_samplers=True)
+
+    async with running(tmp_path / "d", job={"max_staleness": max_staleness}, prepare=separate) as run:
+        await run.batch()
+        run.compute.may_start.clear()
+        run.compute.die()
+        await run.until(lambda: run.gateway.status().state == "loading")
+        assert run.gateway.engine.training._run.gate.is_open is bool(max_staleness)
+        run.compute.may_start.set()
+        await run.batch()
+        assert run.compute.learned == [0, 1]

@@ -11,8 +11,10 @@ import typer
 from agentjet.cli import (
     Override,
     checkpoints,
+    cluster,
     compare,
     data_dir,
+    doctor,
     episodes,
     load_example,
     printable,
@@ -53,10 +55,19 @@ def demo(
         raise typer.Exit(130) from None
 
 
-for command in (serve.serve, demo, run.run, status.status, status.watch, compare.compare, checkpoints.export):
+for command in (
+    serve.serve,
+    demo,
+    run.run,
+    status.status,
+    status.watch,
+    compare.compare,
+    checkpoints.export,
+    doctor.doctor,
+):
     app.command()(command)
 app.command("eval")(run.evaluate)
-for group in (status, runs, episodes, checkpoints, data_dir, research):
+for group in (status, runs, episodes, checkpoints, cluster, data_dir, research):
     app.add_typer(group.app)
 
 

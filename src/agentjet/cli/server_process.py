@@ -26,6 +26,8 @@ import uvicorn
 from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.client.threads import exit_with_parent
+from agentjet.compute.chosen import ChosenCompute
+from agentjet.compute.cluster.backend import ClusterCompute
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
@@ -79,7 +81,8 @@ def steady_clock() -> Callable[[], float]:
 async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing, ends_with_input: bool) -> bool:
     """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
-    runs = Runs(config, EmbeddedCompute(config), clock=clock, tracing=tracing)
+    compute = ChosenCompute({"embedded": EmbeddedCompute(config), "cluster": ClusterCompute(config)})
+    runs = Runs(config, compute, clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs")
     url = _url(listener, config.server)

@@ -35,6 +35,9 @@ from agentjet.types import DEFAULT_RUN, Mode, Task
 
 T = TypeVar("T")
 
+SCALE_WAIT = 60.0
+"""Longest wait for the answer of `scale`: a cluster is asked for its free GPUs."""
+
 
 class AsyncSwarm:
     """A client of one run of a server. Use it from one event loop; close it, or use it as a context manager.
@@ -289,6 +292,18 @@ class AsyncSwarm:
     async def stop(self) -> protocol.StatusResponse:
         """Stop training and sampling, after the batch being learned. Needs the admin token."""
         return await self._send(protocol.StatusResponse, "POST", "/stop")
+
+    async def cluster(self) -> protocol.ClusterView:
+        """The processes that host the weights of the run."""
+        return await self._send(protocol.ClusterView, "GET", "/cluster")
+
+    async def scale(self, samplers: int, *, policy: str = "") -> protocol.ClusterView:
+        """Change the number of sampler replicas of a policy. New ones start in the background.
+
+        Needs the admin token. Raises `InvalidRequest` if the server has no replicas or not enough GPUs.
+        """
+        body = build_request(protocol.ScaleRequest, samplers=samplers, policy=policy)
+        return await self._send(protocol.ClusterView, "POST", "/cluster/scale", body=body, server_wait=SCALE_WAIT)
 
     async def runs(self) -> list[protocol.RunView]:
         """The runs of the server, the default run first. Needs the server's admin token, as do `start_run` and

@@ -118,6 +118,8 @@ class Swarm:
     change_job = blocking(AsyncSwarm.change_job)
     start = blocking(AsyncSwarm.start)
     stop = blocking(AsyncSwarm.stop)
+    cluster = blocking(AsyncSwarm.cluster)
+    scale = blocking(AsyncSwarm.scale)
     runs = blocking(AsyncSwarm.runs)
     start_run = blocking(AsyncSwarm.start_run)
     end_run = blocking(AsyncSwarm.end_run)

@@ -19,15 +19,17 @@ checkpoint and apply the later operations again, in order.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import AlgorithmConfig, ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+
+EMBEDDED = ComputeConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +40,29 @@ class Capabilities:
     """Reports the set from which each token was chosen. `top_p`, `top_k` and grammars need it in training."""
     adapters: bool
     """Trains LoRA adapters."""
+    separate_samplers: bool = False
+    """Samplers are separate processes with a copy of the weights. They sample while the learner learns, and while it
+    recovers from a crash.
+    """
 
 
-def check_capabilities(capabilities: Capabilities, config: ServeConfig, job: JobConfig) -> None:
+def check_capabilities(
+    capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
+) -> None:
     """Raises `ConfigError` for the first setting of a policy or job that needs a missing capability."""
     for policy in config.policy_names:
-        rank = config.model_of(policy).lora.rank
-        if rank and not capabilities.adapters:
+        backend = config.compute_of(policy)
+        found, rank = capabilities(backend), config.model_of(policy).lora.rank
+        if rank and not found.adapters:
             key = f"policies.{policy}.lora.rank" if config.policies else "model.lora.rank"
-            raise ConfigError(f"{key} = {rank}: this backend trains no adapters; set it to 0")
+            raise ConfigError(f"{key} = {rank}: the {backend.backend} backend trains no adapters; set it to 0")
     truncating = [name for name in ("top_p", "top_k") if name not in job.sampling.override]
-    if truncating and not capabilities.support_sets:
-        raise ConfigError(
-            f"job.sampling.override lacks {', '.join(truncating)}: this backend does not report the sets of truncated "
-            "distributions, so training requests must not truncate; add these names"
-        )
+    for backend in map(config.compute_of, config.policy_names):
+        if truncating and not capabilities(backend).support_sets:
+            raise ConfigError(
+                f"job.sampling.override lacks {', '.join(truncating)}: the {backend.backend} backend does not report "
+                "the sets of truncated distributions, so training requests must not truncate; add these names"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +116,18 @@ class Learner(Protocol):
         """Update the policy with the accumulated gradient, at the learning rate of its version; returns metrics."""
         ...
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
-        """Make the present weights visible to the samplers, as this policy version. Idempotent."""
+    async def publish(
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+    ) -> Mapping[str, float]:
+        """Name the present weights with this policy version and give them to the samplers; returns metrics. Idempotent.
+
+        Separate samplers keep their weights without `to_samplers`, which is for versions that are applied again. With
+        `one_by_one` they adopt in turn, so that the others sample.
+        """
         ...
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        """Write a checkpoint folder (`policy/`, `trainer.pt`, `state.json`) atomically.
+        """Write a checkpoint folder (`policy/`, `trainer.pt` or `trainer/`, `state.json`) atomically.
 
         Raises `CheckpointError`, and `OperationConflict` while a gradient waits for its `optim_step`.
         """
@@ -119,6 +135,8 @@ class Learner(Protocol):
 
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         """Verify a checkpoint folder, then restore weights, optimiser, version and operation number from it.
+
+        Separate samplers get the weights with the next `publish`.
 
         Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one made with other settings.
         """
@@ -137,16 +155,19 @@ class Compute(Sampler, Learner, Protocol):
     again alone.
     """
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """The features of the backend. Known before the first `add`."""
+    def capabilities(self, settings: ComputeConfig) -> Capabilities:
+        """Returns the features of the backend that the settings choose. Known before the first `add`."""
         ...
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    async def add(
+        self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
+    ) -> ModelInfo:
         """Add a policy with the weights of version 0 and operation 0; replaces the policy if it exists.
 
-        Starts the worker of that name if it does not run. Adapters of a worker share one base model. Raises
-        `ConfigError` if the model cannot be loaded, or if the worker has adapters of another base model or type.
+        `settings` choose the backend. The embedded one starts the worker of that name if it does not run; adapters of a
+        worker share one base model. The cluster keeps samplers that the policy has, if the settings are the same. They
+        get the weights with the next `publish`. Raises `ConfigError` if the model cannot be loaded, the settings cannot
+        be honoured, or the worker has adapters of another base model or type.
         """
         ...
 
@@ -156,6 +177,17 @@ class Compute(Sampler, Learner, Protocol):
 
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Wait until a worker of these policies ends unexpectedly; returns the reason. A hung worker is killed."""
+        ...
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        """Returns the processes of a policy, ranks first. Empty for a policy that was not added."""
+        ...
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        """Change the number of replicas of a policy; new ones start in the background.
+
+        Raises `ConfigError` if the backend has no replicas or not enough GPUs.
+        """
         ...
 
     async def close(self) -> None:

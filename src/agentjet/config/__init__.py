@@ -3,10 +3,19 @@
 from agentjet.config.job import AlgorithmConfig, JobConfig, OptimizerConfig, SideCallRule, unknown_policy
 from agentjet.config.loader import load_config, parse_config, server_token
 from agentjet.config.reference import changed_settings, settings_table
-from agentjet.config.schema import LoraConfig, ModelConfig, PolicyConfig, SamplerConfig, ServeConfig, ServerConfig
+from agentjet.config.schema import (
+    ComputeConfig,
+    LoraConfig,
+    ModelConfig,
+    PolicyConfig,
+    SamplerConfig,
+    ServeConfig,
+    ServerConfig,
+)
 
 __all__ = [
     "AlgorithmConfig",
+    "ComputeConfig",
     "JobConfig",
     "LoraConfig",
     "ModelConfig",

@@ -45,6 +45,41 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class ComputeConfig(Section):
+    """Where a policy is computed. `embedded`: one worker process, one device. `cluster`: separate processes of
+    learner ranks and vLLM replicas, on this machine or on a Ray cluster. These may change between two starts.
+    """
+
+    backend: Literal["embedded", "cluster"] = "embedded"
+    """`embedded`, or `cluster`, which needs an environment with vLLM. The settings below are for `cluster`."""
+    ranks: Int64 = Field(1, ge=1, le=4096)
+    """Processes that learn together, each with one GPU if there are any. Replays are bit-equal only with the same
+    number of ranks."""
+    sharding: Literal["auto", "gathered", "sharded"] = "auto"
+    """`gathered`: each rank holds all weights and a part of the optimiser's state. `sharded`: each rank holds a part of
+    the layers, too. `auto`: `gathered` if that fits the memory of a rank."""
+    samplers: Int64 = Field(1, ge=1, le=4096)
+    """Replicas that sample."""
+    tensor_parallel: Int64 = Field(1, ge=1, le=64)
+    """GPUs of each replica."""
+    address: str = ""
+    """Ray cluster, as in `ray start --address`, or `auto`. Empty: processes of this machine, without Ray."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which ranks and replicas reach the gateway. With several machines, that of a private
+    network: tokens and weights travel on it unencrypted."""
+    sampler_python: str = ""
+    """Interpreter of the environment with vLLM. Empty: the folder `sampler-venv` of the cache."""
+
+    @model_validator(mode="after")
+    def _ranks_can_share(self) -> Self:
+        if self.sharding == "sharded" and self.ranks == 1:
+            raise ValueError(
+                "sharding = 'sharded' with ranks = 1: one rank holds all layers; raise ranks, or set sharding to "
+                "'gathered'"
+            )
+        return self
+
+
 class PolicyConfig(Section):
     """A policy of the run. Agents choose it with `model = "NAME"` in their requests. A run without such a section has
     one policy, which trains `[model]`. The policies of a run cannot change.
@@ -54,6 +89,8 @@ class PolicyConfig(Section):
     """Base model, as in `model.name`. Empty: `model.name`."""
     lora: LoraConfig | None = None
     """Adapter of this policy, such as `{rank = 8}`. Not given: `[model.lora]`."""
+    compute: ComputeConfig | None = None
+    """Where this policy is computed. Not given: `[compute]`."""
     worker: str = Field("", pattern=r"^[a-z0-9_-]{0,64}$")
     """Name of the worker process. Policies with the same name share a process, and their adapters share one copy of the
     base model; those of other runs, too."""
@@ -149,6 +186,7 @@ class ServeConfig(Section):
 
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
+    compute: ComputeConfig = ComputeConfig()
     server: ServerConfig = ServerConfig()
     policies: dict[PolicyName, PolicyConfig] = Field({})
     job: JobConfig = JobConfig()
@@ -164,8 +202,16 @@ class ServeConfig(Section):
             update={"name": own.model or self.model.name, "lora": self.model.lora if own.lora is None else own.lora}
         )
 
+    def compute_of(self, policy: str) -> ComputeConfig:
+        return self.policies.get(policy, PolicyConfig()).compute or self.compute
+
     def worker_of(self, policy: str) -> str:
         return self.policies[policy].worker if policy in self.policies else ""
+
+    def host_of(self, policy: str) -> tuple[str, str]:
+        """Returns the same value for policies that share a process. In the cluster, each policy has its own."""
+        is_alone = self.compute_of(policy).backend == "cluster"
+        return ("policy", policy) if is_alone else ("worker", self.worker_of(policy))
 
     @model_validator(mode="after")
     def _policies_have_names(self) -> Self:
@@ -181,16 +227,26 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_share_a_base(self) -> Self:
-        bases: dict[str, tuple[str, str]] = {}
+        bases: dict[tuple[str, str], tuple[str, str]] = {}
         for policy in self.policy_names:
-            model, worker = self.model_of(policy), self.worker_of(policy)
+            model = self.model_of(policy)
             if not model.lora.rank:
                 continue
-            other, base = bases.setdefault(worker, (policy, model.name))
+            other, base = bases.setdefault(self.host_of(policy), (policy, model.name))
             if base != model.name:
                 raise ValueError(
                     f"policies.{policy}.model = {model.name!r} and policies.{other}.model = {base!r}: the adapters of "
                     f"one worker share one base model; set policies.{policy}.worker to another name"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _clusters_have_no_workers(self) -> Self:
+        for policy in self.policy_names:
+            if (worker := self.worker_of(policy)) and self.compute_of(policy).backend == "cluster":
+                raise ValueError(
+                    f'policies.{policy}.worker = {worker!r}: with compute.backend = "cluster" each policy has its own '
+                    "processes; omit it"
                 )
         return self
 

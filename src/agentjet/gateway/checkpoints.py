@@ -23,6 +23,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
 from agentjet.types import SOLE_POLICY, CheckpointStamp
@@ -341,7 +342,7 @@ class PolicyVersions:
         Removes all but the newest `server.keep_exports` exports of the policy. Raises `InvalidRequest` if `policy` is
         unknown or has no adapter, `Conflict` if the run has diverged, and `CheckpointError` if the disk fails.
         """
-        chosen = self._exported_policy(policy)
+        chosen = chosen_policy(self._run.config, policy)
         if adapter and not self._run.config.model_of(chosen).lora.rank:
             key = f"policies.{chosen}.lora" if self._run.config.policies else "model.lora.rank"
             raise InvalidRequest(
@@ -368,13 +369,15 @@ class PolicyVersions:
 
         return await self._engine.between_batches(write)
 
-    def _exported_policy(self, policy: str) -> str:
-        known = self._run.config.policy_names
-        if policy in known or (not policy and len(known) == 1):
-            return policy or known[0]
-        near = get_close_matches(policy, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
-        raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")
+
+def chosen_policy(config: ServeConfig, policy: str) -> str:
+    """Returns the policy that a request names. "" is the only policy of the run. Raises `InvalidRequest`."""
+    known = config.policy_names
+    if policy in known or (not policy and len(known) == 1):
+        return policy or known[0]
+    near = get_close_matches(policy, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
+    raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")
 
 
 def _reserved(way_out: str) -> InvalidRequest:

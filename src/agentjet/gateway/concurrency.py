@@ -101,6 +101,10 @@ class Gate:
         """Seconds since the start in which at least one call was inside."""
         return self._busy_seconds + (self._monotonic() - self._busy_since if self.inside else 0.0)
 
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
     def open(self) -> None:
         """Lets all calls in."""
         self._set(True)

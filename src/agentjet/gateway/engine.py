@@ -29,7 +29,7 @@ from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch
-from agentjet.types import CheckpointStamp, EngineState, ModelInfo
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo, PolicyId
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -204,9 +204,10 @@ class Engine:
         if is_new or self._failures > MAX_FAILURES:
             await self._fail(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
-        self._run.gate.hold()
+        if not self._samples_in_recovery():
+            self._run.gate.hold()
         self._enter("loading", f"the worker failed and is started again: {error}")
-        await self._remove_policies()
+        await self._remove_policies(keep_samplers=True)
         await self._sleep(0.0 if self._failures <= 1 else min(30.0, 2.0 ** (self._failures - 2)))
         return True
 
@@ -215,8 +216,20 @@ class Engine:
         during = error.during if isinstance(error, WorkerDied) else ""
         return bool(during) and during not in map(str, self._run.policies)
 
-    async def _remove_policies(self) -> None:
+    def _samples_in_recovery(self) -> bool:
+        """True if calls continue while the policies are brought up again, because all have separate samplers."""
+        can_sample = self._run.gate.is_open and all(map(self._has_samplers, self._run.policies))
+        return can_sample and bool(self._swarm.job.max_staleness)
+
+    def _has_samplers(self, policy: PolicyId) -> bool:
+        """True if the samplers of a policy outlive its learner."""
+        return self._compute.capabilities(self._run.config.compute_of(policy.policy)).separate_samplers
+
+    async def _remove_policies(self, *, keep_samplers: bool = False) -> None:
+        """Frees the policies. With `keep_samplers`, `add` replaces the learner of those that have samplers."""
         for policy in self._run.policies:
+            if keep_samplers and self._has_samplers(policy):
+                continue
             try:
                 await self._compute.remove(policy)
             except Exception:  # The boundary: the engine's task must not end in between. `add` replaces the policy.
@@ -248,8 +261,10 @@ class Engine:
         models: dict[str, LoadedModel] = {}
         for policy in self._run.policies:
             name = policy.policy
-            settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
-            model = await self._compute.add(policy, settings, worker=worker)
+            config = self._run.config
+            model = await self._compute.add(
+                policy, config.model_of(name), worker=config.worker_of(name), settings=config.compute_of(name)
+            )
             self._swarm.check_origin(name, model)
             _check_context(self._swarm.job, model)
             known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)

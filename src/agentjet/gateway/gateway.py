@@ -7,6 +7,7 @@ used in that event loop only.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 import time
@@ -21,7 +22,7 @@ from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
 from agentjet.gateway import observability, views
 from agentjet.gateway.call_path import CallPath
-from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions
+from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
 from agentjet.gateway.concurrency import LARGE, AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.observability import MetricsFile, Tracing
@@ -30,18 +31,21 @@ from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
+    ClusterView,
     CodeVersionStatus,
     EpisodeTree,
     EpisodeView,
     Event,
     FinishRequest,
     JobBody,
+    ProcessView,
+    ScaleRequest,
     StatusResponse,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.groups import group_name
-from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, policy_of
+from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, PolicyId, policy_of
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ class Gateway:
         self.model_name = Path(name).name if name and Path(name).is_dir() else name
         """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
         self._clock = clock
+        self._compute = compute
         self.began = clock()
         models = {policy: config.model_of(policy) for policy in config.policy_names}
         self._journal = Journal.open(self.folder / "journal.sqlite", models=models)
@@ -295,6 +300,28 @@ class Gateway:
         answer = self.job()
         await self.durable()
         return answer
+
+    # ---- the cluster ------------------------------------------------------------------------------------------------
+
+    def cluster(self) -> ClusterView:
+        """Returns the processes that host the weights of the run's policies."""
+        named = {policy: self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names}
+        return ClusterView(
+            processes=[
+                ProcessView(policy=policy, **dataclasses.asdict(process))
+                for policy, processes in named.items()
+                for process in processes
+            ]
+        )
+
+    async def scale(self, request: ScaleRequest) -> ClusterView:
+        """Changes the number of replicas of a policy. Raises `InvalidRequest`."""
+        policy = chosen_policy(self.config, request.policy)
+        try:
+            await self._compute.scale(PolicyId(self.run, policy), request.samplers)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="samplers") from None
+        return self.cluster()
 
     # ---- status and events -------------------------------------------------------------------------------------------
 

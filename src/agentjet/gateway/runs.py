@@ -196,7 +196,7 @@ class Runs:
 
     def _config_of(self, policies: Mapping[str, Any], job: Mapping[str, Any] | None) -> ServeConfig:
         """Returns the settings of the server with those of a run. Raises `ConfigError`."""
-        served = self._config.model_dump(include={"model", "sampler", "server"})
+        served = self._config.model_dump(include={"model", "sampler", "compute", "server"})
         return parse_config({**served, "policies": policies, "job": job or {}})
 
     async def _open(self, name: str, record: RunRecord) -> None:
@@ -269,7 +269,7 @@ class Runs:
 
 def _without_workers(policies: Mapping[str, PolicyConfig]) -> dict[str, PolicyConfig]:
     """The settings that decide the weights."""
-    return {name: policy.model_copy(update={"worker": ""}) for name, policy in policies.items()}
+    return {name: policy.model_copy(update={"worker": "", "compute": None}) for name, policy in policies.items()}
 
 
 async def _all_of(works: Iterable[Awaitable[None]]) -> None:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import Compute
@@ -39,6 +39,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 MAX_CRASHES = 2
 """Workers that may fail on a batch, or crash while they learn it, before it is quarantined."""
@@ -121,7 +122,10 @@ class TrainingLoop:
                 self._sample()
 
     async def catch_up(self, batches: Iterable[Batch], operations: Mapping[str, int]) -> None:
-        """Learns the `batches` after the loaded checkpoint, from the `operations` on. Then opens the gate."""
+        """Learns the `batches` after the loaded checkpoint, from the `operations` on. Then opens the gate.
+
+        The samplers get the last version only. Separate samplers may still have it from before the crash.
+        """
         self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         self._is_partial = False
         for batch in batches:
@@ -129,6 +133,7 @@ class TrainingLoop:
                 return
             await self._learn(batch)
         if not self.stopping:
+            await self._publish(self._swarm.policy_version)
             self.timer.start_sampling()
             self._sample()
 
@@ -157,17 +162,34 @@ class TrainingLoop:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
                 metrics, following = await self._apply(batch, training)
-                for policy in self._policies:
-                    await self._compute.publish(policy, batch.id + 1)
-                self._is_partial = False
+                self._learning = None  # A failure here is not the batch's: samplers may have its weights already.
+                published = await self._publish(batch.id + 1, to_samplers=not replay)
+                self._learning, self._is_partial = batch.id, False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
-                    await self._record(batch, {**metrics, **self.timer.metrics(num_tokens)})
+                    await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)})
                 self._next_operations = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
             raise
         self._learning = None
+
+    async def _publish(self, version: int, *, to_samplers: bool = True) -> dict[str, float]:
+        """Publishes all policies at the same time; returns metrics.
+
+        With `max_staleness`, samplers adopt one by one, so that calls go on.
+        """
+        one_by_one = bool(self._swarm.job.max_staleness)
+        results = await self._all(
+            self._compute.publish(policy, version, to_samplers=to_samplers, one_by_one=one_by_one)
+            for policy in self._policies
+        )
+        prefixes = [metrics_prefix(policy.policy, self._swarm.store.policies) for policy in self._policies]
+        return {
+            f"{prefix}{name}": value
+            for prefix, metrics in zip(prefixes, results, strict=True)
+            for name, value in metrics.items()
+        }
 
     async def _apply(
         self, batch: Batch, training: Mapping[str, TrainingBatch]
@@ -178,9 +200,9 @@ class TrainingLoop:
         """
         metrics: dict[str, float] = {}
         following: dict[str, Op] = {}
-        by_worker: defaultdict[str, list[str]] = defaultdict(list)
+        by_host: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for name in training:
-            by_worker[self._run.config.worker_of(name)].append(name)
+            by_host[self._run.config.host_of(name)].append(name)
 
         async def apply(names: list[str]) -> None:
             journal = partial(self._journal, batch)
@@ -189,14 +211,19 @@ class TrainingLoop:
                 own, following[name] = await learn(self._compute, first, training[name], batch.job, before=journal)
                 metrics.update({f"{prefix}{metric}": value for metric, value in own.items()})
 
-        works = [asyncio.create_task(apply(names)) for names in by_worker.values()]
-        try:
-            await asyncio.gather(*works)
-        finally:
-            for work in works:
-                work.cancel()
-            await asyncio.gather(*works, return_exceptions=True)
+        await self._all(apply(names) for names in by_host.values())
         return metrics, following
+
+    @staticmethod
+    async def _all(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+        """Returns the results of works that run at the same time. The first failure ends the others."""
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
         self._swarm.batches.record_operation(op.policy, op.number, kind, batch)

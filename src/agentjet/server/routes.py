@@ -154,6 +154,18 @@ async def stop_engine(deps: Deps) -> bodies.StatusResponse:
     return deps.gateway.status()
 
 
+@router.get("/cluster", dependencies=VIEWER)
+async def get_cluster(deps: Deps) -> bodies.ClusterView:
+    """List the processes that host the weights of the run."""
+    return deps.gateway.cluster()
+
+
+@router.post("/cluster/scale", dependencies=ADMIN)
+async def scale_cluster(body: bodies.ScaleRequest, deps: Deps) -> bodies.ClusterView:
+    """Change the number of sampler replicas of a policy. The answer does not wait until new ones sample."""
+    return await deps.gateway.scale(body)
+
+
 @router.get("/checkpoints", dependencies=VIEWER)
 async def list_checkpoints(deps: Deps) -> list[bodies.CheckpointInfo]:
     """List the checkpoints on disk, oldest first, with their tags and scores."""

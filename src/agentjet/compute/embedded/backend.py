@@ -1,7 +1,6 @@
 """The gateway's half of the embedded backend: worker processes, and which one has which policy. No torch.
 
-Messages are pickles, because the pipes are private to parent and child. The worker handles requests in order, so the
-oldest one without an answer is the one that it works on.
+The worker handles requests in order, so the oldest one without an answer is the one that it works on.
 
 The watchdog ends a worker that hangs. Heartbeats could not detect that: a thread sends them while the main loop is
 deadlocked, and a main loop sends none for minutes while it computes one long pass. So the watchdog measures from
@@ -12,25 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import itertools
 import os
-import pickle
-import struct
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
 
-from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
-from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.compute.channel import Channel
+from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
 
 WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment of a worker. The user's own variables take precedence.
@@ -41,37 +36,6 @@ slower if agents or a second worker need the cores. cuBLAS is deterministic only
 
 RESUMING = ("publish", "load", "add", "remove")
 """Requests after which no completion of the policy pauses."""
-
-_LENGTH = struct.Struct("<Q")
-
-
-class Request(NamedTuple):
-    """A request about a policy. `sample` and `cancel` have the id of the completion as first argument."""
-
-    op: str
-    id: int
-    policy: PolicyId
-    args: tuple[Any, ...]
-
-
-class Answer(NamedTuple):
-    """The answer to the request `id`. `ends`: its failure ends the process, not a request that waits behind it."""
-
-    id: int
-    result: Any = None
-    error: AgentJetError | None = None
-    ends: bool = False
-
-
-Message = Answer | list[tuple[int, Sampled]]
-"""A message of the worker: an answer, or pieces of completions by id."""
-
-
-def encode_message(message: Message) -> bytes:
-    """Returns the pickle with its length in front, because asyncio reads by length."""
-    body = pickle.dumps(message)
-    return _LENGTH.pack(len(body)) + body
-
 
 MIN_CPU_SECONDS = 0.02
 """Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
@@ -120,15 +84,6 @@ def cpu_seconds_of(pid: int) -> float | None:
     return float(sum(time.user + time.system for time in times))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A request without its last answer. It stays until that comes, also if the caller of `ask` was cancelled."""
-
-    op: str
-    policy: PolicyId
-    answers: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-
-
 class WorkerProcess:
     """One process from its start to its end."""
 
@@ -139,11 +94,10 @@ class WorkerProcess:
         self._log_path = log_path
         self._timeout = timeout
         self._watchdog = Watchdog(timeout)
-        self._ids = itertools.count(1)
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._channel: Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._pending: dict[int, _Pending] = {}
         self._unpublished: set[PolicyId] = set()
         """Policies that were asked for an `optim_step` and not published since: their completions pause."""
         self._end: WorkerDied | None = None
@@ -176,35 +130,23 @@ class WorkerProcess:
                     stderr=log,
                     env={**WORKER_VARIABLES, **os.environ},
                 )
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._channel = Channel(self._process.stdout, self._process.stdin)
             self._tasks = [
-                asyncio.create_task(self._read_messages(self._process)),
-                asyncio.create_task(self._watch(self._process)),
+                asyncio.create_task(self._read_messages(self._process, self._channel)),
+                asyncio.create_task(self._watch(self._process, self._channel)),
             ]
 
     async def ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
-        """Send a request about a policy; returns its answer. Raises the worker's error, or `WorkerDied`."""
-        id = next(self._ids)
-        self._write(Request(op, id, policy, args))
-        pending = self._pending[id] = _Pending(op, policy)
+        """See `Channel.ask`."""
+        channel = self._running()
         if op == "optim_step":
             self._unpublished.add(policy)
-        return await _next(pending)
+        return await channel.ask(op, policy, *args)
 
-    async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
-        """Request a completion; yields its pieces. Closing the iterator cancels it."""
-        id = next(self._ids)
-        self._write(Request("sample", id, policy, (id, *args)))
-        pending = self._pending[id] = _Pending("sample", policy)
-        try:
-            while True:
-                piece: Sampled = await _next(pending)
-                yield piece
-                if piece.finish_reason is not None:
-                    return
-        finally:
-            if self._pending.pop(id, None) is not None:
-                with contextlib.suppress(WorkerDied):
-                    self._write(Request("cancel", id, policy, (id,)))
+    def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
+        """See `Channel.sample`."""
+        return self._running().sample(policy, *args)
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -218,42 +160,39 @@ class WorkerProcess:
             watch.cancel()
             await asyncio.wait([reader, watch])
 
-    def _write(self, request: Request) -> None:
-        if self._end is not None:
-            raise copy.copy(self._end)  # Several callers raise it.
-        process = self._process
-        if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
+    def _running(self) -> Channel:
+        if self._channel is None:
             raise WorkerDied("the worker process is not running")
-        process.stdin.write(pickle.dumps(request))
+        return self._channel
 
-    async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _read_messages(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # The process ended.
             while True:
-                (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-                self._dispatch(pickle.loads(await process.stdout.readexactly(length)))
-        self._end = self._reason(await process.wait())
-        for pending in self._pending.values():
-            pending.answers.put_nowait(copy.copy(self._end))
-        self._pending.clear()
+                done = await channel.receive()
+                self._watchdog.reset()
+                if done is not None and done.op in RESUMING:
+                    self._unpublished.discard(done.policy)
+        self._end = self._reason(await process.wait(), channel)
+        channel.end(self._end)
         if not self._closing:
             self.died.set_result(self._end)
 
-    def _reason(self, code: int) -> WorkerDied:
+    def _reason(self, code: int, channel: Channel) -> WorkerDied:
         if self._closing:
             return PolicyRemoved("the worker process was ended")
-        during = next((str(one.policy) for one in self._pending.values() if one.op != "sample"), self._sampled())
+        operations = (str(one.policy) for one in channel.pending.values() if one.op != "sample")
+        during = next(operations, "") or self._sampled(channel)
         kind, end = WorkerDied, f"ended with exit code {code}"
         if self._hung:
             kind, end = WorkerHung, f"did no work for {self._timeout:g} s (server.worker_timeout) and was killed"
         return kind(f"the worker process {end}; see {self._log_path}", during=during)
 
-    def _sampled(self) -> str:
+    def _sampled(self, channel: Channel) -> str:
         """Returns a policy of the only run that samples, one that does not pause if possible; '' for several runs."""
-        policies = sorted((one.policy for one in self._pending.values()), key=self._unpublished.__contains__)
+        policies = sorted((one.policy for one in channel.pending.values()), key=self._unpublished.__contains__)
         return str(policies[0]) if len({policy.run for policy in policies}) == 1 else ""
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
         """Kill the worker if it hangs."""
         now = asyncio.get_running_loop().time
         self._watchdog.reset()
@@ -261,41 +200,16 @@ class WorkerProcess:
             checked = now()
             await asyncio.sleep(self._watchdog.interval)
             # Paused completions may hold the places of others, so no completion counts meanwhile.
-            has_work = any(not self._unpublished or one.op != "sample" for one in self._pending.values())
+            has_work = any(not self._unpublished or one.op != "sample" for one in channel.pending.values())
             if self._watchdog.hangs(now() - checked, lambda: cpu_seconds_of(process.pid), has_work=has_work):
                 self._hung = True
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 return
 
-    def _dispatch(self, message: Message) -> None:
-        self._watchdog.reset()
-        if isinstance(message, list):
-            for id, piece in message:
-                if (pending := self._pending.get(id)) is not None:
-                    pending.answers.put_nowait(piece)
-                    if piece.finish_reason is not None:
-                        del self._pending[id]
-        elif (pending := self._pending.get(message.id)) is not None:
-            if not message.ends:  # Else it stays the oldest one, for the reason of the end.
-                del self._pending[message.id]
-            if message.error is None and pending.op in RESUMING:
-                self._unpublished.discard(pending.policy)
-            pending.answers.put_nowait(message.result if message.error is None else message.error)
-
-
-async def _next(pending: _Pending) -> Any:
-    """Returns the next answer, or raises it."""
-    answer = await pending.answers.get()
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
 
 class EmbeddedCompute:
     """Implements `Compute` with worker processes by name. A policy keeps its process until `add` or `remove`."""
-
-    capabilities = Capabilities(support_sets=True, adapters=True)
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -308,7 +222,12 @@ class EmbeddedCompute:
         """Returns the process id of a policy's worker while it runs."""
         return self._hosts[policy].pid if policy in self._hosts else None
 
-    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "") -> ModelInfo:
+    def capabilities(self, settings: ComputeConfig) -> Capabilities:
+        return Capabilities(support_sets=True, adapters=True)
+
+    async def add(
+        self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
+    ) -> ModelInfo:
         process = self._workers.get(worker)
         if process is None or process.has_ended:
             log_path = self._config.server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
@@ -350,8 +269,11 @@ class EmbeddedCompute:
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))
 
-    async def publish(self, policy: PolicyId, version: int) -> None:
+    async def publish(
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+    ) -> Mapping[str, float]:
         await self._ask("publish", policy, version)
+        return {}
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         return cast(CheckpointStamp, await self._ask("save", policy, path))
@@ -366,6 +288,20 @@ class EmbeddedCompute:
         ended = {self._process(policy).died for policy in policies}
         done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        process = self._hosts.get(policy)
+        if process is None:
+            return []
+        running = process.pid is not None
+        state, place = ("running", f"pid {process.pid}") if running else ("starting or ended", "")
+        return [ProcessStatus("worker", "worker", state, place)]
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        raise ConfigError(
+            "compute.backend = 'embedded': one worker process samples and learns, so there are no replicas to scale; "
+            "restart the server with compute.backend = 'cluster'"
+        )
 
     async def close(self) -> None:
         processes = {*self._workers.values(), *self._hosts.values()}

@@ -1,5 +1,7 @@
 """Checkpoint folders: `policy/` (Hugging Face layout), `trainer.pt` (tensors only), and `state.json` with digests.
 
+Ranks write `trainer/` (`torch.distributed.checkpoint`) instead of `trainer.pt`. Both backends read both.
+
 A folder is written beside its final place, then renamed. `state.json` names every other file with its size and
 SHA-256, and ends with a digest of itself. The command line verifies checkpoints without torch.
 """
@@ -10,7 +12,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from agentjet.compute.embedded.policy import Policy
 
 STATE_FILE = "state.json"
+TRAINER_FILE = "trainer.pt"
+TRAINER_FOLDER = "trainer"
 FORMAT = 3
 """Version of `state.json`. No other version is read."""
 
@@ -36,9 +42,9 @@ def save(path: Path, policy: Policy, learner: PolicyLearner, state: dict[str, An
     def write(folder: Path) -> None:
         nonlocal digest
         policy.save(folder / "policy", merged=False)
-        with (folder / "trainer.pt").open("wb") as file:  # With a path, torch reports a full disk as "unexpected pos".
+        with (folder / TRAINER_FILE).open("wb") as file:  # With a path, torch reports a full disk as "unexpected pos".
             torch.save(learner.state(), file)
-        digest = seal(folder, {**_identity(policy), **state})
+        digest = seal(folder, {**identity(policy), **state})
 
     write_atomically(path, write)
     return digest
@@ -49,22 +55,56 @@ def load(path: Path, policy: Policy, learner: PolicyLearner) -> dict[str, Any]:
 
     Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one that was made with other settings.
     """
-    import torch
 
     state = verified_state(path)
-    for key, ours in _identity(policy).items():
+    check_identity(path, state, policy)
+    with fitting(path):
+        learner.restore(read_trainer(path, learner))
+    return state
+
+
+def check_identity(path: Path, state: dict[str, Any], policy: Policy) -> None:
+    """Raises `ConfigError` if a checkpoint was made with other settings."""
+    for key, ours in identity(policy).items():
         if state.get(key) != ours:
             raise ConfigError(
                 f"checkpoint {path} has {key} = {state.get(key)!r}, this server has {ours!r}: "
                 "use the settings of the checkpoint, or another server.data_dir"
             )
+
+
+def read_trainer(path: Path, learner: PolicyLearner) -> dict[str, Any]:
+    """Returns masters and moments from `trainer.pt` or `trainer/`. Raises `CheckpointError`."""
+    import torch
+
+    with fitting(path):
+        if (path / TRAINER_FILE).exists():
+            device = learner.policy.device
+            whole: dict[str, Any] = torch.load(path / TRAINER_FILE, map_location=device, weights_only=True, mmap=True)
+            return whole
+        import torch.distributed.checkpoint as dcp
+
+        state = learner.new_state()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(state, checkpoint_id=path / TRAINER_FOLDER)  # type: ignore[attr-defined]
+        return state
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Raises `CheckpointError` for an error inside the context.
+
+    Boundary: torch and the optimiser raise any error for tensors of another model.
+    """
+    import torch
+
     try:
-        learner.restore(torch.load(path / "trainer.pt", map_location=policy.device, weights_only=True, mmap=True))
-    except torch.OutOfMemoryError:
+        yield
+    except (torch.OutOfMemoryError, CheckpointError):
         raise
-    except Exception as error:  # Boundary: torch and the optimiser raise any error for tensors of another model.
+    except Exception as error:
         raise CheckpointError(f"checkpoint {path} does not fit this model: {type(error).__name__}: {error}") from error
-    return state
 
 
 def export(path: Path, policy: Policy, *, adapter: bool = False) -> None:
@@ -74,15 +114,23 @@ def export(path: Path, policy: Policy, *, adapter: bool = False) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder beside `path`, flush it to disk, then rename it to `path`.
+    """Fill a folder with `write`, see `atomic_folder`."""
+    with atomic_folder(path) as folder:
+        write(folder)
 
-    A failure keeps the old folder and removes the partial one.
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `path` to fill; then flushes it to disk and renames it to `path`.
+
+    A failure keeps the old folder and removes the partial one. Raises `CheckpointError` if the folder cannot be
+    written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write(partial)
+        yield partial
         for file in partial.rglob("*"):
             if file.is_file():  # safetensors ignores the umask: it writes files that only their owner can read.
                 file.chmod(partial.stat().st_mode & 0o666)
@@ -93,6 +141,9 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         partial.rename(path)
         _flush(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
+    except CheckpointError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         cause = error.__context__ or error  # Of a full disk, torch reports a RuntimeError after the OSError.
@@ -107,7 +158,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _identity(policy: Policy) -> dict[str, Any]:
+def identity(policy: Policy) -> dict[str, Any]:
     """Returns the facts that a checkpoint and its policy must share."""
     info = policy.info
     facts = {

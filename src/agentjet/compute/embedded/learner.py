@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
-from agentjet.compute.embedded.passes import pass_of
+from agentjet.compute.embedded.passes import Pass, pass_of
 from agentjet.compute.embedded.policy import Policy, fingerprint
 from agentjet.compute.operations import merged_metrics
 from agentjet.compute.protocol import LossSpec, Outputs
@@ -33,6 +35,8 @@ from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
+TOKENS_COMPUTED = "forest/tokens_computed"
+Number = TypeVar("Number", bound=np.generic)
 HEAD_ROWS = 512
 """Number of distributions whose logits over the vocabulary exist at the same time."""
 
@@ -66,16 +70,17 @@ class _PreparedBatch:
 
 
 class PolicyLearner:
-    """Owns the masters and the optimiser of one policy."""
+    """Owns the masters and the optimiser of one policy.
+
+    `cluster.learner` overrides the methods that differ if several processes learn together: the part of a forest that
+    this process computes, sums over all parts, and the masters.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._pass = pass_of(policy)
+        self._pass = self._make_pass()
         self._params = policy.trainable()
-        self._masters = {
-            name: p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
-            for name, p in self._params.items()
-        }
+        self._masters = {name: self._make_master(p) for name, p in self._params.items()}
         self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
         self._reference: dict[str, Tensor] | None = None
         self._prepared: _PreparedBatch | None = None
@@ -118,7 +123,9 @@ class PolicyLearner:
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, optimizer.max_grad_norm or math.inf))
+        total_norm = self._norm([cast(Tensor, master.grad) for master in masters])
+        clip_grads_with_norm_(masters, optimizer.max_grad_norm or math.inf, total_norm)
+        norm = float(total_norm)
         if math.isfinite(norm):
             self._optimizer.step()
             self._copy_masters()
@@ -128,7 +135,7 @@ class PolicyLearner:
             "optim/skipped_steps": float(not math.isfinite(norm)),
             "optim/lr": rate,
             "optim/steps": 1.0,
-            "weights/finite": float(math.isfinite(torch.nn.utils.get_total_norm(masters))),
+            "weights/finite": float(math.isfinite(self._norm(masters))),
         }
 
     @property
@@ -156,38 +163,44 @@ class PolicyLearner:
         Only targets that contribute to the loss are computed. Their weights count every target. The mismatch is a mean
         over computed targets. A skipped target is never clipped, and with a KL term no target is skipped.
         """
-        pieces: list[Forest] = []
-        if (contributing := recipe.contributing(forest)).any():
-            weighted = select(forest.with_columns(weight=recipe.weights(forest)), contributing)
-            pieces = [piece for piece, _ in self._pass.pieces(weighted, loss.micro_batch_tokens)]
+        contributing = recipe.contributing(forest)
+        if not contributing.any():
+            clipped = {"policy/clip_fraction": 0.0} if forest.num_targets else {}
+            return {**clipped, TOKENS_COMPUTED: 0.0}
+        weighted = select(forest.with_columns(weight=recipe.weights(forest)), contributing)
+        pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
         if "sequence_log_ratio" in recipe.reads:
-            pieces = self._with_sequence_ratios(pieces)
+            pieces = self._with_sequence_ratios(pieces, int(weighted["sequence"].max()) + 1)
         if "reference" in recipe.reads:
-            pieces = [_with_column(piece, "reference", _array(self._reference_logprobs(piece))) for piece in pieces]
-        sums = defaultdict[str, float](float, {"policy/clip_fraction": 0.0} if forest.num_targets else {})
+            with self._reference_weights():
+                pieces = [_with_column(piece, "reference", _array(self.logprobs(piece))) for piece in pieces]
+        sums = defaultdict[str, float](float, {"policy/clip_fraction": 0.0})
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
         self._gather_gradients()
-        counts = {MISMATCH: sum(piece.num_targets for piece in pieces)}
-        means = {name: total / counts.get(name, forest.num_targets) for name, total in sums.items()}
-        return {**means, "forest/tokens_computed": float(sum(map(self._pass.num_computed, pieces)))}
+        self._reduce_gradients()
+        sums[TOKENS_COMPUTED] = float(sum(map(self._pass.num_computed, pieces)))
+        counts = {MISMATCH: weighted.num_targets, TOKENS_COMPUTED: 1}
+        return {name: total / counts.get(name, forest.num_targets) for name, total in self._totals(sums).items()}
 
-    def _with_sequence_ratios(self, pieces: list[Forest]) -> list[Forest]:
+    def _with_sequence_ratios(self, pieces: list[Forest], num_sequences: int) -> list[Forest]:
         """Add the sequence means of logp - old, over the tokens of all micro-batches."""
-        if not pieces:
-            return []
-        sequences = np.concatenate([piece["sequence"] for piece in pieces])
-        ratios = np.concatenate([_array(self.logprobs(piece).double()) - piece["logprob"] for piece in pieces])
-        means = np.bincount(sequences, ratios) / np.maximum(1, np.bincount(sequences))
+        sums = np.zeros((2, num_sequences))
+        sequences = np.concatenate([np.zeros(0, np.int32), *(piece["sequence"] for piece in pieces)])
+        ratios = [_array(self.logprobs(piece).double()) - piece["logprob"] for piece in pieces]
+        sums[0] = np.bincount(sequences, np.concatenate([np.zeros(0), *ratios]), num_sequences)
+        sums[1] = np.bincount(sequences, minlength=num_sequences)
+        ratio_sums, counts = self._sum(sums)
+        means = ratio_sums / np.maximum(1, counts)
         return [_with_column(piece, "sequence_log_ratio", means[piece["sequence"]]) for piece in pieces]
 
     def _batch_logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
         """Returns the log-probabilities [M] of the targets of a whole batch, micro-batch by micro-batch."""
         found = np.zeros(forest.num_targets, np.float32)
-        for piece, targets in self._pass.pieces(forest, max_tokens):
+        for piece, targets in self._pieces(forest, max_tokens):
             found[targets] = _array(self.logprobs(piece).float())
-        return found
+        return self._sum(found)
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Returns the log-probabilities [M] of the forest's targets, without gradient."""
@@ -199,20 +212,20 @@ class PolicyLearner:
             order = np.argsort(np.concatenate([targets for targets, _ in chunks]))
             return torch.cat([logp for _, logp in chunks])[torch.from_numpy(order).to(hidden.device)]
 
-    def _reference_logprobs(self, forest: Forest) -> Tensor:
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Compute with the weights of version 0 inside the context."""
         if self.policy.has_adapters:
             with cast(Any, self.policy.model).disable_adapter():
-                return self.logprobs(forest)
+                yield
+            return
         if self._reference is None:
             self._reference = self.policy.original_weights()
-        swapped = {name: p.data for name, p in self._params.items()}
-        for name, p in self._params.items():
-            p.data = self._reference[name]
+        self._exchange_reference(self._reference)
         try:
-            return self.logprobs(forest)
+            yield
         finally:
-            for name, p in self._params.items():
-                p.data = swapped[name]
+            self._exchange_reference(self._reference)
 
     def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         """Yields the indices and log-probabilities of chunks of targets, with gradient to `hidden`.
@@ -245,8 +258,34 @@ class PolicyLearner:
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
             for name, values in metrics.items():
                 sums[name] += float(values.detach().sum())
-        self._pass.backward(hidden, cut.grad)
+        self._pass.backward(hidden, self._hidden_gradient(cut))
         self._gather_gradients()
+
+    def _make_pass(self) -> Pass:
+        return pass_of(self.policy)
+
+    def _make_master(self, p: nn.Parameter) -> Tensor:
+        """Returns the tensor that the optimiser changes instead of a weight."""
+        return p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
+
+    def _pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
+        """Returns the micro-batches that this process computes, with the indices of their targets."""
+        return self._pass.pieces(forest, max_tokens)
+
+    def _hidden_gradient(self, hidden: Tensor) -> Tensor | None:
+        """Returns the gradient of the hidden states of a piece; None if it has no target."""
+        return hidden.grad
+
+    def _sum(self, values: NDArray[Number]) -> NDArray[Number]:
+        """Returns the sum of an array over the processes that learn together."""
+        return values
+
+    def _totals(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns the sums of named numbers over the processes that learn together."""
+        return sums
+
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(tensors)
 
     def _gather_gradients(self) -> None:
         """Move the weights' gradients to the masters, in float32."""
@@ -257,11 +296,22 @@ class PolicyLearner:
             master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
+    def _reduce_gradients(self) -> None:
+        """Add up the gradients of the processes that learn together, after the last micro-batch."""
+
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for name, p in self._params.items():
             if self._masters[name] is not p:
                 p.copy_(self._masters[name])
+
+    def _fingerprint(self, weights: Sequence[Tensor], known: dict[int, Tensor]) -> int:
+        return fingerprint(weights, known)
+
+    def _exchange_reference(self, reference: dict[str, Tensor]) -> None:
+        """Exchange the weights with those of the reference."""
+        for name, p in self._params.items():
+            p.data, reference[name] = reference[name], p.data
 
     def masters(self) -> list[Tensor]:
         """Returns the tensors that the optimiser changes: for float32 policies the weights themselves."""
@@ -272,8 +322,18 @@ class PolicyLearner:
         masters = {name: master.detach() for name, master in self._masters.items()}
         return {"masters": masters, "optimizer": self._optimizer.state_dict()}
 
+    def new_state(self) -> dict[str, Any]:
+        """Returns new tensors like masters and moments, by name, for `torch.distributed.checkpoint` to fill."""
+        return {
+            "masters": {name: torch.zeros_like(master) for name, master in self._masters.items()},
+            "moments": {name: new_moments(master) for name, master in self._masters.items()},
+        }
+
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. Drops an accumulated gradient."""
+        """The inverse of `state`; also takes moments by name. Drops an accumulated gradient."""
+        if "moments" in state:
+            moments = {number: state["moments"][name] for number, name in enumerate(self._masters)}
+            state = {**state, "optimizer": {**self._optimizer.state_dict(), "state": moments}}
         self._optimizer.zero_grad(set_to_none=True)
         self._prepared = None
         with torch.no_grad():
@@ -291,10 +351,16 @@ class PolicyLearner:
         known: dict[int, Tensor] = {}
         before = self._fingerprints
         self._fingerprints = {
-            "weights/learner": fingerprint(self.masters(), known),
-            "weights/sampler": fingerprint(self.policy.trainable().values(), known),
+            "weights/learner": self._fingerprint(self.masters(), known),
+            "weights/sampler": self._fingerprint(list(self.policy.trainable().values()), known),
         }
         return {name: float(now != before.get(name)) for name, now in self._fingerprints.items()}
+
+
+def new_moments(master: Tensor) -> dict[str, Tensor]:
+    """Returns the state of AdamW for a master before the first step."""
+    moments = {name: torch.zeros_like(master, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=master.device), **moments}
 
 
 def learning_rate(optimizer: OptimizerConfig, version: int) -> float:

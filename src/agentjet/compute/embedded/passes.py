@@ -85,6 +85,8 @@ class RowPass(Pass):
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
         leaves, row = _timelines(forest)
+        if not len(leaves):  # The filling of a rank without work: one node without a target.
+            leaves = np.zeros(1, np.int64)
         width = int(forest.depth[leaves].max()) + 1
         tokens = np.zeros((len(leaves), width), np.int64)
         for i, leaf in enumerate(leaves):
@@ -166,14 +168,15 @@ class PrefixPass(Pass):
     Without gradients, the same order keeps keys and values only.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, keeps: bool = True) -> None:
+        """Without `keeps`, no piece is kept, as on CUDA."""
         self._policy = policy
+        self._keeps = keeps and policy.device.type != "cuda"
         self._kept: list[_ForwardPass] = []
         self._last: _ForwardPass | None = None
 
     def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
-        is_cuda = self._policy.device.type == "cuda"
-        return split(forest, max_tokens) if is_cuda else chunk_forest(forest, max_tokens)
+        return chunk_forest(forest, max_tokens) if self._keeps else split(forest, max_tokens)
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
         """See `Pass`. A forest that is not a `ForestChunk` is computed alone."""

@@ -8,14 +8,13 @@ Sampler and learner share one copy of the weights. A policy that supports prefix
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -231,15 +230,44 @@ class Policy:
         original = load_pretrained(self.info.name, self._folder, hf_config, self.dtype)
         return {name: p.detach().to(self.device) for name, p in original.named_parameters()}
 
-    def save(self, path: Path, *, merged: bool) -> None:
-        """Write a Hugging Face folder; `merged` folds the adapters into the weights."""
+    def save(self, path: Path, *, merged: bool, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a Hugging Face folder; `merged` folds the adapters into the weights.
+
+        `weights` are those to write, for a model whose own are elsewhere: of the base model if `merged`, else of the
+        model or its adapter.
+        """
         model: Any = self.model
-        (copy.deepcopy(model).merge_and_unload() if self.has_adapters and merged else model).save_pretrained(path)
+        if self.has_adapters and merged:
+            model = model.get_base_model()
+            weights = dict(merged_weights(model)) if weights is None else weights
+        model.save_pretrained(path, state_dict=weights)
         for name in TOKENIZER_FILES:
             if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(source, path / name)
         if not (path / "tokenizer.json").exists():
             shutil.copyfile(Path(self.info.tokenizer_path) / "tokenizer.json", path / "tokenizer.json")
+
+
+@torch.no_grad()
+def merged_weights(
+    module: nn.Module, path: str = "", without: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights and persistent buffers of a module at `path`, with adapters folded in, by base name.
+
+    Modules of `without` are left out.
+    """
+    if isinstance(base := getattr(module, "base_layer", None), nn.Module):
+        delta = cast(Any, module).get_delta_weight("default")
+        for name, tensor in merged_weights(base, path):
+            yield name, tensor + delta if name == f"{path}weight" else tensor
+        return
+    buffers = [(name, b) for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set]
+    for name, own in (*module._parameters.items(), *buffers):
+        if own is not None:
+            yield f"{path}{name}", own.detach()
+    for name, child in module.named_children():
+        if child not in without:
+            yield from merged_weights(child, f"{path}{name}.", without)
 
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

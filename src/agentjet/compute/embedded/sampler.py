@@ -26,7 +26,8 @@ from agentjet.compute.embedded.adapters import AdapterMixture
 from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
 from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
-from agentjet.compute.embedded.token_sampling import Grammars, Guide, sample_tokens
+from agentjet.compute.embedded.token_sampling import sample_tokens
+from agentjet.compute.grammars import Grammars, Guide
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 

@@ -12,7 +12,6 @@ import ctypes
 import gc
 import logging
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -27,8 +26,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import torch
 
+from agentjet.compute.channel import Answer, Message, Request, encode, read
 from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.backend import Answer, Message, Request, encode_message
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
@@ -139,8 +138,8 @@ class Worker:
         """The loop of the reader thread."""
         try:
             while True:
-                self._inbox.put(pickle.load(stream))
-        except (EOFError, pickle.UnpicklingError):
+                self._inbox.put(read(stream))
+        except EOFError:
             os._exit(0)  # the gateway is gone
 
     def run(self) -> None:
@@ -277,7 +276,7 @@ class Worker:
         return self.policies[policy]
 
     def _send(self, message: Message) -> None:
-        self._output.write(encode_message(message))
+        self._output.write(encode(message))
         self._output.flush()
 
 

@@ -1,0 +1,1 @@
+"""Parts of `bench.capacity`: a workload, measured costs, and a simulation that uses them."""

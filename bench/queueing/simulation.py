@@ -1,0 +1,479 @@
+"""A discrete-event simulation of agents, gateway, journal, replicas and learner.
+
+The system is closed: a number of agents plays one episode after another. A call passes the gateway (a FIFO queue with
+one server a process), a replica (its running completions advance together, one token a step), and the gateway again,
+which handles the tokens, records the call and waits for the disk. Finished groups fill batches; the learner learns
+them, one at a time, and publishes. Admission is that of `swarm.mixture.places`: groups wait for a place.
+
+Simplifications: the gateway handles the tokens of a completion at its end. Prompt tokens cost the replica steps of one
+completion only. Nothing fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from bench.gatewaying.report import percentile
+from bench.queueing.costs import Costs
+from bench.queueing.station import Station
+from bench.queueing.workload import Turn, Workload
+
+NUM_EPISODES = 20_000
+"""Episodes after which the first one is played again."""
+
+Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The replicas and the learner. The defaults are assumptions about an 8B model on GPUs of 80 GB."""
+
+    replicas: int = 1
+    slots: int = 64
+    """Completions that a replica runs at the same time."""
+    step: float = 0.012
+    """Seconds of a step with one completion ..."""
+    step_per_completion: float = 50e-6
+    """... and seconds that each running completion adds."""
+    prompt_tokens_per_step: float = 2048.0
+    ranks: int = 0
+    """0: nothing is learned."""
+    tokens_per_rank: float = 7500.0
+    """Tokens that a rank learns a second."""
+    learn_seconds: float = 0.0
+    """Seconds of a batch, in place of those that its tokens take."""
+    weights_bytes: float = 16e9
+    weights_bandwidth: float = 12.5e9
+    """Bytes a second of the network, from rank 0 to all replicas together, and from the gateway to all ranks."""
+    adopt: float = 2.0
+    """Seconds in which a replica samples nothing while it adopts new weights."""
+    adopting: int = 1
+    """Replicas that adopt at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A point of the simulation. `fronts` are gateway processes that share the agents. With `journals`, that many
+    processes record the calls; 0: each front records its own. With `batch_groups` 0 a batch has as many episodes as
+    there are agents.
+    """
+
+    agents: int
+    fleet: Fleet
+    workload: Workload
+    costs: Costs
+    fronts: int = 1
+    journals: int = 0
+    group_size: int = 8
+    batch_groups: int = 0
+    max_staleness: int = 2
+    calls: int = 20_000
+    """Calls that are measured at least, after as many that are not."""
+    batches: int = 2
+    """Batches that are measured at least, after one that is not."""
+    seconds: float = 0.0
+    """Length of the measurement in place of `calls`."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The outcome of a simulated or measured load. Seconds of a call are those that its agent waits."""
+
+    calls_per_s: float
+    tokens_per_s: float
+    episodes_per_s: float
+    call_s: float
+    call_p50: float
+    call_p95: float
+    gateway: float = 0.0
+    """Share of the time in which the busiest gateway process computes."""
+    journal: float = 0.0
+    disk: float = 0.0
+    replicas: float = 0.0
+    """Share of the replicas' slots in use."""
+    learner: float = 0.0
+    """Share of the time in which a batch is learned or published."""
+    publishing: float = 0.0
+    refused: float = 0.0
+    """Share of the agents that wait for a place in a batch."""
+    batches: int = 0
+    stale: int = 0
+    """Episodes dropped because a token was too old."""
+
+
+class Replica:
+    """A sampler that advances all its running completions by a token in each step."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.fleet = simulation.plan.fleet
+        self.running: list[tuple[float, int, Agent]] = []
+        self.waiting: deque[tuple[float, Agent]] = deque()
+        self.steps = 0.0
+        """Steps done, at `since`."""
+        self.since = 0.0
+        self.paused = False
+        self.version = 0
+        self.slot_seconds = 0.0
+        """Sum of the seconds of its completions."""
+        self._number = 0
+        """Number of the scheduled end that counts: earlier ones are void."""
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def _advance(self, now: float) -> None:
+        self.slot_seconds += (now - self.since) * len(self.running)
+        if self.running and not self.paused:
+            self.steps += (now - self.since) / self._step()
+        self.since = now
+
+    def _step(self) -> float:
+        return self.fleet.step + self.fleet.step_per_completion * len(self.running)
+
+    def add(self, now: float, agent: Agent, steps: float) -> None:
+        self._advance(now)
+        self.waiting.append((steps, agent))
+        self._plan(now)
+        self.simulation.routing(self)
+
+    def pause(self, now: float, paused: bool) -> None:
+        self._advance(now)
+        self.paused = paused
+        self._plan(now)
+        self.simulation.routing(self)
+
+    def _plan(self, now: float) -> None:
+        while self.waiting and len(self.running) < self.fleet.slots:
+            steps, agent = self.waiting.popleft()
+            heapq.heappush(self.running, (self.steps + steps, next(self.simulation.numbers), agent))
+        self._number += 1
+        if self.running and not self.paused:
+            left = max(0.0, self.running[0][0] - self.steps) * self._step()
+            self.simulation.at(now + left, self._end, self._number)
+
+    def _end(self, now: float, number: int) -> None:
+        if number != self._number:
+            return
+        self._advance(now)
+        steps, _, agent = heapq.heappop(self.running)
+        self.steps = max(self.steps, steps)
+        self._plan(now)
+        self.simulation.routing(self)
+        self.simulation.sampled(now, agent)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    members: int = 0
+    finished: int = 0
+    oldest: int = 10**9
+    dropped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Agent:
+    front: Station
+    turns: list[Turn] = field(default_factory=list)
+    turn: int = 0
+    prompt: int = 0
+    sent: float = 0.0
+    replica: Replica | None = None
+    group: Group | None = None
+
+
+@lru_cache(NUM_EPISODES)
+def episode(workload: Workload, number: int) -> list[Turn]:
+    return workload.episode(number)
+
+
+class Simulation:
+    """One run. `run` returns its load."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.costs = plan.costs
+        self.numbers = itertools.count()
+        self._events: list[Event] = []
+        idle = self.costs.idle_live * plan.agents / plan.fronts
+        self._fronts = [Station(self.costs.sync, idle) for _ in range(plan.fronts)]
+        self._journals = [Station(self.costs.sync) for _ in range(plan.journals)]
+        self._replicas = [Replica(self) for _ in range(plan.fleet.replicas)]
+        self._loads: list[tuple[int, int, Replica]] = []
+        """Heap of the replicas by load; entries with another load than the replica's are void."""
+        self._agents = [Agent(self._fronts[i % plan.fronts]) for i in range(plan.agents)]
+        self._episodes = itertools.count()
+        self._rng = random.Random(plan.seed)
+        self._batch = plan.batch_groups or max(1, plan.agents // plan.group_size)
+        self._groups: dict[int, Group] = {}
+        """Open and complete groups, by identity."""
+        self._complete: deque[Group] = deque()
+        self._newest: Group | None = None
+        self._refused: deque[Agent] = deque()
+        self._version = 0
+        self._pending = False
+        self._live = 0
+        for replica in self._replicas:
+            self.routing(replica)
+        self._reset(0.0)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def at(self, time: float, event: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (time, next(self.numbers), event, arguments))
+
+    def _reset(self, now: float) -> None:
+        """Begin to measure."""
+        self._began = now
+        self._calls = self._tokens = self._ended = self._batches = self._stale = 0
+        self._bytes = 0.0
+        self._learning = self._publishing = 0.0
+        self._taken: list[float] = []
+        self._refused_seconds, self._refused_since = 0.0, now
+        for station in (*self._fronts, *self._journals):
+            station.busy = 0.0
+        for replica in self._replicas:
+            replica._advance(now)
+            replica.slot_seconds = 0.0
+
+    def run(self) -> Load:
+        """The load after the warm-up."""
+        plan = self.plan
+        for agent in self._agents:  # From the middle of an episode, so that they do not run in step.
+            agent.turns = self._next_episode()
+            agent.turn = self._rng.randrange(len(agent.turns)) if not plan.seconds else 0
+            agent.prompt = sum(turn.context + turn.completion for turn in agent.turns[: agent.turn])
+            self._begin(0.0, agent, is_first=True)
+        self._until(plan.seconds or None, plan.calls, 1)
+        self._reset(self._now)
+        self._until(2 * plan.seconds or None, plan.calls, plan.batches)
+        return self._load()
+
+    def _until(self, time: float | None, calls: int, batches: int) -> None:
+        """Process events until a time, or else until so many calls and batches."""
+        events, learns = self._events, self.plan.fleet.ranks > 0
+        while events:
+            if time is not None:
+                if events[0][0] >= time:
+                    self._now = time
+                    return
+            elif self._calls >= calls and (not learns or self._batches >= batches):
+                return
+            self._now, _, event, arguments = heapq.heappop(events)
+            event(self._now, *arguments)
+
+    def _load(self) -> Load:
+        seconds, plan = self._now - self._began, self.plan
+        for replica in self._replicas:
+            replica._advance(self._now)
+        self._count_refused(self._now)
+        slots = plan.fleet.slots * plan.fleet.replicas
+        return Load(
+            calls_per_s=self._calls / seconds,
+            tokens_per_s=self._tokens / seconds,
+            episodes_per_s=self._ended / seconds,
+            call_s=sum(self._taken) / max(1, len(self._taken)),
+            call_p50=percentile(self._taken, 50),
+            call_p95=percentile(self._taken, 95),
+            gateway=min(1.0, max(station.busy for station in self._fronts) / seconds),
+            journal=min(1.0, max((station.busy for station in self._journals), default=0.0) / seconds),
+            disk=self._bytes / seconds / self.costs.disk_bandwidth,
+            replicas=sum(replica.slot_seconds for replica in self._replicas) / slots / seconds,
+            learner=min(1.0, self._learning / seconds),
+            publishing=min(1.0, self._publishing / seconds),
+            refused=self._refused_seconds / seconds / plan.agents,
+            batches=self._batches,
+            stale=self._stale,
+        )
+
+    # ---- episodes ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, now: float, agent: Agent, *, is_first: bool = False) -> None:
+        """Begin an episode, or wait for a place."""
+        if self.plan.fleet.ranks and not self._join(agent):
+            self._count_refused(now)
+            self._refused.append(agent)
+            return
+        if not is_first:
+            agent.turns, agent.turn, agent.prompt = self._next_episode(), 0, 0
+        self._live += 1
+        ready = agent.front.serve(now, self.costs.begin + self.costs.per_live * self._live)
+        self.at(agent.front.synced(ready) + agent.turns[agent.turn].seconds, self._send, agent)
+
+    def _next_episode(self) -> list[Turn]:
+        return episode(self.plan.workload, next(self._episodes) % NUM_EPISODES)
+
+    def _join(self, agent: Agent) -> bool:
+        """True if the agent has a place in a group. See `swarm.mixture.places`."""
+        plan, group = self.plan, self._newest
+        if group is None or group.dropped or group.members >= plan.group_size:
+            batches_ahead = plan.max_staleness + 1 - self._pending
+            if len(self._groups) >= self._batch * batches_ahead:
+                return False
+            group = self._newest = Group()
+            self._groups[id(group)] = group
+        group.members += 1
+        agent.group = group
+        return True
+
+    def _admit(self, now: float) -> None:
+        self._count_refused(now)
+        for _ in range(len(self._refused)):
+            size = len(self._refused)
+            self._begin(now, self._refused.popleft())
+            if len(self._refused) == size:  # Refused again.
+                self._refused.rotate(1)
+                return
+
+    def _count_refused(self, now: float) -> None:
+        self._refused_seconds += (now - self._refused_since) * len(self._refused)
+        self._refused_since = now
+
+    def _finish(self, now: float, agent: Agent) -> None:
+        self._live -= 1
+        done = agent.front.serve(now, self.costs.finish + self.costs.per_live * self._live)
+        self.at(agent.front.synced(done), self._finished, agent)
+
+    def _finished(self, now: float, agent: Agent) -> None:
+        self._ended += 1
+        group, agent.group = agent.group, None
+        if group is not None and not group.dropped:
+            group.finished += 1
+            if group.finished == self.plan.group_size:
+                self._complete.append(group)
+                self._compose(now)
+        self._begin(now, agent)
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _send(self, now: float, agent: Agent) -> None:
+        """The agent sends its next call."""
+        if agent.group is not None and agent.group.dropped:
+            self._live -= 1
+            self._begin(now, agent)
+            return
+        turn, costs = agent.turns[agent.turn], self.costs
+        agent.sent = now
+        agent.prompt += turn.context
+        work = costs.call / 2 + costs.per_prompt_token * agent.prompt + costs.per_new_token * turn.context
+        work += costs.route * self.plan.fleet.replicas
+        self.at(agent.front.serve(now, work), self._route, agent)
+
+    def routing(self, replica: Replica) -> None:
+        """The load of a replica changed."""
+        if not replica.paused:
+            heapq.heappush(self._loads, (replica.load, next(self.numbers), replica))
+
+    def _route(self, now: float, agent: Agent) -> None:
+        """To the replica that has the conversation's prefix if it has a free slot, else to the least loaded one."""
+        chosen = agent.replica
+        if chosen is None or chosen.paused or chosen.load >= self.plan.fleet.slots:
+            while self._loads and (self._loads[0][2].paused or self._loads[0][0] != self._loads[0][2].load):
+                heapq.heappop(self._loads)
+            chosen = self._loads[0][2] if self._loads else chosen or self._replicas[0]
+        prefilled = agent.turns[agent.turn].context if chosen is agent.replica else agent.prompt
+        agent.replica = chosen
+        if agent.group is not None:
+            agent.group.oldest = min(agent.group.oldest, chosen.version)
+        steps = agent.turns[agent.turn].completion + prefilled / self.plan.fleet.prompt_tokens_per_step
+        chosen.add(now, agent, steps)
+
+    def sampled(self, now: float, agent: Agent) -> None:
+        """The completion is done: its tokens pass the gateway, and the call is recorded."""
+        turn, costs = agent.turns[agent.turn], self.costs
+        handled = turn.completion * (costs.per_streamed_token if turn.streams else costs.per_token)
+        record = costs.record + costs.record_token * (turn.completion + turn.context)
+        self._bytes += costs.bytes_call + costs.bytes_token * (turn.completion + turn.context)
+        work = costs.call / 2 + handled
+        if not self._journals:
+            done = agent.front.serve(now, work)
+            self.at(agent.front.synced(done), self._answered, agent)
+        else:  # `record` is a part of the measured cost of a call.
+            done = agent.front.serve(now, max(0.0, work - record))
+            self.at(done, self._recorded, agent, record)
+
+    def _recorded(self, now: float, agent: Agent, record: float) -> None:
+        journal = self._journals[id(agent) // 64 % len(self._journals)]
+        self.at(journal.synced(journal.serve(now, record)), self._answered, agent)
+
+    def _answered(self, now: float, agent: Agent) -> None:
+        turn = agent.turns[agent.turn]
+        self._calls += 1
+        self._tokens += turn.completion
+        self._taken.append(now - agent.sent)
+        agent.prompt += turn.completion
+        agent.turn += 1
+        if agent.turn < len(agent.turns):
+            self.at(now + agent.turns[agent.turn].seconds, self._send, agent)
+        else:
+            self._finish(now, agent)
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def _compose(self, now: float) -> None:
+        """Learn the oldest complete groups if there are enough, and none are being learned."""
+        if self._pending or len(self._complete) < self._batch:
+            return
+        self._pending = True
+        for _ in range(self._batch):
+            self._groups.pop(id(self._complete.popleft()))
+        if not self.plan.max_staleness:
+            self._drop(list(self._groups.values()))
+        fleet, costs = self.plan.fleet, self.costs
+        tokens = self._batch * self.plan.group_size * self._tokens_per_episode
+        process = self._journals[0] if self._journals else self._fronts[0]
+        built = now + 2 * costs.batch_token * tokens
+        process.slow_until = built
+        encoded = process.serve(built, costs.rank_token * tokens)
+        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
+        self._learning_since = now
+        self.at(sent + (fleet.learn_seconds or tokens / (fleet.ranks * fleet.tokens_per_rank)), self._publish)
+
+    @property
+    def _tokens_per_episode(self) -> float:
+        work = self.plan.workload
+        return work.first_context + work.calls.mean * work.completion.mean + (work.calls.mean - 1) * work.context.mean
+
+    def _publish(self, now: float) -> None:
+        """Replicas fetch the weights and adopt them, so many at a time. Rank 0 sends to one after another."""
+        fleet = self.plan.fleet
+        self._version += 1
+        at_once = fleet.adopting if self.plan.max_staleness else fleet.replicas
+        turns = [now] * min(at_once, fleet.replicas)
+        transfer, sent = fleet.weights_bytes / fleet.weights_bandwidth, now
+        for replica in self._replicas:
+            sent = max(heapq.heappop(turns), sent) + transfer
+            self.at(sent, replica.pause, True)
+            self.at(sent + fleet.adopt, self._adopted, replica, self._version)
+            heapq.heappush(turns, sent + fleet.adopt)
+        self.at(max(turns), self._learned, now)
+
+    def _adopted(self, now: float, replica: Replica, version: int) -> None:
+        replica.version = version
+        replica.pause(now, False)
+
+    def _learned(self, now: float, published_since: float) -> None:
+        self._pending = False
+        self._batches += 1
+        self._learning += now - max(self._learning_since, self._began)
+        self._publishing += now - max(published_since, self._began)
+        too_old = self._version - self.plan.max_staleness
+        self._drop([group for group in self._groups.values() if group.oldest < too_old])
+        self._compose(now)
+        self._admit(now)
+
+    def _drop(self, groups: list[Group]) -> None:
+        for group in groups:
+            group.dropped = True
+            self._stale += group.members
+            del self._groups[id(group)]
+        self._complete = deque(group for group in self._complete if not group.dropped)

@@ -1,0 +1,419 @@
+"""The gateway's half of the cluster backend: for each policy a learner group and sampler replicas. No torch.
+
+Replicas have their own copy of the weights. They sample while the ranks learn, and while a dead learner group is
+replaced: `add` keeps the replicas of a policy whose model and settings are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import shutil
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
+from agentjet.compute.cluster.learner_group import LearnerGroup
+from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
+from agentjet.compute.cluster.replicas import Replicas
+from agentjet.compute.cluster.weights import Publication
+from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config.loader import cache_dir
+from agentjet.errors import ComputeError, ConfigError, PolicyRemoved, WorkerDied
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+
+RANK_MODULE = "agentjet.compute.cluster.rank"
+REPLICA_MODULE = "agentjet.compute.cluster.replica"
+CONNECT_SECONDS = 300.0
+"""Time for a started process to connect. It imports torch or vLLM first."""
+DEATH_SECONDS = 5.0
+"""Time in which the death of a learner is noticed whose weights could not be fetched."""
+TOKEN_SECONDS = 0.2
+"""Longest time before a received token that counts as sampling. The rest is a pause."""
+
+
+class SamplingMeter:
+    """Measures the time in which tokens of a policy were sampled, from the pieces as they arrive."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = 0.0
+        """Time so far in which at least one completion got tokens."""
+        self._clock = clock
+        self._until = clock()
+
+    def received(self, num_tokens: int) -> None:
+        """Count a piece: the time since the last one, but at most `TOKEN_SECONDS` per token."""
+        now = self._clock()
+        self.seconds += min(now - self._until, num_tokens * TOKEN_SECONDS)
+        self._until = now
+
+
+class StepMeter:
+    """Measures the step of a policy from one publish to the next: what waited for what."""
+
+    def __init__(self, sampling: SamplingMeter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sampling = sampling
+        self._clock = clock
+        self._began = clock()
+        self._sampled_before = 0.0
+        self._learning: tuple[float, float] | None = None
+        """Time, and seconds of sampling, when the first operation of the step was requested."""
+
+    def start_learning(self) -> None:
+        """Call for every operation; the first one of a step counts."""
+        if self._learning is None:
+            self._learning = self._clock(), self._sampling.seconds
+
+    def finish(self) -> dict[str, float]:
+        """Returns the metrics of the step when its weights are published, and begins the next step."""
+        now, sampled = self._clock(), self._sampling.seconds
+        step = max(1e-9, now - self._began)
+        metrics = {"sampler/idle": max(0.0, 1 - (sampled - self._sampled_before) / step)}
+        if self._learning is not None:
+            since, sampled_before = self._learning
+            learning = max(1e-9, now - since)
+            metrics["learner/idle"] = max(0.0, 1 - learning / step)
+            metrics["sampler/overlap"] = min(1.0, (sampled - sampled_before) / learning)
+        self._began, self._sampled_before, self._learning = now, sampled, None
+        return metrics
+
+
+@dataclass(eq=False)
+class Site:
+    """Where processes are started and how they connect: one for each `compute.address` and `compute.host`."""
+
+    hub: Hub
+    launcher: Launcher
+
+
+@dataclass(eq=False)
+class HostedPolicy:
+    """A policy from `add` to `remove`."""
+
+    model: ModelConfig
+    settings: ComputeConfig
+    site: Site
+    gpus: int
+    """GPUs of each rank: 1, or 0 without GPUs."""
+    sampling: SamplingMeter = field(default_factory=SamplingMeter)
+    step: StepMeter = field(init=False)
+    info: asyncio.Future[ModelInfo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The loaded model. Replicas start at once and wait for it."""
+    ranks: LearnerGroup | None = None
+    num_groups: int = 0
+    """Learner groups started so far."""
+    replicas: Replicas = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = StepMeter(self.sampling)
+
+
+def local_or_ray(hub: Hub, address: str, log_folder: Path) -> Launcher:
+    """Returns the launcher of a `compute.address`. Raises `ConfigError` if Ray is needed and missing."""
+    if not address:
+        return LocalLauncher()
+    check_ray(address)
+    return RayLauncher(hub, address, log_folder)
+
+
+class ClusterCompute:
+    """Implements `Compute` with learner ranks and sampler replicas in separate processes."""
+
+    def __init__(self, config: ServeConfig, make_launcher: Callable[[Hub, str, Path], Launcher] = local_or_ray) -> None:
+        self._config = config
+        self._make_launcher = make_launcher
+        self._log_folder = config.server.data_dir / "logs" / "cluster"
+        self._sites: dict[tuple[str, str], Site] = {}
+        self._policies: dict[PolicyId, HostedPolicy] = {}
+
+    def capabilities(self, settings: ComputeConfig) -> Capabilities:
+        return Capabilities(support_sets=True, adapters=True, separate_samplers=True)
+
+    async def add(
+        self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
+    ) -> ModelInfo:
+        hosted = self._policies.get(policy)
+        if hosted is not None and (
+            (hosted.model, hosted.settings) != (model, settings) or hosted.replicas.failed.done()
+        ):
+            await self.remove(policy)
+            hosted = None
+        if hosted is None:
+            hosted = await self._host(policy, model, settings)
+        elif hosted.ranks is not None:
+            await hosted.ranks.close()
+        hosted.num_groups += 1
+        hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
+        launcher = hosted.site.launcher
+        names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
+        hosted.ranks = LearnerGroup(
+            policy, names, partial(self._start_rank, policy, hosted), launcher.stop, partial(_ended, launcher)
+        )
+        info = await hosted.ranks.start(model, settings)
+        if not hosted.info.done():
+            hosted.info.set_result(info)
+        return info
+
+    async def remove(self, policy: PolicyId) -> None:
+        if (hosted := self._policies.pop(policy, None)) is not None:
+            hosted.info.cancel()
+            works = [hosted.replicas.close(), *([hosted.ranks.close()] if hosted.ranks is not None else [])]
+            await asyncio.gather(*works)
+
+    async def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled, None]:
+        hosted = self._hosted(policy)
+        if hosted.replicas.failed.done():
+            raise copy.copy(hosted.replicas.failed.result())
+        async with contextlib.aclosing(hosted.replicas.sample(token_ids, params)) as pieces:
+            async for piece in pieces:
+                hosted.sampling.received(len(piece.tokens))
+                yield piece
+
+    async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        return await self._hosted(policy).replicas.score(token_ids, num_likeliest)
+
+    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        self._hosted(op.policy_id).step.start_learning()
+        return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch, loss))
+
+    async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        self._hosted(op.policy_id).step.start_learning()
+        return cast(dict[str, float], await self._ranks(op.policy_id).ask("optim_step", op, optimizer))
+
+    async def publish(
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+    ) -> Mapping[str, float]:
+        hosted, ranks = self._hosted(policy), self._ranks(policy)
+        publication: Publication | None = await ranks.ask("publish", version, to_samplers)
+        if publication is None:
+            return {}
+        adoption = asyncio.create_task(hosted.replicas.publish(publication, one_by_one=one_by_one))
+        try:
+            await _first(adoption, ranks.died)
+            if adoption.done() and isinstance(adoption.exception(), ComputeError):
+                await asyncio.wait([ranks.died], timeout=DEATH_SECONDS)
+            if ranks.died.done() and not (adoption.done() and adoption.exception() is None):
+                raise copy.copy(ranks.died.result())  # The weights cannot be fetched from a rank that died.
+            adoption.result()
+        finally:
+            adoption.cancel()
+            await asyncio.gather(adoption, return_exceptions=True)
+        return {**hosted.replicas.metrics(), **hosted.step.finish()}
+
+    async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
+        return cast(CheckpointStamp, await self._ranks(policy).ask("save", path))
+
+    async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
+        return cast(CheckpointStamp, await self._ranks(policy).ask("load", path))
+
+    async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
+        await self._ranks(policy).ask("export", path, adapter)
+
+    async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
+        ends = {end for policy in policies for end in (self._ranks(policy).died, self._hosted(policy).replicas.failed)}
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+
+    def processes(self, policy: PolicyId) -> list[ProcessStatus]:
+        hosted = self._policies.get(policy)
+        if hosted is None:
+            return []
+        launcher, ranks = hosted.site.launcher, hosted.ranks
+        found: list[ProcessStatus] = []
+        if ranks is not None and not ranks.died.done():
+            state = _RANK_STATES.get(ranks.request, ranks.request or "waits for a batch")
+            found = [ProcessStatus(name, "rank", state, place=launcher.place(name)) for name in ranks.names]
+        return [
+            *found,
+            *(replace(one, place=launcher.place(one.name)) for one in hosted.replicas.status()),
+        ]
+
+    async def scale(self, policy: PolicyId, samplers: int) -> None:
+        hosted = self._policies.get(policy)
+        if hosted is None:
+            raise ConfigError(f"the policy {policy} is not loaded, so it has no samplers to scale: start it first")
+        free = await hosted.site.launcher.free_gpus() if hosted.gpus else None
+        size, present = hosted.settings.tensor_parallel, len(hosted.replicas.status())
+        if free is not None and (samplers - present) * size > free:
+            raise ConfigError(
+                f"samplers = {samplers} needs {(samplers - present) * size} more GPUs and {free} are free: at most "
+                f"{present + free // size} fit"
+            )
+        await hosted.replicas.scale(samplers)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.remove(policy) for policy in list(self._policies)))
+        sites = list(self._sites.values())
+        self._sites.clear()
+        for site in sites:
+            await site.launcher.close()
+            await site.hub.close()
+
+    # ---- starting processes -----------------------------------------------------------------------------------------
+
+    async def _host(self, policy: PolicyId, model: ModelConfig, settings: ComputeConfig) -> HostedPolicy:
+        """Start the replicas of a policy. Raises `ConfigError` for settings that this place cannot honour."""
+        python = sampler_python(settings)
+        site = await self._site(settings)
+        free = await site.launcher.free_gpus() if model.device != "cpu" else None
+        check_gpus(policy, settings, free, model)
+        hosted = self._policies[policy] = HostedPolicy(model, settings, site, gpus=0 if free is None else 1)
+        hosted.replicas = Replicas(
+            policy,
+            partial(self._start_replica, policy, hosted, python),
+            site.launcher.stop,
+            settings.samplers,
+            self._config.sampler,
+            timeout=self._config.server.worker_timeout,
+        )
+        return hosted
+
+    async def _site(self, settings: ComputeConfig) -> Site:
+        key = settings.address, settings.host
+        if key not in self._sites:
+            hub = Hub(settings.host)
+            try:
+                await hub.open()
+            except OSError as error:
+                raise ConfigError(
+                    f"compute.host = {settings.host!r} is not an address of this machine ({error.strerror or error}): "
+                    "give 127.0.0.1, or the address of this machine in the network of the cluster"
+                ) from None
+            self._sites[key] = Site(hub, self._make_launcher(hub, settings.address, self._log_folder))
+        return self._sites[key]
+
+    async def _start_rank(self, policy: PolicyId, hosted: HostedPolicy, name: str, rank: int) -> Peer:
+        command = (sys.executable, "-P", "-m", RANK_MODULE)
+        log_path = self._log_folder / f"{policy.run}-{policy.policy}-rank-{rank}.log"
+        return await self._start(hosted.site, name, command, gpus=hosted.gpus, log_path=log_path)
+
+    async def _start_replica(self, policy: PolicyId, hosted: HostedPolicy, python: str, name: str) -> Peer:
+        """See `fleet.Start`."""
+        command, settings = (python, "-m", REPLICA_MODULE), hosted.settings
+        log_path = self._log_folder / f"{name.replace('/', '-')}.log"
+        try:
+            gpus = hosted.gpus * settings.tensor_parallel
+            peer = await self._start(hosted.site, name, command, gpus=gpus, log_path=log_path)
+        except WorkerDied as error:
+            if "No module named" in str(error):
+                raise ConfigError(f"{error}. {_way_out(python)}") from None
+            raise
+        try:
+            info = await asyncio.shield(hosted.info)
+            await peer.ask("load", policy, hosted.model, info, self._config.sampler, settings)
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    async def _start(self, site: Site, name: str, command: Sequence[str], *, gpus: int, log_path: Path) -> Peer:
+        """Start a process and wait until it connects. Raises `ConfigError`, or `WorkerDied` if it ends before."""
+        hub, launcher = site.hub, site.launcher
+        connection = hub.expect(name)
+        try:
+            variables = {**WORKER_VARIABLES, **hub.environment(name)}
+            await launcher.start(name, command, variables, gpus=gpus, log_path=log_path)
+            ended = launcher.ended(name)
+            await _first(connection, ended, timeout=CONNECT_SECONDS)
+            if connection.done():
+                return connection.result()
+            reason = ended.result() if ended.done() else f"did not connect for {CONNECT_SECONDS:g} s; see {log_path}"
+            raise WorkerDied(f"{name} {reason}")
+        finally:
+            hub.forget(name)
+
+    def _hosted(self, policy: PolicyId) -> HostedPolicy:
+        """Raises `PolicyRemoved` for a policy that was not added."""
+        if policy not in self._policies:
+            raise PolicyRemoved(f"the cluster has no policy {policy}: add it first")
+        return self._policies[policy]
+
+    def _ranks(self, policy: PolicyId) -> LearnerGroup:
+        ranks = self._hosted(policy).ranks
+        if ranks is None:
+            raise PolicyRemoved(f"the cluster has no learner of the policy {policy}: add it first")
+        return ranks
+
+
+_RANK_STATES = {
+    "rendezvous": "meets the other ranks",
+    "join": "meets the other ranks",
+    "add": "loads the model",
+    "forward_backward": "computes gradients",
+    "optim_step": "updates the weights",
+    "publish": "writes the weights for the samplers",
+    "save": "writes a checkpoint",
+    "load": "loads a checkpoint",
+    "export": "writes an export",
+}
+"""The states of a rank, by request."""
+
+
+async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Wait until one of these is done."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _ended(launcher: Launcher, name: str) -> asyncio.Future[str] | None:
+    with contextlib.suppress(KeyError):
+        return launcher.ended(name)
+    return None
+
+
+def sampler_python(settings: ComputeConfig) -> str:
+    """Returns the interpreter of the environment with vLLM. Raises `ConfigError` if there is none on this machine.
+
+    In a Ray cluster, the nodes of the replicas must have it at the same path.
+    """
+    python = settings.sampler_python or str(cache_dir() / "sampler-venv" / "bin" / "python")
+    if shutil.which(python) is None and not settings.address:
+        raise ConfigError(f"{python} is not a program. {_way_out(python)}")
+    return python
+
+
+def _way_out(python: str) -> str:
+    return (
+        "Replicas need an environment with vLLM: run `agentjet cluster install`, or set compute.sampler_python to its "
+        f"interpreter (now {python!r})"
+    )
+
+
+def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
+    """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs than are free.
+
+    `free` is None without GPUs.
+    """
+    if free is None:
+        if model.device == "cuda":
+            raise ConfigError("model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'")
+        if settings.tensor_parallel > 1:
+            raise ConfigError(
+                f"compute.tensor_parallel = {settings.tensor_parallel} needs GPUs and there are none: set it to 1"
+            )
+        return
+    wanted = settings.ranks + settings.samplers * settings.tensor_parallel
+    if wanted <= free:
+        return
+    ways = [
+        f"ranks = {ranks} with samplers = {samplers}"
+        for ranks in range(min(settings.ranks, free - settings.tensor_parallel), 0, -1)
+        if (samplers := min(settings.samplers, (free - ranks) // settings.tensor_parallel)) > 0
+    ]
+    fits = f"would fit: {ways[0]}" if ways else f"at least {1 + settings.tensor_parallel} are needed"
+    raise ConfigError(
+        f"policy {policy}: compute.ranks = {settings.ranks} and samplers = {settings.samplers} with tensor_parallel = "
+        f"{settings.tensor_parallel} need {wanted} GPUs, and {free} are free; {fits}. A policy on one GPU: backend = "
+        "'embedded'"
+    )

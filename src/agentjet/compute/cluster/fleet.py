@@ -1,0 +1,406 @@
+"""The fleet: the sampler replicas of one policy, each from its start to its end.
+
+The fleet has as many replicas as it should, and each serves the present publication. A replica that dies, hangs, fails
+a probe or cannot fetch weights that others can is ended and replaced. A newcomer adopts the present publication before
+it gets work.
+
+The probe: after each adoption a replica scores fixed tokens with its new weights, and the learner scored them, too. An
+engine may report success and keep old weights. No token of a version counts before its replica passed the probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from agentjet.compute.cluster.hub import Peer
+from agentjet.compute.cluster.routing import Load
+from agentjet.compute.cluster.weights import Publication
+from agentjet.compute.embedded.backend import Watchdog
+from agentjet.config import SamplerConfig
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.types import PolicyId
+
+log = logging.getLogger(__name__)
+
+Start = Callable[[str], Awaitable[Peer]]
+"""Starts the replica of that name: launches, connects and loads it. Raises `ConfigError` if no retry can help."""
+Stop = Callable[[str], Awaitable[None]]
+"""Kills the process of that name. Idempotent."""
+
+Cause = Literal["work", "replica", "unwanted"]
+"""Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
+
+MAX_FIRST_DEATHS = 3
+"""Replicas that may end before any replica ever served. Then the policy fails: its settings never worked."""
+MAX_FAILED_PROBES = 2
+MAX_ENDS = 64
+"""Ends that are compared with each other. No failure of a larger part of the cluster needs more."""
+MAX_ATTEMPTS = 7
+"""Failed attempts to adopt a publication, in 16 s, after which `publish` waits for the replica no longer.
+
+A learner whose machine vanished is noticed before that, and then the learner is replaced instead.
+"""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.25, 30.0
+"""Wait before a second attempt to start or to adopt, doubled with each further one."""
+SLOWEST_BYTES_PER_SECOND = 20e6
+"""A replica that adopts may be silent for the time of this rate, beyond the timeout."""
+PLACES = 1.25
+"""Completions that a replica has, per completion that it samples at a time: the next ones wait at the replica."""
+FLOAT32_ERROR, MEAN_ERROR_16_BIT = 5e-4, 0.05
+"""Largest difference of a probe's log-probability in float32, and the mean one in types of 16 bits."""
+
+
+def probe_failure(publication: Publication, logprobs: Sequence[float]) -> str:
+    """Returns the reason why a replica with these log-probabilities does not have the published weights, or ''."""
+    expected = publication.probe_logprobs
+    if len(logprobs) != len(expected):
+        return f"it scored {len(logprobs)} tokens instead of {len(expected)}"
+    error = probe_error(publication, logprobs)
+    if publication.dtype == "float32":
+        limit, kind = FLOAT32_ERROR, "largest"
+    else:
+        error = sum(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) / max(1, len(expected))
+        limit, kind = MEAN_ERROR_16_BIT, "mean"
+    return "" if error <= limit else f"the {kind} error of its log-probabilities is {error:.2g} (limit {limit:g})"
+
+
+def probe_error(publication: Publication, logprobs: Sequence[float]) -> float:
+    """Returns the largest difference to the learner's log-probabilities; infinite if one is not a number."""
+    errors = [abs(a - b) for a, b in zip(logprobs, publication.probe_logprobs, strict=False)]
+    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
+class Replica:
+    """One replica. `reason` is set when it ends; then it gets no more work."""
+
+    def __init__(self, name: str, load: Load) -> None:
+        self.name = name
+        self.load = load
+        self.peer: Peer | None = None
+        """Its connection, when it is loaded."""
+        self.state: Literal["starting", "waiting", "adopting", "serving"] = "starting"
+        self.version: int | None = None
+        """The version that it serves."""
+        self.publication: Publication | None = None
+        self.serial = 0
+        """Number of the publish that it fulfils."""
+        self.verified: set[int] = set()
+        """Versions whose probe it passed. Its received tokens may be of any of them."""
+        self.attempts = 0
+        """Failed attempts to adopt the present publication."""
+        self.problem = ""
+        """The error of the last attempt, if it failed."""
+        self.reason: WorkerDied | None = None
+        self.cause: Cause = "work"
+        """Cause of the end."""
+        self.ended_at = 0.0
+        self.busy_since = 0.0
+        """Time from which it has work. Times are those of the event loop."""
+        self.watchdog = Watchdog(math.inf)
+        self.ended = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it may get work."""
+        return self.state == "serving" and self.peer is not None and not self.peer.died.done()
+
+    def silence(self, now: float) -> float:
+        """Returns the seconds for which it has had work and sent nothing."""
+        if self.peer is None or not self.load.running:
+            return 0.0
+        return now - max(self.peer.heard_at, self.busy_since)
+
+
+class Fleet:
+    """Keeps `count` replicas alive and current."""
+
+    def __init__(
+        self, policy: PolicyId, start: Start, stop: Stop, count: int, settings: SamplerConfig, timeout: float
+    ) -> None:
+        """A replica that has work and is silent for `timeout` seconds is ended."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when a replica became ready or ended, or the policy failed."""
+        self.failed: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        """Done if no replica can be had."""
+        self.publish_seconds = 0.0
+        self.pause_seconds = 0.0
+        """Longest time for which a replica sampled nothing during the last publish."""
+        self.probe_error = 0.0
+        """Largest error of a probe of the present publication."""
+        self._policy = policy
+        self._start = start
+        self._stop = stop
+        self._count = count
+        self._settings = settings
+        self._timeout = timeout
+        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._num_started = 0
+        self._ends: deque[Replica] = deque(maxlen=MAX_ENDS)
+        """The replicas that ended last."""
+        self._early_deaths = 0
+        """Replicas that ended before they served, since the last adoption."""
+        self._has_served = False
+        self._failed_probes = 0
+        """Probes of the present publication that failed."""
+        self._publication: Publication | None = None
+        self._serial = 0
+        """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
+        self._turn: asyncio.Semaphore | None = None
+        """Lets one serving replica adopt at a time."""
+        self._failure: AgentJetError | None = None
+        self._pulse = asyncio.Event()
+        """Wakes those who wait for a change."""
+
+    def open(self) -> None:
+        """Start the replicas."""
+        self._fill()
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The replicas that have not ended, oldest first."""
+        return [replica for replica in self._lives if replica.reason is None]
+
+    def check(self) -> None:
+        """Raises the failure of the policy, or `PolicyRemoved` after `close`."""
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+
+    async def publish(self, publication: Publication, *, one_by_one: bool) -> None:
+        """Let the replicas adopt a publication; returns when no replica serves an older one and one serves this one.
+
+        Raises `ComputeError` if no replica can fetch it, or if two failed its probe, and the `ConfigError` of a start.
+        A cancelled call changes nothing: the replicas go on to adopt it.
+        """
+        self.check()
+        began = time.monotonic()
+        self._publication, self._serial = publication, self._serial + 1
+        self._turn = (self._turn or asyncio.Semaphore()) if one_by_one else None
+        self._failed_probes, self.pause_seconds, self.probe_error = 0, 0.0, 0.0
+        serial = self._serial
+        for replica in self.replicas:
+            replica.attempts = 0
+        self._change()
+        while not self._is_adopted(serial):
+            await self._pulse.wait()
+        self.publish_seconds = time.monotonic() - began
+
+    def _is_adopted(self, serial: int) -> bool:
+        """Returns whether a publish is done. Ends replicas that cannot do what others can."""
+        self.check()
+        behind = [replica for replica in self.replicas if replica.version is not None and replica.serial < serial]
+        if any(replica.serial >= serial for replica in self.replicas):
+            stuck = [replica for replica in behind if replica.attempts >= MAX_ATTEMPTS]
+            for replica in stuck:
+                self.end(replica, f"cannot adopt version {self._version}: {replica.problem}", cause="replica")
+            return len(stuck) == len(behind)
+        trying = behind or [replica for replica in self.replicas if replica.peer is not None]
+        if trying and all(replica.attempts >= MAX_ATTEMPTS for replica in trying):
+            raise ComputeError(f"no replica could adopt version {self._version}: {trying[0].problem}")
+        return False
+
+    @property
+    def _version(self) -> int:
+        assert self._publication is not None
+        return self._publication.version
+
+    async def confirm(self, replica: Replica, version: int) -> None:
+        """Wait until the replica passed the probe of a version. Raises `WorkerDied` if it ends before."""
+        while version not in replica.verified:
+            if replica.reason is not None:
+                raise copy.copy(replica.reason)
+            if replica.state != "adopting":
+                self.end(replica, f"reported tokens of version {version}, which it does not have", cause="replica")
+                continue
+            await self._pulse.wait()
+
+    def ended_alone(self, replica: Replica, seconds: float) -> bool:
+        """True if no other replica ended within so many seconds of this one, before or after."""
+        ends = (other for other in self._ends if other is not replica and other.cause != "unwanted")
+        return all(abs(other.ended_at - replica.ended_at) > seconds for other in ends)
+
+    def scale(self, count: int) -> None:
+        """Change the number of replicas. Ends those that do not serve yet, then those with the least work."""
+        assert count >= 1
+        self._count = count
+        by_use = sorted(self.replicas, key=lambda one: (one.version is not None, len(one.load.running)))
+        for replica in by_use[: max(0, len(by_use) - count)]:
+            self.end(replica, "was ended: fewer samplers are wanted", cause="unwanted")
+        self._fill()
+        self._change()
+
+    def end(self, replica: Replica, why: str, *, cause: Cause, hung: bool = False) -> None:
+        """End a replica: its requests fail at once, then it is killed and replaced. Idempotent."""
+        if replica.reason is not None:
+            return
+        replica.reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
+        replica.cause, replica.ended_at = cause, asyncio.get_running_loop().time()
+        self._ends.append(replica)
+        replica.ended.set()
+        if replica.peer is not None:
+            replica.peer.close()
+        if self._failure is None:
+            log.warning("%s", replica.reason)
+        if replica.version is None and cause != "unwanted":
+            self._early_deaths += 1
+            if not self._has_served and self._early_deaths >= MAX_FIRST_DEATHS:
+                self._fail(ComputeError(f"{self._early_deaths} replicas ended before one could serve: {why}"))
+        self._change()
+
+    async def close(self) -> None:
+        """End all replicas and wait for the end of their processes. Idempotent."""
+        if not isinstance(self._failure, PolicyRemoved):
+            self._failure = PolicyRemoved(f"the replicas of policy {self._policy} were ended")
+        for replica in self.replicas:
+            self.end(replica, "was ended", cause="unwanted")
+        self._change()
+        if self._lives:
+            await asyncio.wait(list(self._lives.values()))
+
+    # ---- one replica ------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
+        while self._failure is None and len(self._lives) < self._count:
+            self._num_started += 1
+            places = max(2, int(self._settings.max_concurrent * PLACES))
+            replica = Replica(f"{self._policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens))
+            self._lives[replica] = asyncio.create_task(self._live(replica))
+
+    async def _live(self, replica: Replica) -> None:
+        """Boundary: a failure ends this replica only. Its `reason` records the failure."""
+        work = asyncio.create_task(self._serve(replica, delay=_backoff(self._early_deaths)))
+        await replica.ended.wait()
+        work.cancel()
+        await asyncio.wait([work])
+        try:
+            await self._stop(replica.name)
+        except Exception:
+            log.exception("%s could not be stopped", replica.name)
+        del self._lives[replica]
+        self._fill()
+        self._change()
+
+    async def _serve(self, replica: Replica, delay: float) -> None:
+        """Start a replica and keep it current, until it is cancelled or `end` was called."""
+        watch: asyncio.Task[None] | None = None
+        try:
+            await asyncio.sleep(delay)
+            peer = await self._start(replica.name)
+            if replica.reason is not None:
+                peer.close()
+                return
+            replica.peer, replica.state = peer, "waiting"
+            peer.died.add_done_callback(lambda died: self.end(replica, f"ended: {died.result()}", cause="work"))
+            watch = asyncio.create_task(self._watch(replica, peer))
+            while True:
+                await self._keep_current(replica, peer)
+        except WorkerDied as error:
+            self.end(replica, f"ended: {error}", cause="work")
+        except ConfigError as error:
+            if not any(other.version is not None for other in self.replicas):
+                self._fail(error)
+            self.end(replica, f"could not be started: {error}", cause="replica")
+        except Exception as error:
+            if not isinstance(error, AgentJetError | OSError):
+                log.exception("%s", replica.name)
+            self.end(replica, f"ended: {error or type(error).__name__}", cause="replica")
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _keep_current(self, replica: Replica, peer: Peer) -> None:
+        """Adopt the present publication, or wait for the next one. Raises `WorkerDied`."""
+        publication, serial, known = self._publication, self._serial, replica.publication
+        if publication is None or replica.serial == serial:
+            await self._pulse.wait()
+            return
+        if known is not None and (known.version, known.digest) == (publication.version, publication.digest):
+            replica.serial = serial
+            self._change()
+            return
+        turn = self._turn if self._turn is not None and replica.version is not None else contextlib.nullcontext()
+        async with turn:
+            if serial == self._serial:
+                await self._adopt(replica, peer, publication)
+        if replica.attempts:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_backoff(replica.attempts)):
+                    while serial == self._serial:
+                        await self._pulse.wait()
+
+    async def _adopt(self, replica: Replica, peer: Peer, publication: Publication) -> None:
+        """Request one adoption and verify it. An error of the replica leaves it with its old version."""
+        replica.state, serial, began = "adopting", self._serial, time.monotonic()
+        replica.verified.discard(publication.version)
+        replica.watchdog = Watchdog(self._timeout + publication.num_bytes / SLOWEST_BYTES_PER_SECOND)
+        try:
+            logprobs = await peer.ask("adopt", self._policy, publication)
+        except WorkerDied:
+            raise
+        except AgentJetError as error:
+            log.warning("%s did not adopt version %d: %s", replica.name, publication.version, error)
+            replica.attempts, replica.problem = replica.attempts + 1, str(error)
+            if replica.version is not None:
+                replica.verified.add(replica.version)
+        else:
+            if reason := probe_failure(publication, logprobs):
+                self._fail_probe(replica, f"failed the probe of version {publication.version}: {reason}")
+                return
+            replica.version, replica.publication, replica.serial = publication.version, publication, serial
+            replica.verified.add(publication.version)
+            replica.load.forget()
+            replica.attempts, replica.problem = 0, ""
+            self._early_deaths, self._has_served = 0, True
+            self.probe_error = max(self.probe_error, probe_error(publication, logprobs))
+            self.pause_seconds = max(self.pause_seconds, time.monotonic() - began)
+        finally:
+            replica.state = "waiting" if replica.version is None else "serving"
+            replica.watchdog = Watchdog(self._timeout)
+            self._change()
+
+    def _fail_probe(self, replica: Replica, why: str) -> None:
+        """End a replica. If no other one has these weights either, the policy fails, not its replicas."""
+        self._failed_probes += 1
+        self.end(replica, why, cause="replica")
+        others = [other for other in self.replicas if other.peer is not None]
+        if self._failed_probes < MAX_FAILED_PROBES or any(other.serial == self._serial for other in others):
+            return
+        if not others or self._failed_probes > self._count:
+            self._fail(ComputeError(f"{self._failed_probes} replicas in a row failed; the last: {replica.name} {why}"))
+
+    async def _watch(self, replica: Replica, peer: Peer) -> None:
+        """End the replica if it hangs."""
+        now, interval = asyncio.get_running_loop().time, Watchdog(self._timeout).interval
+        while True:
+            checked = now()
+            await asyncio.sleep(interval)
+            elapsed, has_work = now() - checked, bool(peer.pending)
+            if replica.watchdog.hangs(elapsed, lambda: float(peer.num_messages), has_work=has_work):
+                self.end(
+                    replica, f"sent nothing for {self._timeout:g} s (server.worker_timeout)", cause="replica", hung=True
+                )
+
+    def _fail(self, error: AgentJetError) -> None:
+        if self._failure is None:
+            log.error("policy %s: %s", self._policy, error)
+            self._failure = error
+            self.failed.set_result(error if isinstance(error, WorkerDied) else WorkerDied(str(error)))
+            self._change()
+
+    def _change(self) -> None:
+        self._pulse.set()
+        self._pulse.clear()
+        self.changed()
+
+
+def _backoff(failures: int) -> float:
+    """Returns the seconds to wait after so many failures in a row."""
+    return min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** min(failures - 1, 16)) if failures else 0.0

@@ -1,0 +1,57 @@
+"""Runs a command that ends with its launcher: `python -I -S guardian.py COMMAND...`. Standard library only.
+
+The launcher holds the other end of standard input and never writes. When that closes, the launcher has died, and the
+guardian kills the command and its children. When the command ends by itself, its children are killed, and the guardian
+ends with the same exit code, or with 128 and the number of the signal. If the guardian is killed, Linux kills the
+command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1
+NOT_STARTED = 127
+"""Exit code if the command could not be started; the reason is on standard error."""
+
+
+def main(command: list[str]) -> None:
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_the_guardian
+        )
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        raise SystemExit(NOT_STARTED) from None
+    threading.Thread(target=_kill_at_end_of_input, args=[process.pid], daemon=True).start()
+    # Not reaped yet: until then no other process can get this id.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    _kill_group(process.pid)
+    code = process.wait()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_with_the_guardian() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_at_end_of_input(group: int) -> None:
+    while os.read(0, 4096):
+        pass
+    _kill_group(group)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

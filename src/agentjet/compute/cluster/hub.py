@@ -1,0 +1,166 @@
+"""The gateway's end of the cluster's connections: each process of the cluster connects to it. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from functools import partial
+
+from agentjet.compute.channel import Channel
+from agentjet.compute.cluster.handshake import tune, verify_async
+from agentjet.compute.cluster.link import Link
+from agentjet.errors import ComputeError, WorkerDied
+
+log = logging.getLogger(__name__)
+
+UNANSWERED_SECONDS = 20.0
+"""A process reads from a thread, so data that stays unanswered for so long means that its machine is gone."""
+MAX_HANDSHAKES = 256
+"""Connections that may be in their handshake. Beyond it the oldest one is closed."""
+ACCEPT_SECONDS = 0.5
+"""Wait after a failure to accept, such as too many open files."""
+
+
+class Peer(Channel):
+    """A connected process. `died` is done when its connection ended, unless this end closed it."""
+
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(reader, writer)
+        self.name = name
+        self.num_messages = 0
+        """Messages received so far."""
+        self.heard_at = asyncio.get_running_loop().time()
+        """Time of the last one, by the event loop."""
+        self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        address = writer.get_extra_info("peername")
+        self.host = str(address[0]) if address else ""
+        """Address of its machine; '' if the connection ended at once."""
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Boundary: a message that cannot be read ends the connection."""
+        reason = "ended"
+        try:
+            while True:
+                await self.receive()
+                self.num_messages += 1
+                self.heard_at = asyncio.get_running_loop().time()
+        except EOFError:
+            pass
+        except OSError as error:
+            reason = f"ended: {error}"
+        except Exception as error:
+            log.exception("%s sent a message that cannot be read", self.name)
+            reason = f"was closed, because a message could not be read: {type(error).__name__}"
+        self._finish(WorkerDied(f"the connection to {self.name} {reason}"))
+
+    def close(self) -> None:
+        """Close the connection, which ends the process; its requests fail. Idempotent."""
+        self._task.cancel()
+        self._writer.close()
+        self.end(WorkerDied(f"{self.name} was ended"))
+
+    def _finish(self, reason: WorkerDied) -> None:
+        self._writer.close()
+        self.end(reason)
+        if not self.died.done():
+            self.died.set_result(reason)
+
+
+class Hub:
+    """Listens for the processes of a cluster."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """`host` is the address of this machine at which the processes reach it."""
+        self._host = host
+        self._secret = secrets.token_hex(32)
+        self._expected: dict[str, asyncio.Future[Peer]] = {}
+        self._listener: socket.socket | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        """The handshakes that have not ended, oldest first."""
+
+    async def open(self) -> None:
+        """Listen on a free port. Idempotent."""
+        if self._listener is None:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            self._listener = socket.create_server((self._host, 0), family=family, backlog=1024)
+            self._listener.setblocking(False)
+            self._listening = asyncio.create_task(self._accept(self._listener))
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Returns the variables with which the process of that name connects."""
+        assert self._listener is not None
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        values = f"{host}:{self._listener.getsockname()[1]}", name, self._secret
+        return dict(zip(Link.VARIABLES, values, strict=True))
+
+    def expect(self, name: str) -> asyncio.Future[Peer]:
+        """Returns the future connection of a process that will be started. Any other connection is refused."""
+        future = self._expected.get(name)
+        if future is None or future.done():  # A caller that was cancelled while it waited has cancelled the future.
+            future = self._expected[name] = asyncio.get_running_loop().create_future()
+        return future
+
+    def forget(self, name: str) -> None:
+        """Expect the process no longer."""
+        if (future := self._expected.pop(name, None)) is not None:
+            future.cancel()
+
+    async def close(self) -> None:
+        """Stop listening; connections stay. Idempotent."""
+        tasks = [self._listening, *self._handshakes] if self._listening is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for name in list(self._expected):
+            self.forget(name)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Each handshake has its own task, so that a slow one delays no other."""
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                log.warning("no connection could be accepted: %s", error)
+                await asyncio.sleep(ACCEPT_SECONDS)
+                continue
+            if len(self._handshakes) >= MAX_HANDSHAKES:
+                next(iter(self._handshakes)).cancel()
+            task = asyncio.create_task(self._admit(connection))
+            self._handshakes[task] = None
+            task.add_done_callback(partial(self._settle, connection))
+
+    def _settle(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        del self._handshakes[task]
+        if task.cancelled():  # Perhaps before it ran.
+            connection.close()
+
+    async def _admit(self, connection: socket.socket) -> None:
+        """Verify a connection. Boundary: a stranger can end that connection only."""
+        try:
+            tune(connection, unanswered_seconds=UNANSWERED_SECONDS)
+            reader, writer = await asyncio.open_connection(sock=connection)
+        except OSError as error:
+            log.warning("a connection was refused: %s", error)
+            connection.close()
+            return
+        peer: Peer | None = None
+        try:
+            name = await verify_async(reader, writer, self._secret.encode(), self._refusal)
+            if (future := self._expected.pop(name, None)) is not None and not future.done():
+                peer = Peer(name, reader, writer)
+                future.set_result(peer)
+        except (ComputeError, OSError, EOFError) as error:
+            log.warning("a connection was refused: %s", error or type(error).__name__)
+        finally:
+            if peer is None:
+                writer.close()
+
+    def _refusal(self, name: str) -> str:
+        future = self._expected.get(name)
+        return "no process of that name is expected" if future is None or future.done() else ""

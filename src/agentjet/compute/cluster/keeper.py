@@ -1,0 +1,118 @@
+"""The Ray actor around a rank or replica. The conductor sends it by value: a node needs Ray for it, not AgentJet.
+
+Standard library only. The methods run in threads of the actor's process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TAIL_BYTES = 4096
+STOP_SECONDS = 10.0
+PARENT_SECONDS = 0.5
+"""Seconds between two checks of the node's raylet, which is the parent of an actor's process."""
+LAST_WORDS_SECONDS = 5.0
+"""Time for the answer of `wait` to leave an actor without a raylet. Ray itself ends it a minute later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A process to start."""
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str]
+    gpus: int
+    log_path: str
+    """The gateway has created this file."""
+    needs_shared_files: bool
+    """True if the process works only where the gateway's files are visible."""
+    placement_seconds: float = 30.0
+
+
+class Keeper:
+    """Starts a process under a guardian, so that it ends with this actor."""
+
+    def __init__(self, launch: Launch, guardian: str) -> None:
+        """`guardian` is the text of `guardian.py`."""
+        self._launch = launch
+        self._guardian = guardian
+        self._log_path = launch.log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lost = ""
+
+    def start(self) -> tuple[str, int, str]:
+        """Returns the node's name, the process id, and "" or the reason why this node cannot run the process."""
+        launch, node = self._launch, socket.gethostname()
+        if problem := self._problem():
+            return node, 0, problem
+        if not os.path.exists(self._log_path):
+            folder = os.path.join(tempfile.gettempdir(), "agentjet-logs")
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._log_path = os.path.join(folder, os.path.basename(self._log_path))
+        environment = {**os.environ, **launch.environment}
+        if not launch.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        with open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", self._guardian, *launch.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._end_with_parent, args=[os.getppid()], daemon=True).start()
+        return node, self._process.pid, ""
+
+    def _problem(self) -> str:
+        command, log = self._launch.command[0], self._log_path
+        if shutil.which(command) is None:
+            return (
+                f"it has no {command}: install AgentJet there at the same path as on the gateway's machine (the same "
+                "container image, or a shared file system)"
+            )
+        if self._launch.needs_shared_files and not os.path.exists(log):
+            return (
+                f"it does not have the gateway's file {log}: server.data_dir (checkpoints, logs) and the folder of a "
+                "local model must be on a file system that the gateway and all ranks mount at the same path, such as "
+                "NFS"
+            )
+        return ""
+
+    def wait(self) -> str:
+        """Returns the exit code, the log and its last line, once the process has ended."""
+        assert self._process is not None
+        code = self._process.wait()
+        self.stop()
+        with open(self._log_path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if self._lost:
+            return f"ended because {self._lost}; see {self._log_path}"
+        end = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+        return f"{end}; see {self._log_path}{f': {last}' if last else ''}"
+
+    def _end_with_parent(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        self._lost = "the raylet of its node died"
+        self.stop()
+        time.sleep(LAST_WORDS_SECONDS)
+        os._exit(1)
+
+    def stop(self) -> None:
+        """Kill the process and its children, and wait for their end."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait(STOP_SECONDS)

@@ -1,0 +1,157 @@
+"""The learner group: the ranks of one policy as the gateway uses them, from their start to their end. No torch.
+
+Every request goes to every rank. The answer of rank 0 counts, and an error of any. Ranks wait for each other, so the
+death of one ends all; the policy then gets a new group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from agentjet.compute.channel import Request, encode
+from agentjet.compute.cluster.hub import Peer
+from agentjet.config import ComputeConfig, ModelConfig
+from agentjet.errors import AgentJetError, PolicyRemoved, WorkerDied
+from agentjet.types import ModelInfo, PolicyId
+
+Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
+"""Starts the rank of that name and number; returns its connection. Raises `ConfigError` or `WorkerDied`."""
+Stop = Callable[[str], Awaitable[None]]
+"""Kills the process of that name. Idempotent."""
+Ended = Callable[[str], "asyncio.Future[str] | None"]
+"""Returns the future reason of a process's end; None if it was not started."""
+
+ANSWER_SECONDS = 10.0
+"""Time for the other ranks to answer after one failed. One that waits for the failed rank would wait for ever."""
+REASON_SECONDS = 2.0
+"""Time for the exit code of a rank whose connection ended."""
+
+
+class LearnerGroup:
+    """The ranks of a policy. `died` is done when they ended unexpectedly."""
+
+    def __init__(self, policy: PolicyId, names: Sequence[str], launch: Launch, stop: Stop, ended: Ended) -> None:
+        """`names` are those of the processes, by rank."""
+        self.names = tuple(names)
+        self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        self.request = ""
+        """The request that the ranks work on, or ''."""
+        self._policy = policy
+        self._launch = launch
+        self._stop = stop
+        self._ended = ended
+        self._peers: list[Peer] = []
+        self._fallen: Peer | None = None
+        """The first rank that ended."""
+        self._end: WorkerDied | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._launches: list[asyncio.Task[Peer]] = []
+        self._ids = itertools.count(1)
+
+    async def start(self, model: ModelConfig, settings: ComputeConfig) -> ModelInfo:
+        """Start the ranks and load the model. Raises `ConfigError`, and `WorkerDied` if a rank ends."""
+        self._launches = [asyncio.create_task(self._launch(name, rank)) for rank, name in enumerate(self.names)]
+        try:
+            self._peers = await asyncio.gather(*self._launches)
+        except BaseException:
+            for launch in self._launches:
+                launch.cancel()
+            await asyncio.gather(*self._launches, return_exceptions=True)
+            raise
+        if self._end is not None:
+            raise copy.copy(self._end)
+        for peer in self._peers:
+            peer.died.add_done_callback(partial(self._on_death, peer))
+        address = await self._ask_all([self._request("rendezvous")])
+        await self._ask_all(
+            [self._request("join", rank, len(self._peers), address) for rank in range(len(self._peers))]
+        )
+        info: ModelInfo = await self.ask("add", model, settings)
+        return info
+
+    async def ask(self, op: str, *args: Any) -> Any:
+        """Send a request to every rank; returns the answer of rank 0. Raises the error of any, or `WorkerDied`."""
+        return await self._ask_all([self._request(op, *args)] * len(self._peers))
+
+    async def close(self) -> None:
+        """End the ranks and wait for the end of their processes. Idempotent."""
+        if self._end is None:
+            self._end = PolicyRemoved(f"the policy {self._policy} was removed")
+        for launch in self._launches:
+            launch.cancel()
+        for peer in self._peers:
+            peer.close()
+        await asyncio.gather(*(self._stop(name) for name in self.names))
+
+    def _request(self, op: str, *args: Any) -> tuple[Request, bytes]:
+        """Returns a request and its bytes, which are made once for all ranks: a batch is large."""
+        request = Request(op, next(self._ids), self._policy, args)
+        return request, encode(request)
+
+    async def _ask_all(self, requests: Sequence[tuple[Request, bytes]]) -> Any:
+        """Send the first ranks a request each; returns the answer of rank 0."""
+        if self._end is not None:
+            raise copy.copy(self._end)
+        self.request = requests[0][0].op
+        asked = {
+            asyncio.create_task(peer.send(*request)): peer for peer, request in zip(self._peers, requests, strict=False)
+        }
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() for task in asked):
+                await asyncio.wait(asked, timeout=ANSWER_SECONDS)
+                raise await self._failure(asked)
+            return next(iter(asked)).result()
+        finally:
+            self.request = ""
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _failure(self, asked: dict[asyncio.Task[Any], Peer]) -> Exception:
+        """Returns the error of a request. Ends the group if the ranks do not agree."""
+        errors: dict[Peer, AgentJetError] = {}
+        for task, peer in asked.items():
+            if task.done() and isinstance(error := task.exception(), AgentJetError):
+                errors[peer] = error
+            elif task.done() and (unexpected := task.exception()) is not None:
+                return Exception(unexpected)
+        own = {peer: error for peer, error in errors.items() if not isinstance(error, WorkerDied)}
+        if len(errors) == len(asked) == len(own):
+            return next(iter(own.values()))
+        if self._fallen is None and self._end is not None:  # `close` was called.
+            return copy.copy(self._end)
+        if self._fallen is None:  # Some succeeded or wait for ever: their states may differ.
+            self._fall(next(iter(own)))
+        assert self._fallen is not None and self._ending is not None
+        await asyncio.shield(self._ending)
+        assert self._end is not None
+        return own.get(self._fallen) or copy.copy(self._end)
+
+    def _on_death(self, peer: Peer, died: asyncio.Future[WorkerDied]) -> None:
+        self._fall(peer)
+
+    def _fall(self, peer: Peer) -> None:
+        """End the group, because a rank ended or cannot go on."""
+        if self._fallen is None and self._end is None:
+            self._fallen = peer
+            self._ending = asyncio.create_task(self._end_all(peer))
+
+    async def _end_all(self, fallen: Peer) -> None:
+        reason = f"{fallen.name}: its connection ended"
+        if fallen.died.done() and (ended := self._ended(fallen.name)) is not None:
+            done, _ = await asyncio.wait([ended], timeout=REASON_SECONDS)
+            reason = f"{fallen.name} {ended.result()}" if done else reason
+        elif not fallen.died.done():
+            reason = f"{fallen.name} failed alone, so the ranks do not agree"
+        if self._end is None:
+            self._end = WorkerDied(reason, during=str(self._policy))
+        for peer in self._peers:
+            peer.close()
+        if not self.died.done():
+            self.died.set_result(self._end)

@@ -1,0 +1,156 @@
+"""The memory of a rank and of a replica, from a model's `config.json`, before anything loads. No torch.
+
+`agentjet doctor` prints it. The rules are those of `learner.py`: weights, gradients in float32, and masters and
+moments in float32 (12 bytes for each trained parameter) that the ranks divide.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agentjet.errors import ConfigError
+
+USABLE = 0.6
+"""Part of a device's memory for weights, gradients and moments. The rest is for activations and fragmentation."""
+REPLICA_EXTRA = 2 * 2**30
+"""Bytes of a replica on CUDA beside weights and cache: context, graphs, workspace. An estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a model that memory depends on."""
+
+    num_parameters: int
+    layer_parameters: int
+    """Those of the decoder's layers, which sharded ranks divide."""
+    num_layers: int
+    cache_values: int
+    """Numbers in the key-value cache for each token."""
+    is_exact: bool
+    """False if counted from the config: within a few percent for dense decoders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one process, before activations."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    cache: int = 0
+    extra: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.cache + self.extra
+
+
+def model_size(folder: Path) -> ModelSize:
+    """Returns the sizes of the model in a Hugging Face folder. Raises `ConfigError`."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        counted = size_from_config(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} has no readable sizes: {error!r}") from None
+    if files := sorted(folder.glob("*.safetensors")):
+        total = sum(map(parameters_in, files))
+        layers = max(0, total - (counted.num_parameters - counted.layer_parameters))
+        return ModelSize(total, layers, counted.num_layers, counted.cache_values, is_exact=True)
+    return counted
+
+
+def size_from_config(config: dict[str, Any]) -> ModelSize:
+    """Counts the parameters of a decoder with gated MLPs and grouped attention. Raises `KeyError`, `TypeError`."""
+    config = config.get("text_config") or config
+    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or hidden // heads
+    attention = 2 * hidden * heads * width + 2 * hidden * kv_heads * width
+    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    inner = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
+    layer = attention + 3 * hidden * inner * experts + 2 * hidden + (hidden * experts if experts > 1 else 0)
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return ModelSize(
+        num_parameters=layers * layer + embeddings + hidden,
+        layer_parameters=layers * layer,
+        num_layers=layers,
+        cache_values=2 * layers * kv_heads * width,
+        is_exact=False,
+    )
+
+
+def parameters_in(file: Path) -> int:
+    """Returns the number of values in a safetensors file, from its header."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def rank_need(
+    size: ModelSize, *, ranks: int, sharding: Literal["gathered", "sharded"], value_bytes: int = 2, trained: int = 0
+) -> Need:
+    """Returns the bytes of a learner rank. `trained` parameters, such as an adapter's; 0 means all of the model.
+
+    Sharded ranks divide layers, with masters in float32; one gathered layer comes on top. Embeddings stay whole.
+    """
+    learned = trained or size.num_parameters
+    if sharding == "gathered":
+        return Need(size.num_parameters * value_bytes, 4 * learned, 12 * learned // ranks)
+    rest = size.num_parameters - size.layer_parameters
+    one_layer = size.layer_parameters // max(1, size.num_layers)
+    if trained:
+        return Need(
+            (rest + one_layer) * value_bytes + size.layer_parameters * value_bytes // ranks,
+            4 * trained,
+            12 * trained // ranks,
+        )
+    return Need(
+        weights=(rest + one_layer) * value_bytes,
+        gradients=4 * rest + 4 * size.layer_parameters // ranks,
+        optimizer=12 * size.num_parameters // ranks,
+    )
+
+
+def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:
+    """Returns the bytes of one GPU of a replica with a key-value cache of `cache_tokens`."""
+    weights = size.num_parameters * value_bytes // tensor_parallel
+    cache = size.cache_values * cache_tokens * value_bytes // tensor_parallel
+    return Need(weights, cache=cache, extra=REPLICA_EXTRA)
+
+
+def fewest_ranks(
+    size: ModelSize, memory: int, *, sharding: Literal["gathered", "sharded"], value_bytes: int = 2, trained: int = 0
+) -> int | None:
+    """Returns the fewest ranks whose devices of `memory` bytes hold the model; None if 1,024 do not."""
+    for power in range(11):
+        need = rank_need(size, ranks=2**power, sharding=sharding, value_bytes=value_bytes, trained=trained)
+        if need.total <= USABLE * memory:
+            return int(2**power)
+    return None
+
+
+def sampling_rate(need: Need, size: ModelSize, *, bandwidth: float, concurrent: int, context: int) -> float:
+    """Returns an estimate of a replica's tokens per second: a GPU that does nothing but read its memory.
+
+    `bandwidth` in bytes per second. Each step reads the weights once, and the cached `context` of every completion.
+    """
+    cache = 2 * size.cache_values * concurrent * context
+    return concurrent * bandwidth / (need.weights + cache)
+
+
+def adapter_parameters(size: ModelSize, config: dict[str, Any], rank: int) -> int:
+    """Returns the parameters of a LoRA adapter on all linear layers: rank x (inputs + outputs) of each."""
+    config = config.get("text_config") or config
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    width = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    inner = config["intermediate_size"]
+    sides = 2 * (hidden + heads * width) + 2 * (hidden + kv_heads * width) + 3 * (hidden + inner)
+    return int(size.num_layers * rank * sides)

@@ -1,0 +1,240 @@
+"""A learner rank: a process that connects to the gateway and learns one policy together with the other ranks.
+
+The gateway sends every request to every rank. The answer of rank 0 counts, and an error of any. Ranks handle requests
+one after another, because each needs the others. A failure that is not an `AgentJetError` ends the process: the other
+ranks may wait for it, and the gateway then ends them all.
+
+    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address)
+    add(model, compute) -> ModelInfo          forward_backward, optim_step, save, load, export: see `Learner`
+    publish(version, wanted) -> Publication, or None without `wanted`
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentjet.compute.channel import Answer, Request
+from agentjet.compute.cluster import checkpoint
+from agentjet.compute.cluster.group import Group, Rendezvous, join
+from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
+from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, WeightsServer
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
+from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
+from agentjet.compute.operations import OperationLog
+from agentjet.compute.protocol import LossSpec, Outputs
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
+from agentjet.errors import AgentJetError, ComputeError, OperationConflict, PolicyRemoved
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Row, build_forest
+from agentjet.types import CheckpointStamp, ModelInfo, Op
+
+log = logging.getLogger(__name__)
+
+OF_POLICY = ("forward_backward", "optim_step", "publish", "save", "load", "export")
+"""Requests that `RankedPolicy` handles."""
+
+
+class RankedPolicy:
+    """Applies the requests of the policy on one rank, see `Learner`. All ranks apply the same ones."""
+
+    def __init__(self, learner: RankLearner, group: Group, server: WeightsServer | None) -> None:
+        """`server` is that of rank 0, which writes the weights of all ranks."""
+        self.policy: Policy = learner.policy
+        self.learner = learner
+        self.version = 0
+        self._group = group
+        self._server = server
+        self._is_published = True
+        """False from an `optim_step` to the next `publish`."""
+        self._publication: Publication | None = None
+        self._operations = OperationLog()
+
+    def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        body = ("forward_backward", batch, loss)
+        return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
+
+    def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        def apply() -> dict[str, float]:
+            self._is_published = False
+            metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
+            trim_malloc()
+            return {**metrics, "learner/ranks": float(self._group.num_ranks)}
+
+        return self._operations.apply(op, ("optim_step", optimizer), apply)
+
+    def publish(self, version: int, wanted: bool = True) -> Publication | None:
+        """Give the present weights this version; returns their publication on rank 0, if one is `wanted`. Idempotent.
+
+        Raises `ComputeError` for weights that nothing can be computed with, and for a file that cannot be written.
+        """
+        if not self._is_published or version != self.version:
+            self._publication = None
+        self.version, self._is_published = version, True
+        if not wanted:
+            return None
+        if not all(self._group.gather(self._server is None or self._publication is not None)):
+            self._publication = self._published(version)
+        return self._publication
+
+    def save(self, path: Path) -> CheckpointStamp:
+        if self.learner.has_gradient or not self._is_published:
+            raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
+        state = {"policy_version": self.version, "operation": self._operations.next}
+        return self._stamp(checkpoint.save(path, self.learner, self._group, state))
+
+    def load(self, path: Path) -> CheckpointStamp:
+        state = checkpoint.load(path, self.learner, self._group)
+        self.version, self._is_published, self._publication = state["policy_version"], True, None
+        self._operations = OperationLog(state["operation"])
+        return self._stamp(state["digest"])
+
+    def export(self, path: Path, adapter: bool) -> None:
+        checkpoint.export(path, self.learner, self._group, adapter=adapter)
+
+    def _published(self, version: int) -> Publication | None:
+        tokens = probe_tokens(self.policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
+        logprobs = self.learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
+        if not logprobs.isfinite().all():
+            raise ComputeError(
+                f"the weights of version {version} give log-probabilities that are not finite: the policy has "
+                "diverged; go back to an earlier checkpoint, with a lower job.optimizer.lr"
+            )
+        weights = self.learner.whole_weights()
+
+        def write() -> Publication | None:
+            if self._server is None:
+                return None
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+            file = self._server.write(version, num_bytes, lambda path: write_weights(self.policy, weights, path))
+            return Publication(
+                version,
+                self._server.address,
+                str(file.path),
+                file.num_bytes,
+                file.digest,
+                self.policy.info.dtype,
+                tuple(tokens.tolist()),
+                tuple(logprobs.tolist()),
+            )
+
+        return self._group.agreed(write)
+
+    def _stamp(self, digest: str) -> CheckpointStamp:
+        return CheckpointStamp(self.version, digest, self._operations.next)
+
+
+def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write all weights of a base model to one safetensors file, with the names of the model's own files."""
+    base: Any = policy.model
+    base = base.get_base_model() if policy.has_adapters else base
+    folder = path.with_suffix("")
+    base.save_pretrained(folder, state_dict=weights, max_shard_size=1 << 62)
+    (folder / "model.safetensors").rename(path)
+    shutil.rmtree(folder)
+
+
+class Rank:
+    """The state of the process: its place in the group, and the policy after `add`."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._rendezvous: Rendezvous | None = None
+        self._place: tuple[int, int] | None = None
+        self._server: WeightsServer | None = None
+        self._policy: RankedPolicy | None = None
+
+    def run(self) -> None:
+        """The main loop. Raises the first failure that is not an `AgentJetError`."""
+        self._link.before_exit = self.close
+        self._link.read_forever(self._inbox.put)
+        while True:
+            request = self._inbox.get()
+            try:
+                result = self.handle(request.op, *request.args)
+            except AgentJetError as error:
+                self._link.send(Answer(request.id, error=error))
+            except Exception as error:
+                failure = ComputeError(f"{request.op} failed: {type(error).__name__}: {error}")
+                self._link.send(Answer(request.id, error=failure, ends=True))
+                raise
+            else:
+                self._link.send(Answer(request.id, result))
+
+    def handle(self, op: str, *args: Any) -> Any:
+        """Handle one request; returns its result."""
+        own: dict[str, Callable[..., Any]] = {"rendezvous": self._meet, "join": self._join, "add": self._add}
+        if op in own:
+            return own[op](*args)
+        if op not in OF_POLICY:
+            raise ComputeError(f"a rank has no request {op!r}")
+        if self._policy is None:
+            raise PolicyRemoved("the rank has no policy")
+        return getattr(self._policy, op)(*args)
+
+    def close(self) -> None:
+        """Remove the files of this rank. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+    def _meet(self) -> str:
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._link.local_host)
+        return self._rendezvous.address
+
+    def _join(self, rank: int, num_ranks: int, address: str) -> None:
+        join(rank, num_ranks, address, self._rendezvous, self._link.local_host)
+        self._place = rank, num_ranks
+        if rank == 0:
+            self._server = WeightsServer(self._link.local_host, self._link.secret)
+
+    def _add(self, model: ModelConfig, compute: ComputeConfig) -> ModelInfo:
+        """Load the model; replaces the policy if there is one."""
+        if self._place is None:
+            raise ComputeError("a rank must join the others before it gets a policy")
+        self._policy = None
+        gc.collect()
+        rank, num_ranks = self._place
+        device = resolve_device(model.device)
+        if device.type == "cpu" and not model.threads:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # The ranks share this machine.
+        group = Group(rank, num_ranks, device)
+        policy = group.agreed(lambda: load_policy(model))
+        sharding = chosen_sharding(compute.sharding, policy, group)
+        log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
+        learner = group.agreed(lambda: RankLearner(policy, group, sharding))
+        self._policy = RankedPolicy(learner, group, self._server)
+        return policy.info
+
+
+def main() -> None:
+    """Serve the gateway until it closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides.
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    make_deterministic()
+    rank = Rank(Link.from_environment())
+    try:
+        rank.run()
+    except Exception:  # Boundary: exit without the collectives that an orderly end would wait for.
+        traceback.print_exc()
+        rank.close()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""`RayLauncher`: the `Launcher` for a Ray cluster. It asks the conductor process. Imports no Ray.
+
+The conductor starts with the first process, and again after its death. If it dies, every process has ended: Ray ends
+their actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.keeper import Launch
+from agentjet.errors import ComputeError, ConfigError, WorkerDied
+from agentjet.types import PolicyId
+
+CONDUCTOR = "conductor"
+CONNECT_SECONDS = 60.0
+"""Limit of the conductor's start: it imports Ray."""
+RANK_MODULE = "agentjet.compute.cluster.rank"
+"""Ranks write and read checkpoints, so they need the files of the gateway."""
+NOBODY = PolicyId()
+"""Requests to the conductor are not about a policy."""
+VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
+    """Raises `ConfigError` if Ray is not installed. Does not import it."""
+    if find("ray") is None:
+        raise ConfigError(
+            f"compute.address = {address!r} needs Ray: pip install 'agentjet[cluster]', or leave the address empty "
+            "for processes of this machine"
+        )
+
+
+class RayLauncher:
+    """Starts processes on the nodes of a Ray cluster."""
+
+    def __init__(self, hub: Hub, address: str, log_folder: Path) -> None:
+        """`address` as in `compute.address`. The conductor logs to `conductor.log` in `log_folder`."""
+        self.placement_seconds = 30.0
+        """Seconds that a process waits for a node with enough free GPUs."""
+        self._hub = hub
+        self._address = address
+        self._log_path = log_folder / "conductor.log"
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._peer: Peer | None = None
+        self._num_started = 0
+        self._ends: dict[str, asyncio.Future[str]] = {}
+        self._places: dict[str, str] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the conductor."""
+        return None if self._process is None else self._process.pid
+
+    def place(self, name: str) -> str:
+        """Returns the node and process id of a started process; "" if it is unknown."""
+        return self._places.get(name, "")
+
+    async def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
+    ) -> None:
+        """Start a process on a node with that many free GPUs.
+
+        Raises `ConfigError` if Ray is missing, the cluster cannot be joined, or no node can run it; else
+        `ComputeError`.
+        """
+        conductor = await self._conductor()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.touch(0o600)
+        launch = Launch(
+            name,
+            tuple(command),
+            dict(environment),
+            gpus,
+            str(log_path.resolve()),
+            needs_shared_files=RANK_MODULE in command,
+            placement_seconds=self.placement_seconds,
+        )
+        self._places[name] = await conductor.ask("start", NOBODY, launch)
+        end = self._ends[name] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._watch(conductor, name, end))
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+
+    def ended(self, name: str) -> asyncio.Future[str]:
+        """Returns the future reason for the end of a started process."""
+        return self._ends[name]
+
+    async def stop(self, name: str) -> None:
+        """Kill a process and wait for its end. Idempotent."""
+        if self._peer is not None and name in self._ends and not self._ends[name].done():
+            with contextlib.suppress(ComputeError):
+                await self._peer.ask("stop", NOBODY, name)
+
+    async def free_gpus(self) -> int | None:
+        """Returns the GPUs of the cluster that no process of this launcher has; None if the cluster has none."""
+        total, own = await (await self._conductor()).ask("gpus", NOBODY)
+        return int(total - own) if total else None
+
+    async def close(self) -> None:
+        """End the conductor, and with it all processes. Idempotent."""
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+        if self._process is not None:
+            await self._process.wait()
+            self._process = None
+
+    async def _watch(self, conductor: Peer, name: str, end: asyncio.Future[str]) -> None:
+        try:
+            reason = str(await conductor.ask("ended", NOBODY, name))
+        except ComputeError as error:
+            reason = f"ended with the conductor ({error}; see {self._log_path})"
+        if not end.done():
+            end.set_result(reason)
+
+    async def _conductor(self) -> Peer:
+        """Returns the connection to the conductor; starts it if it does not run."""
+        async with self._starting:
+            if self._peer is not None and not self._peer.died.done():
+                return self._peer
+            check_ray(self._address)
+            await self.close()
+            peer = await self._start_conductor()
+            try:
+                await peer.ask("connect", NOBODY, self._address)
+            except (ConfigError, WorkerDied):
+                peer.close()
+                raise
+            self._peer = peer
+            return peer
+
+    async def _start_conductor(self) -> Peer:
+        await self._hub.open()
+        self._num_started += 1
+        name = f"{CONDUCTOR}-{self._num_started} {self._address}"
+        expected = self._hub.expect(name)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path.touch(0o600)
+        with self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "agentjet.compute.cluster.conductor"),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**VARIABLES, **os.environ, **self._hub.environment(name)},
+                start_new_session=True,
+            )
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            futures: list[asyncio.Future[Any]] = [expected, ended]
+            await asyncio.wait(futures, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not expected.done():
+                raise WorkerDied(f"the conductor did not connect; see {self._log_path}")
+            return expected.result()
+        except WorkerDied:
+            if self._process.returncode is None:
+                self._process.kill()
+            raise
+        finally:
+            self._hub.forget(name)
+            ended.cancel()

@@ -1,0 +1,331 @@
+"""A replica: the process that samples one policy with vLLM. Started as `python -m agentjet.compute.cluster.replica`.
+
+Its virtual environment is separate, because vLLM's pins exclude ours. It imports the server's copy of AgentJet. It
+connects to the gateway, answers requests, and ends with the connection.
+
+A replica samples nothing before its first `adopt`. Each token has the version of the weights that sampled it: an
+`adopt` pauses the engine and sends the tokens sampled before with the old version. The probe is scored right after the
+engine resumes. Tokens of the new weights are sent after the answer to `adopt`, so the gateway can refuse the replica
+before it receives any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentjet.compute.channel import Answer, Request
+from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.weights import Publication, fetch, release
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.errors import AgentJetError, ComputeError, ConfigError
+from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
+
+if TYPE_CHECKING:
+    from agentjet.compute.cluster.vllm_engine import Engine
+
+log = logging.getLogger(__name__)
+
+LLGUIDANCE = 1, 9
+"""Lowest version of the library that follows grammars. vLLM itself installs a lower one."""
+_UNANSWERED = ("sample", "cancel")
+"""Requests about one completion. Its tokens are the answer."""
+_SLOW = ("score", "adopt")
+"""Requests beside which others are handled."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A running completion, and its tokens that are not sent yet."""
+
+    id: int
+    params: SamplingParams
+    end_tokens: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    support: list[bytes] = field(default_factory=list)
+    num_sampled: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of its tokens: (version, first token)."""
+    task: asyncio.Task[None] | None = None
+
+    def add(self, tokens: list[int], logprobs: list[float], support: list[bytes], version: int) -> None:
+        """Add tokens of a version. Raises `ComputeError` for a log-probability that is not finite."""
+        if not all(map(math.isfinite, logprobs)):
+            raise ComputeError("the policy has diverged: its logits are not finite")
+        if tokens and (not self.spans or self.spans[-1][0] != version):
+            self.spans.append((version, self.num_sampled))
+        self.num_sampled += len(tokens)
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.support += support
+
+    def finish_reason(self) -> FinishReason | None:
+        """Returns why the completion ends with its last token; None if it goes on."""
+        if self.tokens and self.tokens[-1] in self.end_tokens:
+            return "stop"
+        return "length" if self.num_sampled >= self.params.max_tokens else None
+
+    def pieces(self, version: int, reason: FinishReason | None) -> Iterator[Sampled]:
+        """Yields the tokens that are not sent yet. They are several pieces if the engine was ahead of this process."""
+        size, count = self.params.piece_tokens, len(self.tokens)
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            support = tuple(self.support[part]) if any(self.support[part]) else ()
+            last = reason if start + size >= count else None
+            yield Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), version, last, support)
+        self.tokens, self.logprobs, self.support = [], [], []
+
+
+class Outbox:
+    """Sends answers and pieces in order. Pieces of one turn of the event loop are one message."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: list[Answer | tuple[int, Sampled]] = []
+        self._is_scheduled = False
+        self._is_held = False
+
+    def put(self, message: Answer | tuple[int, Sampled]) -> None:
+        self._waiting.append(message)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_soon)
+
+    def hold(self) -> None:
+        """Send what waits, and nothing further until `release`."""
+        self.send()
+        self._is_held = True
+
+    def release(self, first: Answer) -> None:
+        """Send an answer, and then what waits."""
+        self._link.send(first)
+        self._is_held = False
+        self.send()
+
+    def send(self) -> None:
+        if self._is_held:
+            return
+        pieces: list[tuple[int, Sampled]] = []
+        for message in self._waiting:
+            if not isinstance(message, Answer):
+                pieces.append(message)
+                continue
+            if pieces:
+                self._link.send(pieces)
+                pieces = []
+            self._link.send(message)
+        if pieces:
+            self._link.send(pieces)
+        self._waiting = []
+
+    def _send_soon(self) -> None:
+        self._is_scheduled = False
+        self.send()
+
+
+StartEngine = Callable[[Link, ModelConfig, ModelInfo, SamplerConfig, ComputeConfig], "Awaitable[Engine]"]
+
+
+async def start_vllm(
+    link: Link, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+) -> Engine:
+    """Start vLLM, whose processes end with the connection. Raises `ConfigError`."""
+    try:
+        from agentjet.compute.cluster.vllm_engine import Engine, end_children
+    except ImportError as error:
+        raise ConfigError(
+            f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "
+            "compute.sampler_python to an interpreter with vLLM"
+        ) from error
+    if tuple(map(int, version("llguidance").split(".")[:2])) < LLGUIDANCE:
+        raise ConfigError(
+            f"the sampler's environment {sys.prefix} has llguidance {version('llguidance')}, whose grammars differ "
+            "from the server's: run `agentjet cluster install`, or `pip install --no-deps 'llguidance>=1.9,<2'` there"
+        )
+    link.before_exit = end_children
+    return await Engine.start(model, info, sampler, compute)
+
+
+class Replica:
+    """The state of the process."""
+
+    def __init__(self, link: Link, start: StartEngine) -> None:
+        self._link = link
+        self._start = start
+        self._outbox = Outbox(link)
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._completions: dict[int, Completion] = {}
+        self._loaded: Engine | None = None
+        self._info: ModelInfo | None = None
+        self._places = asyncio.Semaphore(0)
+        self._scoring = asyncio.Lock()
+        self._adopting = asyncio.Lock()
+        self._version: int | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve requests until the connection ends, which ends the process."""
+        loop = asyncio.get_running_loop()
+        self._link.read_forever(lambda request: loop.call_soon_threadsafe(self._requests.put_nowait, request))
+        while True:
+            request = await self._requests.get()
+            if request.op in _SLOW:
+                task = asyncio.create_task(self._answer(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                await self._answer(request)
+
+    async def _answer(self, request: Request) -> None:
+        """Handle a request. Boundary: a failure becomes an answer, and may also end the process."""
+        op, id, _, args = request
+        try:
+            result = await getattr(self, f"_{op}")(*args)
+        except AgentJetError as error:
+            self._outbox.put(Answer(id, error=error))
+        except Exception as error:
+            self._fail(id, op, error)
+        else:
+            if op == "adopt":
+                self._outbox.release(Answer(id, result))
+            elif op not in _UNANSWERED:
+                self._outbox.put(Answer(id, result))
+
+    def _fail(self, id: int, op: str, error: Exception) -> None:
+        """Answer with an unexpected error. An engine that is dead, or has half of its weights, ends the process."""
+        traceback.print_exc()
+        ends = op == "adopt" or type(error).__name__ == "EngineDeadError"
+        failure = ComputeError(f"{op} failed: {type(error).__name__}: {error}")
+        if not ends:
+            self._outbox.put(Answer(id, error=failure))
+            return
+        self._link.send(Answer(id, error=failure, ends=True))
+        self._link.before_exit()
+        os._exit(1)
+
+    async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
+        self._loaded = await self._start(self._link, model, info, sampler, compute)
+        self._info = info
+        self._places = asyncio.Semaphore(sampler.max_concurrent)
+
+    async def _adopt(self, publication: Publication) -> list[float]:
+        engine = self._engine()
+        async with self._adopting:
+            started = time.monotonic()
+            path = await asyncio.to_thread(fetch, publication, self._link.name, self._link.secret)
+            fetched = time.monotonic()
+            try:
+                return await self._change_weights(engine, publication, path)
+            except AgentJetError as error:  # The weights may be half changed: it must end the process.
+                raise RuntimeError(str(error)) from error
+            finally:
+                release(path)
+                log.info(
+                    "version %d: fetched in %.2f s, adopted in %.2f s",
+                    publication.version, fetched - started, time.monotonic() - fetched,
+                )  # fmt: skip
+
+    async def _change_weights(self, engine: Engine, publication: Publication, path: Path) -> list[float]:
+        """Pause, load, resume, and score the probe; returns its log-probabilities. The outbox is held from then on."""
+        started = time.monotonic()
+        await engine.pause()
+        for completion in self._completions.values():
+            if completion.tokens:
+                self._put(completion, None)
+        await engine.load(path)
+        self._outbox.hold()
+        self._version = publication.version
+        await engine.resume(publication.version)
+        log.info("version %d: sampling paused for %.2f s", publication.version, time.monotonic() - started)
+        scores = await engine.score(np.array(publication.probe_tokens, np.int32), 0, is_probe=True)
+        return [score.logprob for score in scores]
+
+    async def _score(self, tokens: Any, num_likeliest: int) -> list[TokenScore]:
+        engine = self._sampling_engine()
+        async with self._scoring:
+            return await engine.score(np.asarray(tokens, np.int32), num_likeliest)
+
+    async def _sample(self, id: int, tokens: Any, params: SamplingParams, num_sampled: int = 0) -> None:
+        engine = self._sampling_engine()
+        assert self._info is not None
+        completion = self._completions[id] = Completion(id, params, frozenset(self._info.end_tokens))
+        prompt = np.asarray(tokens, np.int32)
+        completion.task = asyncio.create_task(self._complete(engine, completion, prompt, num_sampled))
+
+    async def _cancel(self, id: int) -> None:
+        """Drop a completion, unless it has ended."""
+        if (completion := self._completions.pop(id, None)) is not None and completion.task is not None:
+            completion.task.cancel()
+
+    async def _complete(
+        self, engine: Engine, completion: Completion, prompt: NDArray[np.int32], num_sampled: int
+    ) -> None:
+        """Sample one completion. Boundary: its failure ends this completion, or the process if the engine is dead."""
+        id = completion.id
+        try:
+            await engine.check(prompt, completion.params, num_sampled)
+            async with self._places:
+                async for delta in engine.sample(id, prompt, completion.params, num_sampled):
+                    assert self._version is not None
+                    completion.add(delta.tokens, delta.logprobs, delta.support, self._version)
+                    if delta.ended and delta.spans != completion.spans:
+                        raise ComputeError(
+                            f"the versions of a completion's tokens are uncertain: {completion.spans} by their "
+                            f"arrival, {delta.spans} by the engine"
+                        )
+                    reason = completion.finish_reason()
+                    assert (reason is not None) == delta.ended, (reason, delta)
+                    if reason is not None or len(completion.tokens) >= completion.params.piece_tokens:
+                        self._put(completion, reason)
+        except AgentJetError as error:
+            self._outbox.put(Answer(id, error=error))
+        except Exception as error:
+            self._fail(id, "sample", error)
+        finally:
+            self._completions.pop(id, None)
+
+    def _put(self, completion: Completion, reason: FinishReason | None) -> None:
+        assert self._version is not None
+        for piece in completion.pieces(self._version, reason):
+            self._outbox.put((completion.id, piece))
+
+    def _engine(self) -> Engine:
+        if self._loaded is None:
+            raise ComputeError("the replica has no model yet")
+        return self._loaded
+
+    def _sampling_engine(self) -> Engine:
+        if self._version is None:
+            raise ComputeError("the replica has no weights yet: it must adopt a publication first")
+        return self._engine()
+
+
+def main() -> None:
+    """Serve the gateway until its connection ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides.
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    link = Link.from_environment()
+
+    async def serve() -> None:
+        await Replica(link, start_vllm).run()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":  # vLLM's processes import this module again.
+    main()

@@ -1,0 +1,231 @@
+"""The sampler replicas of one policy, as the gateway uses them: completions go to replicas, and outlive them.
+
+If a replica ends, each of its completions continues on another one: from the exact tokens that were received, with the
+remaining `max_tokens` and a seed derived from its own and the position. Tokens that were not received were not passed
+on either. While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion
+may have several versions; a piece has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+
+from agentjet.compute.cluster.fleet import Fleet, Replica, Start, Stop
+from agentjet.compute.cluster.routing import Work, choose
+from agentjet.compute.cluster.weights import Publication
+from agentjet.config import SamplerConfig
+from agentjet.errors import AgentJetError, ComputeError, WorkerDied
+from agentjet.types import PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+
+MAX_BLAME, MAX_LOSSES = 3, 12
+"""A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
+
+It may have crashed a replica that ended alone. If others ended with it, or if it hung, there is another cause. Two
+crashes are not enough: replicas may be killed while they have it.
+"""
+LOSS_SECONDS = 0.25
+"""Replicas that end within this time end together. A completion waits longer before it tries its next replica."""
+MAX_WAIT = 8
+"""Longest such wait, as a multiple."""
+SILENT_SECONDS = 2.0
+"""A replica that has work and was silent for so long gets more only if there is no other: its machine may be gone."""
+PIECE_TOKENS = 16
+"""Largest piece requested from a replica. Pieces are its signs of work, and tokens not sent are lost with it."""
+
+
+class Replicas:
+    """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
+
+    def __init__(
+        self, policy: PolicyId, start: Start, stop: Stop, count: int, settings: SamplerConfig, *, timeout: float = 120.0
+    ) -> None:
+        """Starts `count` replicas; `timeout` in seconds is that of `Fleet`. Must be called in an event loop."""
+        self._policy = policy
+        self._waiting: OrderedDict[Work, asyncio.Future[Replica]] = OrderedDict()
+        """Work that no replica has a place for, in the order in which it gets one."""
+        self._num_resumed = 0
+        self.fleet = Fleet(policy, start, stop, count, settings, timeout)
+        self.fleet.changed = self._assign
+        self.fleet.open()
+
+    @property
+    def failed(self) -> asyncio.Future[WorkerDied]:
+        """Done with the reason when the policy can have no replicas: see `Fleet`."""
+        return self.fleet.failed
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that a replica serves; None if none ever served."""
+        return max((one.version for one in self.fleet.replicas if one.version is not None), default=None)
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+        """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
+        work = Work(np.asarray(token_ids, np.int32))
+        while len(work.sampled) < params.max_tokens:
+            replica, received = await self._place(work), len(work.sampled)
+            assert replica.peer is not None
+            try:
+                pieces = replica.peer.sample(self._policy, work.tokens, _rest(params, received), received)
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        await self.fleet.confirm(replica, piece.policy_version)
+                        work.sampled += piece.tokens
+                        work.losses = work.blame = 0
+                        yield piece
+                return
+            except WorkerDied:
+                await self._leave_dead(replica, work, has_progressed=len(work.sampled) > received)
+            finally:
+                self._leave(replica, work)
+        version = self.version  # The replica died between the last token and its finish reason.
+        yield Sampled((), (), 0 if version is None else version, "length")
+
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """See `Sampler.score`."""
+        work = Work(np.asarray(token_ids, np.int32), uses_cache=False)
+        while True:
+            replica = await self._place(work)
+            assert replica.peer is not None
+            try:
+                found: list[TokenScore] = await replica.peer.ask("score", self._policy, work.prompt, num_likeliest)
+                return found
+            except WorkerDied:
+                await self._leave_dead(replica, work, has_progressed=False)
+            finally:
+                self._leave(replica, work)
+
+    async def publish(self, publication: Publication, *, one_by_one: bool = False) -> None:
+        """See `Fleet.publish`. `one_by_one`: the others sample while one adopts."""
+        await self.fleet.publish(publication, one_by_one=one_by_one)
+
+    async def scale(self, count: int) -> None:
+        """Change the number of replicas. The completions of those that end continue on others."""
+        self.fleet.scale(count)
+
+    async def close(self) -> None:
+        """End all replicas; completions fail with `PolicyRemoved`. Idempotent."""
+        await self.fleet.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the policy's sampling."""
+        serving = [replica for replica in self.fleet.replicas if replica.version is not None]
+        return {
+            "sampler/replicas": float(len(serving)),
+            "sampler/resumed": float(self._num_resumed),
+            "sampler/publish_seconds": self.fleet.publish_seconds,
+            "sampler/pause_seconds": self.fleet.pause_seconds,
+            "sampler/probe_error": self.fleet.probe_error,
+        }
+
+    def status(self) -> list[ProcessStatus]:
+        """Returns the replicas, oldest first."""
+        return [_status(replica) for replica in self.fleet.replicas]
+
+    # ---- placement --------------------------------------------------------------------------------------------------
+
+    async def _place(self, work: Work) -> Replica:
+        """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
+        while True:
+            replica = await self._next_place(work)
+            if replica.is_ready and replica.reason is None:
+                return replica
+            self._leave(replica, work)  # It died since it got the work.
+
+    async def _next_place(self, work: Work) -> Replica:
+        self.fleet.check()
+        work.update_keys()
+        future: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        self._waiting[work] = future
+        if work.sampled or work.losses:
+            self._waiting.move_to_end(work, last=False)
+        self._assign()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._leave(future.result(), work)
+            raise
+        finally:
+            self._waiting.pop(work, None)
+
+    def _assign(self) -> None:
+        """Give waiting work the places that there are, oldest first."""
+        if not self._waiting:
+            return
+        try:
+            self.fleet.check()
+        except AgentJetError as error:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(copy.copy(error))
+            return
+        now = asyncio.get_running_loop().time()
+        ready = [replica for replica in self.fleet.replicas if replica.is_ready]
+        heard = [replica for replica in ready if replica.silence(now) < SILENT_SECONDS]
+        loads = {replica: replica.load for replica in heard or ready}
+        placed: list[Work] = []
+        for work, future in self._waiting.items():
+            if future.done():
+                continue
+            if (replica := choose(loads, work)) is not None:
+                if not replica.load.running:
+                    replica.busy_since = now
+                replica.load.add(work)
+                future.set_result(replica)
+                placed.append(work)
+            elif not work.losses:  # Work that lost a replica may be waiting for a place of its own kind.
+                break
+        for work in placed:
+            del self._waiting[work]
+
+    def _leave(self, replica: Replica, work: Work) -> None:
+        replica.load.remove(work)
+        self._assign()
+
+    async def _leave_dead(self, replica: Replica, work: Work, *, has_progressed: bool) -> None:
+        """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
+        self.fleet.check()
+        self._num_resumed += 1
+        if has_progressed or replica.cause == "unwanted":
+            return
+        work.losses += 1
+        self._leave(replica, work)
+        await asyncio.sleep(LOSS_SECONDS * min(2 * work.losses, MAX_WAIT))
+        work.blame += replica.cause == "work" and self.fleet.ended_alone(replica, LOSS_SECONDS)
+        if work.blame >= MAX_BLAME or work.losses >= MAX_LOSSES:
+            raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
+
+
+def _status(replica: Replica) -> ProcessStatus:
+    running = len(replica.load.running)
+    states = {
+        "starting": "starts",
+        "waiting": replica.problem or "waits for weights",
+        "adopting": "loads weights",
+        "serving": replica.problem or ("samples" if running else "idle"),
+    }
+    place = replica.peer.host if replica.peer is not None else ""
+    return ProcessStatus(replica.name, "replica", states[replica.state], place, replica.version, running)
+
+
+def derived_seed(seed: int, position: int) -> int:
+    """Returns the seed of a completion that continues at a position: number of tokens received before."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _rest(params: SamplingParams, received: int) -> SamplingParams:
+    """Returns the parameters of a completion after the received tokens."""
+    piece_tokens = min(params.piece_tokens, PIECE_TOKENS)
+    if not received:
+        return replace(params, piece_tokens=piece_tokens)
+    seed = derived_seed(params.seed, received)
+    return replace(params, max_tokens=params.max_tokens - received, seed=seed, piece_tokens=piece_tokens)

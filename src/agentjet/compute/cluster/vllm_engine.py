@@ -1,0 +1,338 @@
+"""The engine of a replica: vLLM, with exact tokens in and out. Only a replica's process imports it, in vLLM's own venv.
+
+* vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
+* Log-probabilities are those of the sampled distribution. A restricted completion's sets come from `vllm_worker`.
+* A change of weights drops every cached key. Completions that run are computed again under the new weights.
+
+Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+# The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
+from agentjet.compute.cluster import vllm_worker
+from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
+from agentjet.compute.grammars import Grammars
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config.loader import cache_dir
+from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
+from agentjet.timeline.support import EVERYTHING
+from agentjet.types import ModelInfo, SamplingParams, TokenScore
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 32
+"""Tokens of a block of the cache. The CPU's attention needs a multiple of 32."""
+EXTRA_REQUESTS = 2
+"""Places beside those of completions: one request scores tokens, one scores the probe."""
+SEED_BITS = 2**63 - 1
+KV_BYTES = 2**28
+"""Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
+SETTLE_SECONDS = 0.001
+CONNECT_SECONDS = 10.0
+RECEIVE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a completion, as `Sampled`. `spans` has (version, first token) of a completion that ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    support: list[bytes]
+    ended: bool
+    spans: list[tuple[int, int]]
+
+
+class Sets:
+    """Receives the support sets of restricted completions from vLLM's worker.
+
+    The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="agentjet-sets-")
+        self.path = f"{self._folder.name}/socket"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(1)
+        self._listener.settimeout(CONNECT_SECONDS)
+        self._known: dict[int, dict[int, tuple[int, bytes]]] = {}
+        self._unread = bytearray()
+
+    def accept(self) -> None:
+        """Accept the worker, which connects while it starts. Raises `TimeoutError`."""
+        self._connection, _ = self._listener.accept()
+        self._connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._connection, self._receive)
+
+    def stop_listening(self) -> None:
+        """Accept no further connection, and remove the socket's folder."""
+        self._listener.close()
+        self._folder.cleanup()
+
+    def begin(self, id: int) -> None:
+        self._known[id] = {}
+
+    def end(self, id: int) -> None:
+        self._known.pop(id, None)
+
+    def take(self, id: int, position: int) -> bytes:
+        """Returns the set of the token at a position. Raises `GrammarError` if its grammar could not be followed."""
+        self._receive()
+        kind, content = self._known[id].pop(position)
+        if kind == ERROR:
+            raise GrammarError(content.decode())
+        return content
+
+    def _receive(self) -> None:
+        unread = self._unread
+        with contextlib.suppress(BlockingIOError):
+            while part := self._connection.recv(RECEIVE_BYTES):
+                unread += part
+            asyncio.get_running_loop().remove_reader(self._connection)  # The worker ended, and the engine with it.
+        start = 0
+        while len(unread) - start >= FRAME.size:
+            id, position, kind, length = FRAME.unpack_from(unread, start)
+            stop = start + FRAME.size + length
+            if stop > len(unread):
+                break
+            if id in self._known:
+                self._known[id][position] = kind, bytes(unread[start + FRAME.size : stop])
+            start = stop
+        del unread[:start]
+
+
+class Engine:
+    """vLLM with one model. The weights are random until the first `load`."""
+
+    def __init__(self, engine: Any, info: ModelInfo, sets: Sets, max_tokens: int) -> None:
+        self._engine = engine
+        self._info = info
+        self._sets = sets
+        self.max_tokens = max_tokens
+        """Limit of a prompt and its completion together."""
+        self.vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
+        self._grammars = Grammars(info, self.vocabulary)
+        self._num_scores = 0
+
+    @classmethod
+    async def start(cls, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> Self:
+        """Start vLLM with the model of these settings. Raises `ConfigError` if it cannot hold the model."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        set_environment(model, compute)
+        sets = Sets()
+        ours = {
+            "load_format": "dummy",  # Each version comes as a publication, also the first one.
+            "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
+            "worker_extension_cls": f"{vllm_worker.__name__}.WeightsLoader",
+            "logits_processors": [f"{vllm_worker.__name__}:Restrictions"],
+            "additional_config": {SETTINGS: {"socket": sets.path, "info": dataclasses.asdict(info)}},
+            "enable_log_requests": False,
+        }
+        settings = engine_settings(model, info, sampler, compute)
+        try:
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
+            sets.accept()
+        except Exception as error:  # Boundary: vLLM raises many kinds.
+            raise ConfigError(
+                f"model.name = {model.name!r}: vLLM cannot hold the model with these settings "
+                f"({type(error).__name__}: {_first_line(error)}); the log of the replica has the whole reason. "
+                "compute.backend = 'embedded' holds every model of transformers"
+            ) from error
+        finally:
+            sets.stop_listening()
+        return cls(engine, info, sets, settings["max_model_len"])
+
+    async def check(self, tokens: NDArray[np.int32], params: SamplingParams, num_sampled: int) -> None:
+        """Raises `ComputeError`, `OutOfCache` or `GrammarError` for a request that cannot be served."""
+        self._check_tokens(tokens)
+        if not 0 <= num_sampled < len(tokens):
+            raise ComputeError(f"{num_sampled} of {len(tokens)} tokens cannot be those of the completion")
+        if params.max_tokens < 1:
+            raise ComputeError(f"max_tokens = {params.max_tokens} is not positive")
+        if len(tokens) + params.max_tokens > self.max_tokens:
+            raise OutOfCache(
+                f"{len(tokens)} prompt tokens + max_tokens = {params.max_tokens} exceed what a replica can hold "
+                f"({self.max_tokens}: the smaller one of the model's context and sampler.cache_tokens)"
+            )
+        if params.grammar:
+            await asyncio.to_thread(self._grammars.guide, params.grammar)
+
+    async def sample(
+        self, id: int, tokens: NDArray[np.int32], params: SamplingParams, num_sampled: int
+    ) -> AsyncGenerator[Delta]:
+        """Yields the new tokens of a checked request. Raises `GrammarError`, or what vLLM raises."""
+        from vllm import SamplingParams as EngineParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        is_restricted = bool(params.grammar) or (params.temperature > 0 and (params.top_k > 0 or params.top_p < 1))
+        prompt = tokens.tolist()
+        rule = Restriction(
+            id, params.temperature, params.top_k, params.top_p, params.grammar, prompt[len(prompt) - num_sampled :]
+        )
+        wanted = EngineParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            seed=params.seed & SEED_BITS,
+            stop_token_ids=[token for token in self._info.end_tokens if token < self.vocabulary],
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+            detokenize=False,
+            extra_args={RESTRICTION: rule.as_dict()} if is_restricted else None,
+        )
+        self._sets.begin(id)
+        position = 0
+        try:
+            async for output in self._engine.generate(tokens_input(prompt), wanted, f"sample-{id}"):
+                (completion,) = output.outputs
+                new = list(completion.token_ids)
+                logprobs = [at[token].logprob for at, token in zip(completion.logprobs or [], new, strict=True)]
+                support = [EVERYTHING] * len(new)
+                if is_restricted:
+                    support = [self._sets.take(id, position + i) for i in range(len(new))]
+                position += len(new)
+                if output.finished and completion.finish_reason not in ("stop", "length"):
+                    raise ComputeError(f"the engine ended the completion: {completion.finish_reason}")
+                spans = [(int(span.version), span.start) for span in _spans(completion)]
+                yield Delta(new, logprobs, support, output.finished, spans)
+        finally:
+            self._sets.end(id)
+
+    async def score(self, tokens: NDArray[np.int32], num_likeliest: int, *, is_probe: bool = False) -> list[TokenScore]:
+        """Returns the score of each token except the first, given those before it. Raises `ComputeError`."""
+        from vllm import SamplingParams as EngineParams
+        from vllm.inputs import tokens_input
+
+        self._check_tokens(tokens)
+        if len(tokens) >= self.max_tokens:
+            raise ComputeError(f"a replica scores at most {self.max_tokens - 1} tokens; the request has {len(tokens)}")
+        self._num_scores += 1
+        wanted = EngineParams(max_tokens=1, temperature=0, prompt_logprobs=num_likeliest, detokenize=False)
+        name, priority = f"score-{self._num_scores}", -1 if is_probe else 0
+        found: Any = None
+        async for output in self._engine.generate(tokens_input(tokens.tolist()), wanted, name, priority=priority):
+            found = output.prompt_logprobs or found
+        scores = []
+        for token, at in zip(tokens[1:].tolist(), (found or [])[1:], strict=True):
+            best = sorted((one.rank, id, one.logprob) for id, one in at.items() if one.rank <= num_likeliest)
+            scores.append(TokenScore(at[token].logprob, tuple((id, logprob) for _, id, logprob in best)))
+        return scores
+
+    async def pause(self) -> None:
+        """Stop all sampling and drop every cached key. Returns after the tokens sampled so far were yielded."""
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        # Pending outputs would get the next version. The last output of each completion has vLLM's own record.
+        while not self._engine.engine_core.outputs_queue.empty():
+            await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(SETTLE_SECONDS)
+
+    async def load(self, path: Path) -> None:
+        """Replace the weights while paused. Raises `ComputeError` if the file lacks some of them."""
+        missing = [
+            name for lacks in await self._engine.collective_rpc("agentjet_load", args=(str(path),)) for name in lacks
+        ]
+        if missing:
+            raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
+
+    async def resume(self, version: int) -> None:
+        """Sample again; new tokens have this version."""
+        await self._engine.update_weight_version(str(version))
+        await self._engine.resume_generation()
+
+    def _check_tokens(self, tokens: NDArray[np.int32]) -> None:
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.vocabulary:
+            raise ComputeError(f"a prompt needs token ids between 0 and {self.vocabulary - 1}")
+
+
+def end_children() -> None:
+    """Kill vLLM's processes, which would outlive this one."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _spans(completion: Any) -> Sequence[Any]:
+    return completion.weight_versions or ()
+
+
+def _model_folder(model: ModelConfig) -> str:
+    """Returns the folder or hub id with the model's `config.json`. Only this file is read: weights are published."""
+    from agentjet.compute.embedded.policy import BUNDLED, locate_model
+
+    folders = [Path(model.name)]
+    if model.name == BUNDLED:  # The server unpacked it, because this environment lacks its package.
+        folders += sorted(cache_dir().glob(f"{BUNDLED}-*"))
+    known = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return str(known) if known else locate_model(model.name)
+
+
+def engine_settings(
+    model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+) -> dict[str, Any]:
+    """Returns arguments of vLLM's engine: those that do not depend on how a replica uses it."""
+    from vllm.platforms import current_platform
+
+    limit = min(info.context_length, sampler.cache_tokens)
+    places = sampler.max_concurrent + EXTRA_REQUESTS
+    settings: dict[str, Any] = {
+        "model": _model_folder(model),
+        "dtype": info.dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # The model's own defaults would change the distribution.
+        "max_model_len": limit,
+        "max_num_seqs": places,
+        "num_gpu_blocks_override": -(-sampler.cache_tokens // BLOCK_TOKENS) + 1,
+        "block_size": BLOCK_TOKENS,
+        "tensor_parallel_size": compute.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "async_scheduling": False,  # A restriction needs the token before.
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        settings |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": KV_BYTES,
+            # A seeded request whose prompt is computed in chunks ends the engine.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(limit, places),
+        }
+    return settings
+
+
+def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
+    """Set what vLLM's processes read from the environment."""
+    from vllm.platforms import current_platform
+
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if current_platform.is_cpu():
+        threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,182 @@
+"""Work of the ranks of `test_ranks.py`, which they do in processes of their own, and of one learner to compare with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from agentjet.compute.cluster import checkpoint
+from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.learner import RankLearner, Sharding
+from agentjet.compute.embedded.learner import PolicyLearner
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.protocol import LossSpec
+from agentjet.config import LoraConfig, ModelConfig
+from agentjet.errors import CheckpointError
+from tests.compute.baseline import Double
+from tests.compute.test_locks import recorded_batch, settings, training_batch
+
+Step = tuple[int, int]
+"""Number of a batch of `test_locks`, and of an optimiser step of it."""
+Arrays = dict[str, np.ndarray]
+Case = tuple[str, Sharding]
+BEFORE, AFTER = (0, 9), (4, 15)
+"""Batches that are learned before a checkpoint, and after it."""
+
+
+def policy_of(kind: str, folder: Path) -> Policy:
+    """The model in `folder`, moved away from version 0, so that the reference differs from it."""
+    dtype, rank = "bfloat16" if kind.endswith("bfloat16") else "float32", 4 if kind.startswith("lora") else 0
+    policy = load_policy(
+        ModelConfig(name=str(folder), device="cpu", dtype=dtype, threads=1, lora=LoraConfig(rank=rank))
+    )
+    if kind == "double":
+        policy.model.double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.add_(torch.randn(p.shape, generator=generator).to(p.dtype) * 0.02)
+    return policy
+
+
+def gradients(
+    learner: PolicyLearner, batches: tuple[int, ...]
+) -> tuple[dict[Step, np.ndarray], dict[Step, dict[str, float]]]:
+    """The flat gradient and the metrics of every step of the batches, all at the same weights."""
+    found: dict[Step, np.ndarray] = {}
+    metrics: dict[Step, dict[str, float]] = {}
+    for number in batches:
+        batch, step, num_steps = training_batch(recorded_batch(number), number), 0, 1
+        while step < num_steps:
+            outputs = learner.forward_backward(batch, LossSpec.of(settings(number), step))
+            parts = [torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters()]
+            found[number, step] = np.concatenate([whole(part).numpy().ravel() for part in parts])
+            metrics[number, step] = dict(outputs.metrics)
+            learner._optimizer.zero_grad()
+            step, num_steps = step + 1, outputs.num_steps
+    return found, metrics
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def gradients_of_ranks(group: Group, models: dict[str, Path], cases: dict[Case, tuple[int, ...]]) -> Any:
+    found = {}
+    for (kind, sharding), batches in cases.items():
+        with Double() if kind == "double" else nullcontext():
+            found[kind, sharding] = gradients(RankLearner(policy_of(kind, models[kind]), group, sharding), batches)
+    return found if group.rank == 0 else None
+
+
+def gradients_of_one(kind: str, models: dict[str, Path], batches: tuple[int, ...]) -> Any:
+    with Double() if kind == "double" else nullcontext():
+        return gradients(PolicyLearner(policy_of(kind, models[kind])), batches)
+
+
+def state_of(learner: PolicyLearner) -> Arrays:
+    """Masters and moments, whole, by name."""
+    found: Arrays = {}
+    for name, master in learner._masters.items():
+        moments = learner._optimizer.state[master]
+        for key, tensor in (("master", master), *sorted(moments.items())):
+            found[f"{key} {name}"] = whole(tensor).numpy().copy()
+    return found
+
+
+def learn(learner: PolicyLearner, batches: tuple[int, ...]) -> Arrays:
+    for number in batches:
+        batch = training_batch(recorded_batch(number), number)
+        learner.learn(batch.forest, settings(number), number, batch.facts)
+    return state_of(learner)
+
+
+def digest(arrays: Arrays) -> str:
+    found = hashlib.sha256()
+    for name, array in arrays.items():
+        found.update(name.encode() + array.tobytes())
+    return found.hexdigest()
+
+
+def save_and_replay(group: Group, models: dict[str, Path], folder: Path, cases: list[Case]) -> Any:
+    """Learn, save, learn on; then the same from the checkpoint. Returns what rank 0 found, by case."""
+    found: dict[Case, dict[str, Any]] = {}
+    for kind, sharding in cases:
+        place = folder / f"{kind}-{sharding}"
+        learner = RankLearner(policy_of(kind, models[kind]), group, sharding)
+        saved = learn(learner, BEFORE)
+        stamp = checkpoint.save(place / "step_000002", learner, group, {"policy_version": 2, "operation": 8})
+        undisturbed = learn(learner, AFTER)
+        checkpoint.export(place / "export", learner, group, adapter=False)
+        if learner.policy.has_adapters:
+            checkpoint.export(place / "adapter", learner, group, adapter=True)
+        weights = {name: tensor.float().numpy().copy() for name, tensor in learner.whole_weights().items()}
+        revived = RankLearner(policy_of(kind, models[kind]), group, sharding)
+        state = checkpoint.load(place / "step_000002", revived, group)
+        found[kind, sharding] = {
+            "saved": saved,
+            "digest": stamp,
+            "state": state,
+            "undisturbed": digest(undisturbed),
+            "restored": digest(state_of(revived)),
+            "replayed": digest(learn(revived, AFTER)),
+            "weights": weights,
+            "after": undisturbed,
+        }
+    return found if group.rank == 0 else None
+
+
+def load_and_save(
+    group: Group, models: dict[str, Path], case: Case, path: Path, target: Path, batches: tuple[int, ...]
+) -> Any:
+    """Load a checkpoint, learn, and save another one; returns what was restored, and the state at the end."""
+    kind, sharding = case
+    learner = RankLearner(policy_of(kind, models[kind]), group, sharding)
+    checkpoint.load(path, learner, group)
+    restored = state_of(learner)
+    after = learn(learner, batches) if batches else restored
+    checkpoint.save(target, learner, group, {"policy_version": 3, "operation": 12})
+    return (restored, after) if group.rank == 0 else None
+
+
+def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
+    """The errors of a rank, which can go on after each."""
+    learner = RankLearner(policy_of("full", models["full"]), group, "sharded")
+    errors: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    (folder / "file").write_text("not a folder")
+    attempt(lambda: checkpoint.save(folder / "file" / "step", learner, group, {}))
+    attempt(lambda: checkpoint.load(folder / "nothing", learner, group))
+    path = folder / "step_000000"
+    checkpoint.save(path, learner, group, {"policy_version": 0})
+    attempt(lambda: checkpoint.load(path if group.rank == 0 else folder / "of another machine", learner, group))
+    if group.rank == 0:
+        (path / "trainer" / ".metadata").write_text("damaged")
+    group.gather(None)
+    attempt(lambda: checkpoint.load(path, learner, group))
+    return errors
+
+
+def all_work(
+    group: Group, models: dict[str, Path], folder: Path, cases: dict[Case, tuple[int, ...]], replays: list[Case]
+) -> Any:
+    return (
+        gradients_of_ranks(group, models, cases),
+        save_and_replay(group, models, folder, replays),
+        refuse(group, models, folder),
+    )

@@ -1,0 +1,357 @@
+"""`ClusterCompute` with ranks and replicas that are threads of this process and connect over real TCP.
+
+Pinned here:
+1. every rank gets every request, in order, as the same bytes; the answer of rank 0 counts, and an error of any;
+2. the death of a rank ends its group and names the reason; `add` makes a new group and keeps the replicas;
+3. ranks that disagree are ended, and so is a group whose rank does not answer;
+4. `publish` reaches the replicas, but not for versions that are applied again; a learner that dies ends it;
+5. settings that cannot be honoured are refused by name, with what would fit;
+6. removing a policy fails its requests with `PolicyRemoved` and ends its processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.compute.channel import Answer, Request, encode, read
+from agentjet.compute.cluster import learner_group
+from agentjet.compute.cluster.backend import ClusterCompute, SamplingMeter, StepMeter, check_gpus, sampler_python
+from agentjet.compute.cluster.link import Link, dial
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
+from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplingParams
+from tests.cluster.fake_replica import INFO, publication
+from tests.fakes import Clock
+
+pytestmark = pytest.mark.anyio
+
+POLICY = PolicyId()
+Handler = Callable[[Request], Any]
+"""Returns the answer to a request, or raises it."""
+
+
+class ThreadProcess:
+    """A "process": a thread that connects to the gateway and answers requests."""
+
+    def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
+        self.requests: list[Request] = []
+        self._handler = handler
+        self._where = [environment[name] for name in Link.VARIABLES]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        address, name, secret = self._where
+        try:
+            self.connection = dial(address, name, secret.encode())
+        except (OSError, ComputeError):  # The test is over.
+            return
+        with contextlib.suppress(EOFError, OSError), self.connection, self.connection.makefile("rb") as stream:
+            while True:
+                request = read(stream)
+                self.requests.append(request)
+                try:
+                    answer: Any = Answer(request.id, self._handler(request))
+                except AgentJetError as error:
+                    answer = Answer(request.id, error=error)
+                if request.op == "sample":
+                    answer = [(request.id, answer.result)]
+                if request.op != "cancel" and (request.op == "sample" or answer.result is not NotImplemented):
+                    self.connection.sendall(encode(answer))
+
+    def die(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(2)
+
+
+class ThreadLauncher:
+    """Starts threads. `handlers` are by kind: "rank" or "replica"."""
+
+    def __init__(self, gpus: int | None = None) -> None:
+        self.gpus = gpus
+        self.running: dict[str, ThreadProcess] = {}
+        self.all: dict[str, ThreadProcess] = {}
+        self.special: dict[str, Handler] = {}
+        """Handlers of processes by name."""
+        self.version = 0
+        self._ends: dict[str, asyncio.Future[str]] = {}
+
+    async def free_gpus(self) -> int | None:
+        return self.gpus
+
+    async def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
+    ) -> None:
+        self._ends[name] = asyncio.get_running_loop().create_future()
+        handler = self.special.get(name, self._rank if "rank" in name else self._replica)
+        self.running[name] = self.all[name] = ThreadProcess(environment, handler)
+
+    def ended(self, name: str) -> asyncio.Future[str]:
+        return self._ends[name]
+
+    def place(self, name: str) -> str:
+        return f"thread {name}"
+
+    async def stop(self, name: str) -> None:
+        if (process := self.running.pop(name, None)) is not None:
+            process.die()
+        self._end(name, "was stopped")
+
+    async def close(self) -> None:
+        for name in list(self.running):
+            await self.stop(name)
+
+    def kill(self, name: str) -> None:
+        """As SIGKILL."""
+        self._end(name, "ended by SIGKILL")
+        self.running.pop(name).die()
+
+    def ops(self, name: str) -> list[str]:
+        return [request.op for request in self.all[name].requests]
+
+    def _end(self, name: str, reason: str) -> None:
+        if name in self._ends and not self._ends[name].done():
+            self._ends[name].set_result(reason)
+
+    def _rank(self, request: Request) -> Any:
+        if request.op == "publish":
+            self.version, wanted = request.args
+            return publication(self.version) if wanted else None
+        fixed = {"rendezvous": "127.0.0.1:1", "add": INFO, "optim_step": {"optim/steps": 1.0}}
+        return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
+
+    def _replica(self, request: Request) -> Any:
+        if request.op == "adopt":
+            return list(request.args[0].probe_logprobs)
+        return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
+
+
+@asynccontextmanager
+async def cluster(tmp_path: Path, gpus: int | None = None) -> AsyncIterator[tuple[ClusterCompute, ThreadLauncher]]:
+    launcher = ThreadLauncher(gpus)
+    config = ServeConfig.model_validate({"server": {"data_dir": tmp_path / "d"}})
+    compute = ClusterCompute(config, lambda hub, address, folder: launcher)
+    try:
+        async with asyncio.timeout(60):
+            yield compute, launcher
+    finally:
+        await compute.close()
+
+
+def settings(**changed: Any) -> ComputeConfig:
+    return ComputeConfig(**{"backend": "cluster", "ranks": 2, "sampler_python": "/bin/sh", **changed})
+
+
+async def sampled(compute: ClusterCompute) -> list[Sampled]:
+    return [piece async for piece in compute.sample(POLICY, [1, 2], SamplingParams(max_tokens=4))]
+
+
+async def step(compute: ClusterCompute) -> dict[str, float]:
+    return await compute.optim_step(Op.of(POLICY, 0), OptimizerConfig())
+
+
+async def test_requests_reach_all_ranks_and_samples_reach_replicas(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        assert await compute.add(POLICY, ModelConfig(), settings=settings()) == INFO
+        metrics = await compute.publish(POLICY, 0)
+        assert metrics["sampler/replicas"] == 1
+        assert [piece.tokens for piece in await sampled(compute)] == [(7,)]
+        assert await step(compute) == {"optim/steps": 1.0}
+        assert launcher.ops("default/policy/rank-0.1") == ["rendezvous", "join", "add", "publish", "optim_step"]
+        assert launcher.ops("default/policy/rank-1.1") == ["join", "add", "publish", "optim_step"]
+        kinds = [(one.kind, one.place) for one in compute.processes(POLICY)]
+        assert kinds[:2] == [("rank", f"thread default/policy/rank-{rank}.1") for rank in (0, 1)]
+        assert kinds[2][0] == "replica"
+
+
+async def test_versions_that_are_applied_again_do_not_reach_the_samplers(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        await compute.publish(POLICY, 3)
+        assert await compute.publish(POLICY, 1, to_samplers=False) == {}
+        await compute.publish(POLICY, 4, one_by_one=True)
+        adopted = [
+            one.args[0].version for one in launcher.all["default/policy/replica-1"].requests if one.op == "adopt"
+        ]
+        assert adopted == [3, 4]
+
+
+async def test_a_rank_that_dies_ends_its_group_and_the_next_group_keeps_the_replicas(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        await compute.publish(POLICY, 0)
+        launcher.kill("default/policy/rank-1.1")
+        died = await compute.died([POLICY])
+        assert died.during == str(POLICY) and "rank-1.1 ended by SIGKILL" in str(died)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await step(compute)
+        assert (await sampled(compute))[0].tokens == (7,), "the replicas go on"
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        assert "default/policy/rank-0.1" not in launcher.running and "default/policy/rank-0.2" in launcher.running
+        assert await step(compute) == {"optim/steps": 1.0}
+        assert [name for name in launcher.all if "replica" in name] == ["default/policy/replica-1"]
+        await compute.add(POLICY, ModelConfig(), settings=settings(tensor_parallel=1, samplers=2))
+        await compute.publish(POLICY, 1)
+        assert [name for name in launcher.running if "rank" in name] == [
+            "default/policy/rank-0.1",
+            "default/policy/rank-1.1",
+        ], "other settings begin with nothing"
+
+
+async def test_an_error_that_all_ranks_raise_leaves_the_group(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+
+        def damaged(request: Request) -> Any:
+            if request.op == "load":
+                raise CheckpointError("damaged")
+            return launcher._rank(request)
+
+        launcher.special = {f"default/policy/rank-{rank}.1": damaged for rank in (0, 1)}
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        with pytest.raises(CheckpointError, match="damaged"):
+            await compute.load(POLICY, tmp_path)
+        assert await step(compute) == {"optim/steps": 1.0}
+
+
+@pytest.mark.parametrize("other", ["succeeds", "never answers"])
+async def test_ranks_that_do_not_agree_are_ended(tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_group, "ANSWER_SECONDS", 0.05)
+    async with cluster(tmp_path) as (compute, launcher):
+
+        def alone(request: Request) -> Any:
+            if request.op == "optim_step":
+                raise ComputeError("only here")
+            return launcher._rank(request)
+
+        def silent(request: Request) -> Any:
+            return NotImplemented if request.op == "optim_step" else launcher._rank(request)
+
+        launcher.special = {"default/policy/rank-1.1": alone}
+        if other == "never answers":
+            launcher.special["default/policy/rank-0.1"] = silent
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        with pytest.raises(ComputeError, match="only here"):
+            await step(compute)
+        assert "rank-1.1 failed alone" in str(await compute.died([POLICY]))
+
+
+async def test_a_learner_that_dies_during_a_publish_ends_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        adopting = threading.Event()
+
+        def stuck(request: Request) -> Any:
+            if request.op == "adopt" and request.args[0].version == 1:
+                adopting.set()
+                return NotImplemented
+            return launcher._replica(request)
+
+        launcher.special = {"default/policy/replica-1": stuck}
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        await compute.publish(POLICY, 0)
+        publishing = asyncio.create_task(compute.publish(POLICY, 1))
+        await asyncio.to_thread(adopting.wait)
+        launcher.kill("default/policy/rank-0.1")
+        with pytest.raises(WorkerDied, match=r"rank-0\.1 ended by SIGKILL"):
+            await publishing
+
+
+async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        asked = threading.Event()
+
+        def silent(request: Request) -> Any:
+            if request.op == "optim_step":
+                asked.set()
+                return NotImplemented
+            return launcher._rank(request)
+
+        launcher.special = {f"default/policy/rank-{rank}.1": silent for rank in (0, 1)}
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        stepping = asyncio.create_task(step(compute))
+        await asyncio.to_thread(asked.wait)
+        await compute.remove(POLICY)
+        with pytest.raises(PolicyRemoved):
+            await stepping
+        assert not launcher.running and compute.processes(POLICY) == []
+        with pytest.raises(PolicyRemoved):
+            await sampled(compute)
+        await compute.remove(POLICY)
+
+
+async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+
+        def refuse(request: Request) -> Any:
+            raise ConfigError("vLLM does not hold this model")
+
+        launcher.special = {"default/policy/replica-1": refuse}
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        with pytest.raises(ConfigError, match="does not hold"):
+            await compute.publish(POLICY, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "message"),
+    [
+        ({"ranks": 4, "samplers": 4}, 6, "need 8 GPUs, and 6 are free; would fit: ranks = 4 with samplers = 2"),
+        ({"ranks": 2, "samplers": 1, "tensor_parallel": 4}, 5, "would fit: ranks = 1 with samplers = 1"),
+        ({"ranks": 1, "samplers": 1}, 1, "at least 2 are needed.*backend = 'embedded'"),
+        ({"ranks": 1, "tensor_parallel": 2}, None, "tensor_parallel = 2 needs GPUs"),
+    ],
+)
+def test_too_few_gpus_are_refused_with_what_would_fit(asked: dict[str, int], free: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_gpus(POLICY, settings(**asked), free, ModelConfig())
+    check_gpus(POLICY, settings(ranks=2, samplers=2), 4, ModelConfig())
+
+
+async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agentjet cluster install.*compute\.sampler_python"):
+        sampler_python(settings(sampler_python=str(tmp_path / "nothing")))
+    async with cluster(tmp_path) as (compute, _):
+        with pytest.raises(ConfigError, match=r"compute\.host = '192\.0\.2\.1' is not an address of this machine"):
+            await compute.add(POLICY, ModelConfig(), settings=settings(host="192.0.2.1"))
+        with pytest.raises(ConfigError, match=r"model\.device = 'cuda' and there are no GPUs"):
+            await compute.add(POLICY, ModelConfig(device="cuda"), settings=settings())
+    with pytest.raises(ValueError, match="sharding = 'sharded' with ranks = 1"):
+        ComputeConfig(backend="cluster", sharding="sharded")
+    config = {"compute": {"backend": "cluster"}, "policies": {"a": {"worker": "x"}}}
+    with pytest.raises(ValueError, match=r"policies\.a\.worker = 'x'"):
+        ServeConfig.model_validate(config)
+
+
+async def test_samplers_are_scaled_within_the_gpus(tmp_path: Path) -> None:
+    async with cluster(tmp_path, gpus=3) as (compute, launcher):
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        launcher.gpus = 1
+        with pytest.raises(ConfigError, match="at most 2 fit"):
+            await compute.scale(POLICY, 4)
+        await compute.scale(POLICY, 2)
+        await compute.publish(POLICY, 0)
+        assert len([one for one in compute.processes(POLICY) if one.kind == "replica"]) == 2
+
+
+def test_the_meters_measure_overlap_and_idle_time() -> None:
+    clock = Clock(0.0)
+    sampling = SamplingMeter(clock)
+    meter = StepMeter(sampling, clock)
+    for _ in range(10):  # Ten seconds of sampling, then ten of learning, half of which is sampling.
+        clock.advance(1.0)
+        sampling.received(8)
+    meter.start_learning()
+    for _ in range(5):
+        clock.advance(2.0)
+        sampling.received(5)  # At most 0.2 s a token.
+    metrics = meter.finish()
+    assert metrics["sampler/overlap"] == pytest.approx(0.5)
+    assert metrics["learner/idle"] == pytest.approx(0.5) and metrics["sampler/idle"] == pytest.approx(0.25)
+    clock.advance(1.0)
+    assert meter.finish() == {"sampler/idle": 1.0}

@@ -1,0 +1,92 @@
+"""The memory of ranks and replicas against hand arithmetic, and the parameter count against a real folder."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from agentjet.compute.cluster.memory import (
+    adapter_parameters,
+    fewest_ranks,
+    model_size,
+    parameters_in,
+    rank_need,
+    replica_need,
+    size_from_config,
+)
+from agentjet.errors import ConfigError
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}
+SMOLLM2 = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "vocab_size": 49152,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "tie_word_embeddings": True,
+}
+GB = 10**9
+
+
+def test_parameters_of_known_models() -> None:
+    assert size_from_config(LLAMA_8B).num_parameters == 8_030_261_248
+    assert size_from_config(SMOLLM2).num_parameters == 134_515_008
+
+
+def test_a_folder_with_weights_is_exact(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    assert not model_size(tmp_path).is_exact
+    header = json.dumps({"a": {"shape": [3, 4]}, "b": {"shape": []}, "__metadata__": {"format": "pt"}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert parameters_in(file) == 13
+    assert model_size(tmp_path).is_exact and model_size(tmp_path).num_parameters == 13
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.json has no readable sizes"):
+        model_size(tmp_path)
+
+
+def test_8b_on_8_gpus_gathered() -> None:
+    """2 bytes of weights, 4 of gradients, 12 / 8 of masters and moments."""
+    need = rank_need(size_from_config(LLAMA_8B), ranks=8, sharding="gathered")
+    assert need.total == pytest.approx(8.03 * GB * 7.5, rel=1e-3)
+
+
+def test_sharded_ranks_hold_parts() -> None:
+    size = size_from_config(LLAMA_8B)
+    eight, sixteen = (rank_need(size, ranks=n, sharding="sharded").total for n in (8, 16))
+    assert sixteen < eight < rank_need(size, ranks=8, sharding="gathered").total
+    assert rank_need(size, ranks=8, sharding="sharded", trained=10**7).total < eight
+
+
+def test_fewest_ranks() -> None:
+    size = size_from_config(SMOLLM2)
+    assert fewest_ranks(size, 80 * GB, sharding="gathered") == 1
+    assert fewest_ranks(size_from_config(LLAMA_8B), 80 * GB, sharding="gathered") is None  # 48 GB do not hold 6 bytes.
+    assert fewest_ranks(size_from_config(LLAMA_8B), 80 * GB, sharding="sharded") == 4
+
+
+def test_a_replica() -> None:
+    size = size_from_config(LLAMA_8B)
+    need = replica_need(size, cache_tokens=1000, tensor_parallel=2)
+    assert need.weights == size.num_parameters
+    assert need.cache == 2 * 32 * 8 * 128 * 1000
+
+
+def test_an_adapter() -> None:
+    assert adapter_parameters(size_from_config(SMOLLM2), SMOLLM2, 8) == 30 * 8 * (
+        2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)
+    )

@@ -1,0 +1,75 @@
+"""The refusals of the Ray launcher that need no Ray, and the keeper of a process outside of Ray.
+
+1. Without Ray, the error has the command that installs it.
+2. A node without the interpreter, or without the gateway's files, is refused with the thing to do.
+3. A process that needs no shared files logs to the node's own folder.
+4. The end of a process has its exit code and the last line of its log.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentjet.compute.cluster import guardian
+from agentjet.compute.cluster.hub import Hub
+from agentjet.compute.cluster.keeper import Keeper, Launch
+from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
+from agentjet.errors import ConfigError
+
+GUARDIAN = Path(guardian.__file__).read_text()
+
+
+def keeper(log_path: Path, *command: str, shared: bool = True) -> Keeper:
+    return Keeper(Launch("r/p/rank-0", command, {}, 0, str(log_path), shared), GUARDIAN)
+
+
+def test_no_ray() -> None:
+    with pytest.raises(ConfigError, match=r"compute.address = 'auto' needs Ray: pip install 'agentjet\[cluster\]'"):
+        check_ray("auto", lambda name: None)
+
+
+@pytest.mark.anyio
+async def test_a_launcher_that_started_nothing_closes(tmp_path: Path) -> None:
+    launcher = RayLauncher(Hub(), "auto", tmp_path)
+    await launcher.stop("unknown")
+    await launcher.close()
+
+
+def test_a_node_without_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    _, pid, problem = keeper(tmp_path / "log", "/nowhere/python", "-c", "1").start()
+    assert pid == 0 and problem.startswith("it has no /nowhere/python: install AgentJet there at the same path")
+
+
+def test_a_node_without_the_gateways_files(tmp_path: Path) -> None:
+    _, pid, problem = keeper(tmp_path / "missing" / "log", sys.executable, "-c", "1").start()
+    assert pid == 0 and "server.data_dir (checkpoints, logs)" in problem and "same path, such as NFS" in problem
+
+
+def test_a_process_that_needs_no_shared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kept = keeper(tmp_path / "missing" / "log", sys.executable, "-c", "print('hello')", shared=False)
+    _, pid, problem = kept.start()
+    assert pid and not problem
+    assert kept.wait() == f"ended with exit code 0; see {tmp_path}/agentjet-logs/log: hello"
+
+
+def test_the_end_has_code_and_last_line(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    kept = keeper(tmp_path / "log", sys.executable, "-c", "print('no memory'); print(); raise SystemExit(3)")
+    kept.start()
+    assert kept.wait() == f"ended with exit code 3; see {tmp_path}/log: no memory"
+
+
+def test_stop_waits_for_the_end(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    kept = keeper(tmp_path / "log", "sleep", "600")
+    _, pid, _ = kept.start()
+    children = psutil.Process(pid).children()
+    kept.stop()
+    assert not psutil.pid_exists(pid) and not any(child.is_running() for child in children)
+    assert kept.wait() == f"was killed by signal 9; see {tmp_path}/log"

@@ -1,0 +1,226 @@
+"""The order of a replica's messages, with a fake engine. Pinned here:
+
+1. tokens of the old weights are sent before the answer to `adopt`, with the old version;
+2. tokens of the new weights are sent after it, with the new version, also those that come before the probe is scored;
+3. a fetch that fails changes nothing, and completions go on;
+4. tokens whose version is uncertain, or whose log-probability is not finite, fail their completion;
+5. an environment without vLLM is named, with the command that makes one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentjet.compute.channel import Answer, Request
+from agentjet.compute.cluster.replica import Replica, start_vllm
+from agentjet.compute.cluster.weights import Publication
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.errors import ComputeError, ConfigError
+from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
+
+INFO = ModelInfo("tiny", "", "", 100, (2,))
+
+
+@dataclass
+class FakeDelta:
+    tokens: list[int]
+    logprobs: list[float]
+    support: list[bytes]
+    ended: bool
+    spans: list[tuple[int, int]]
+
+
+def delta(*tokens: int, logprob: float = -1.0, spans: tuple[tuple[int, int], ...] | None = None) -> FakeDelta:
+    return FakeDelta(list(tokens), [logprob] * len(tokens), [b""] * len(tokens), spans is not None, list(spans or ()))
+
+
+class FakeEngine:
+    """Yields the deltas that a test gives it. `score` waits for the test, too."""
+
+    def __init__(self) -> None:
+        self.deltas: asyncio.Queue[FakeDelta] = asyncio.Queue()
+        self.may_score = asyncio.Event()
+        self.done: list[str] = []
+
+    async def check(self, *_: Any) -> None:
+        pass
+
+    async def sample(self, *_: Any) -> AsyncGenerator[FakeDelta]:
+        while True:
+            found = await self.deltas.get()
+            yield found
+            if found.ended:
+                return
+
+    async def score(self, tokens: Any, num_likeliest: int, *, is_probe: bool = False) -> list[TokenScore]:
+        self.done.append("score")
+        await self.may_score.wait()
+        return [TokenScore(-2.0)] * (len(tokens) - 1)
+
+    async def pause(self) -> None:
+        self.done.append("pause")
+
+    async def load(self, path: Path) -> None:
+        self.done.append("load")
+
+    async def resume(self, version: int) -> None:
+        self.done.append(f"resume {version}")
+
+
+class FakeLink:
+    """Keeps what the replica sends, in order."""
+
+    name, secret = "replica", b""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.deliver: Callable[[Request], object] = lambda request: None
+        self.changed = asyncio.Event()
+
+    def read_forever(self, deliver: Callable[[Request], object]) -> None:
+        self.deliver = deliver
+
+    def send(self, message: Any) -> None:
+        self.sent += message if isinstance(message, list) else [message]
+        self.changed.set()
+
+    async def until(self, count: int) -> list[Any]:
+        while len(self.sent) < count:
+            self.changed.clear()
+            await self.changed.wait()
+        return self.sent
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.link, self.engine = FakeLink(), FakeEngine()
+        self._num_asked = 0
+
+    async def __aenter__(self) -> Scene:
+        async def start(*_: Any) -> Any:
+            return self.engine
+
+        self._task = asyncio.create_task(Replica(self.link, start).run())  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        self.ask("load", ModelConfig(), INFO, SamplerConfig(), ComputeConfig())
+        self.engine.may_score.set()
+        self.ask("adopt", self.publication(0))
+        await self.link.until(2)
+        self.link.sent.clear()
+        self.engine.may_score.clear()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    def ask(self, op: str, *args: Any) -> int:
+        self._num_asked += 1
+        self.link.deliver(Request(op, self._num_asked, PolicyId(), args))
+        return self._num_asked
+
+    def sample(self, **params: Any) -> int:
+        id = self._num_asked + 1
+        return self.ask("sample", id, np.array([5, 6], np.int32), SamplingParams(**{"max_tokens": 50, **params}), 0)
+
+    def publication(self, version: int) -> Publication:
+        path = self.folder / f"{version}.safetensors"
+        path.write_bytes(b"weights")
+        return Publication(version, "127.0.0.1:1", str(path), 7, "", "float32", (5, 6, 7), (-2.0, -2.0))
+
+    async def yielded(self, *deltas: FakeDelta) -> None:
+        """Let the engine yield these, and the replica handle them."""
+        for one in deltas:
+            self.engine.deltas.put_nowait(one)
+        while not self.engine.deltas.empty():
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample(piece_tokens=4)
+            await scene.yielded(delta(10, 11))
+            assert scene.link.sent == []
+            adopting = scene.ask("adopt", scene.publication(7))
+            while scene.engine.done.count("score") < 2:
+                await asyncio.sleep(0)
+            await scene.yielded(delta(12, 13, 14, 15))
+            assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
+            scene.engine.may_score.set()
+            await scene.link.until(3)
+            await scene.yielded(delta(2, spans=((0, 0), (7, 2))))
+            sent = await scene.link.until(4)
+            assert sent[1] == Answer(adopting, [-2.0, -2.0])
+            assert sent[2:] == [
+                (id, Sampled((12, 13, 14, 15), (-1.0,) * 4, 7)),
+                (id, Sampled((2,), (-1.0,), 7, "stop")),
+            ]
+            assert scene.engine.done[-4:] == ["pause", "load", "resume 7", "score"]
+
+    asyncio.run(run())
+
+
+def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample(piece_tokens=2)
+            await scene.yielded(delta(10, 11, 12, 13, 2, spans=((0, 0),)))
+            sent = await scene.link.until(3)
+            assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
+            assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
+
+    asyncio.run(run())
+
+
+def test_a_failed_fetch_changes_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample()
+            await scene.yielded(delta(10))
+            done = list(scene.engine.done)
+            gone = dataclasses.replace(scene.publication(7), path=str(tmp_path / "removed"))
+            scene.ask("adopt", gone)
+            answer = (await scene.link.until(2))[1]
+            assert isinstance(answer.error, ComputeError) and "cannot be fetched" in str(answer.error)
+            assert not answer.ends and scene.engine.done == done
+            await scene.yielded(delta(2, spans=((0, 0),)))
+            assert (await scene.link.until(3))[2] == (id, Sampled((2,), (-1.0,), 0, "stop"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("deltas", "reason"),
+    [
+        ([delta(10), delta(2, spans=((0, 0), (1, 1)))], "uncertain"),
+        ([delta(10, logprob=float("nan"))], "diverged"),
+        ([delta(10, logprob=-float("inf"))], "diverged"),
+    ],
+)
+def test_uncertain_tokens_fail_their_completion(tmp_path: Path, deltas: list[FakeDelta], reason: str) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample(piece_tokens=9)
+            await scene.yielded(*deltas)
+            (answer,) = await scene.link.until(1)
+            assert answer.id == id and reason in str(answer.error) and not answer.ends
+
+    asyncio.run(run())
+
+
+def test_an_environment_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match="agentjet cluster install"):
+        asyncio.run(start_vllm(FakeLink(), ModelConfig(), INFO, SamplerConfig(), ComputeConfig()))  # type: ignore[arg-type]
