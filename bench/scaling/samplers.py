@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy, locate_model
+from agentjet.compute.embedded.policy import Policy, locate_model, resolve_dtype
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
@@ -85,7 +85,7 @@ def logprob_error(python: str, dtype: str, *, count: int = 8, new_tokens: int = 
     return {"max": float(np.abs(d).max()), "kl": float((np.exp(d) - d - 1).mean()), "tokens": float(len(d))}
 
 
-def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -> dict[str, float]:
+def publish_pause(python: str, dtype: str, *, publishes: int = 4) -> dict[str, float]:
     """Publishes to a replica that samples 8 completions, one token a piece.
 
     `pause_s` is the longest time for which a replica sampled nothing, by its log. `gap_s` is the longest time without a
@@ -112,7 +112,7 @@ def publish_pause(python: str, dtype: str = "bfloat16", *, publishes: int = 4) -
 
 
 def sampler_efficiency(
-    python: str, dtype: str = "bfloat16", *, count: int = 64, new_tokens: int = 48, rounds: int = 4
+    python: str, dtype: str, *, count: int = 64, new_tokens: int = 48, rounds: int = 4
 ) -> dict[str, float]:
     """Sampled tokens a second through a replica and its connection, against `vllm.LLM.generate` with equal settings.
 
@@ -158,8 +158,9 @@ def sampler_efficiency(
 def figures(python: str) -> dict[str, Any]:
     """Returns the rows of `python -m bench.scale` about one replica."""
     torch.set_num_threads(1)
-    exact, rounded = logprob_error(python, "float32"), logprob_error(python, "bfloat16")
-    pause, speed = publish_pause(python), sampler_efficiency(python)
+    dtype = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    speed, pause = sampler_efficiency(python, dtype), publish_pause(python, dtype)
+    exact, rounded = logprob_error(python, "float32"), logprob_error(python, "bfloat16", new_tokens=16)
     return {
         "logprob_err": exact["max"],
         "mismatch_kl_bf16": rounded["kl"],

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.memory import USABLE
 from agentjet.compute.embedded.learner import Number, PolicyLearner, new_moments
 from agentjet.compute.embedded.passes import Pass, PrefixPass, RowPass
 from agentjet.compute.embedded.policy import Policy, fingerprint, merged_weights
@@ -36,8 +37,6 @@ from agentjet.timeline.deal import part_of
 from agentjet.timeline.forest import Forest, Row, build_forest, restrict
 
 Sharding = Literal["gathered", "sharded"]
-USABLE_MEMORY = 0.6
-"""Part of a rank's memory that `auto` fills with weights, gradients and moments. The rest is for activations."""
 
 
 class RankLearner(PolicyLearner):
@@ -275,7 +274,7 @@ def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Poli
         memory = torch.cuda.get_device_properties(policy.device).total_memory
     else:
         memory = psutil.virtual_memory().total // group.num_ranks
-    fits = gathered_bytes(policy, group.num_ranks) <= USABLE_MEMORY * memory
+    fits = gathered_bytes(policy, group.num_ranks) <= USABLE * memory
     return "gathered" if all(group.gather(fits)) else "sharded"
 
 
