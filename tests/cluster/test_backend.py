@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ import pytest
 from agentjet.compute.channel import Answer, Request, encode, read
 from agentjet.compute.cluster import learner_group
 from agentjet.compute.cluster.backend import ClusterCompute, SamplingMeter, StepMeter, check_gpus, sampler_python
+from agentjet.compute.cluster.launcher import LocalLauncher
 from agentjet.compute.cluster.link import Link, dial
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
@@ -355,3 +357,16 @@ def test_the_meters_measure_overlap_and_idle_time() -> None:
     assert metrics["learner/idle"] == pytest.approx(0.5) and metrics["sampler/idle"] == pytest.approx(0.25)
     clock.advance(1.0)
     assert meter.finish() == {"sampler/idle": 1.0}
+
+
+def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        launcher = LocalLauncher(lambda: ["0", "1"])
+        command = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+        logs = [tmp_path / "a.log", tmp_path / "b.log"]
+        await asyncio.gather(*(launcher.start(log.stem, command, {}, gpus=1, log_path=log) for log in logs))
+        await asyncio.gather(*(launcher.ended(log.stem) for log in logs))
+        assert sorted(log.read_text().strip() for log in logs) == ["0", "1"]
+        await launcher.close()
+
+    asyncio.run(scenario())

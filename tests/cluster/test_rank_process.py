@@ -27,7 +27,7 @@ from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, CheckpointError, ComputeError, OperationConflict
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, OperationConflict
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.tiny import make_model
@@ -115,7 +115,7 @@ async def life_of_a_group(folder: Path) -> None:
         assert (stamp.policy_version, stamp.operation) == (1, 2)
         check_publication(published, folder / "step_000001" / "policy")
 
-        with pytest.raises(CheckpointError, match="does not see"):
+        with pytest.raises(ConfigError, match="does not see"):
             await group.ask("load", folder / "nothing")
         assert await group.ask("load", folder / "step_000001") == stamp
         assert await group.ask("publish", 1, False) is None

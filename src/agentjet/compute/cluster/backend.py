@@ -36,6 +36,8 @@ RANK_MODULE = "agentjet.compute.cluster.rank"
 REPLICA_MODULE = "agentjet.compute.cluster.replica"
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
+LOAD_SECONDS = 1800.0
+"""Time for a replica to load its model. Files may come from a hub or a slow disk."""
 DEATH_SECONDS = 5.0
 """Time in which the death of a learner is noticed whose weights could not be fetched."""
 TOKEN_SECONDS = 0.2
@@ -312,7 +314,11 @@ class ClusterCompute:
             raise
         try:
             info = await asyncio.shield(hosted.info)
-            await peer.ask("load", policy, hosted.model, info, self._config.sampler, settings)
+            async with asyncio.timeout(LOAD_SECONDS):
+                await peer.ask("load", policy, hosted.model, info, self._config.sampler, settings)
+        except TimeoutError:
+            peer.close()
+            raise WorkerDied(f"{name} did not load for {LOAD_SECONDS:g} s; see {log_path}") from None
         except BaseException:
             peer.close()
             raise

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from agentjet.compute.cluster.group import Group
 from agentjet.compute.cluster.learner import RankLearner
 from agentjet.compute.embedded import checkpoint
-from agentjet.errors import CheckpointError
+from agentjet.errors import CheckpointError, ConfigError
 
 
 def save(path: Path, learner: RankLearner, group: Group, state: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def load(path: Path, learner: RankLearner, group: Group) -> dict[str, Any]:
 
     def verify() -> dict[str, Any]:
         if not path.is_dir():
-            raise CheckpointError(_not_shared(path, group))
+            raise ConfigError(_not_shared(path, group))  # Not damaged: the checkpoint must stay.
         return checkpoint.verified_state(path) if group.rank == 0 else {}
 
     state: dict[str, Any] = group.gather(group.agreed(verify))[0]

@@ -40,6 +40,8 @@ Cause = Literal["work", "replica", "unwanted"]
 
 MAX_FIRST_DEATHS = 3
 """Replicas that may end before any replica ever served. Then the policy fails: its settings never worked."""
+MAX_LATER_DEATHS = 12
+"""The same if some served before, but none is left: several minutes of attempts."""
 MAX_FAILED_PROBES = 2
 MAX_ENDS = 64
 """Ends that are compared with each other. No failure of a larger part of the cluster needs more."""
@@ -250,7 +252,8 @@ class Fleet:
             log.warning("%s", replica.reason)
         if replica.version is None and cause != "unwanted":
             self._early_deaths += 1
-            if not self._has_served and self._early_deaths >= MAX_FIRST_DEATHS:
+            most = MAX_LATER_DEATHS if self._has_served else MAX_FIRST_DEATHS
+            if self._early_deaths >= most and not any(one.version is not None for one in self.replicas):
                 self._fail(ComputeError(f"{self._early_deaths} replicas ended before one could serve: {why}"))
         self._change()
 

@@ -92,6 +92,8 @@ class LocalLauncher:
         self._find_gpus = find_gpus
         self._gpus: list[str] | None = None
         """All GPUs, once known."""
+        self._starting = asyncio.Lock()
+        """Held from the choice of a process's GPUs until they are its own."""
         self._processes: dict[str, _Process] = {}
 
     async def free_gpus(self) -> int | None:
@@ -103,28 +105,29 @@ class LocalLauncher:
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
     ) -> None:
         assert name not in self._processes, f"{name} was started before"
-        await self.free_gpus()
-        chosen = self._free()[:gpus]
-        if len(chosen) < gpus:
-            raise ConfigError(f"{name} needs {gpus} GPUs, and {len(chosen)} of {len(self._gpus or ())} are free")
-        if shutil.which(command[0]) is None:
-            raise ConfigError(f"{name}: {command[0]} is not a program")
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.touch(0o600)
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # The numbers are those of nvidia-smi.
-            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        with log_path.open("ab") as log:
-            started = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guardian.__file__, *command),
-                stdin=asyncio.subprocess.PIPE,  # Nothing is written. It closes with this process.
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment, **devices},
-                start_new_session=True,  # Ctrl-C is for the gateway.
-            )
-        process = self._processes[name] = _Process(started, chosen, log_path)
-        process.watch = asyncio.create_task(self._watch(process))
+        async with self._starting:
+            await self.free_gpus()
+            chosen = self._free()[:gpus]
+            if len(chosen) < gpus:
+                raise ConfigError(f"{name} needs {gpus} GPUs, and {len(chosen)} of {len(self._gpus or ())} are free")
+            if shutil.which(command[0]) is None:
+                raise ConfigError(f"{name}: {command[0]} is not a program")
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log_path.touch(0o600)
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+            if "CUDA_VISIBLE_DEVICES" not in os.environ:  # The numbers are those of nvidia-smi.
+                devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+            with log_path.open("ab") as log:
+                started = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", guardian.__file__, *command),
+                    stdin=asyncio.subprocess.PIPE,  # Nothing is written. It closes with this process.
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **environment, **devices},
+                    start_new_session=True,  # Ctrl-C is for the gateway.
+                )
+            process = self._processes[name] = _Process(started, chosen, log_path)
+            process.watch = asyncio.create_task(self._watch(process))
 
     def ended(self, name: str) -> asyncio.Future[str]:
         return self._processes[name].ended

@@ -16,7 +16,7 @@ from typing import Any
 from agentjet.compute.channel import Request, encode
 from agentjet.compute.cluster.hub import Peer
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, PolicyRemoved, WorkerDied
+from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied
 from agentjet.types import ModelInfo, PolicyId
 
 Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
@@ -131,7 +131,9 @@ class LearnerGroup:
         assert self._fallen is not None and self._ending is not None
         await asyncio.shield(self._ending)
         assert self._end is not None
-        return own.get(self._fallen) or copy.copy(self._end)
+        error = own.get(self._fallen)
+        # A checkpoint that one rank cannot read is not damaged: other ranks read it.
+        return copy.copy(self._end) if error is None or isinstance(error, CheckpointError) else error
 
     def _on_death(self, peer: Peer, died: asyncio.Future[WorkerDied]) -> None:
         self._fall(peer)

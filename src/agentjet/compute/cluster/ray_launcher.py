@@ -23,6 +23,8 @@ from agentjet.types import PolicyId
 CONDUCTOR = "conductor"
 CONNECT_SECONDS = 60.0
 """Limit of the conductor's start: it imports Ray."""
+STOP_SECONDS = 20.0
+"""Time for the conductor to end with its connection. Then it is killed."""
 RANK_MODULE = "agentjet.compute.cluster.rank"
 """Ranks write and read checkpoints, so they need the files of the gateway."""
 NOBODY = PolicyId()
@@ -113,7 +115,11 @@ class RayLauncher:
             self._peer.close()
             self._peer = None
         if self._process is not None:
-            await self._process.wait()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
             self._process = None
 
     async def _watch(self, conductor: Peer, name: str, end: asyncio.Future[str]) -> None:
@@ -134,7 +140,7 @@ class RayLauncher:
             peer = await self._start_conductor()
             try:
                 await peer.ask("connect", NOBODY, self._address)
-            except (ConfigError, WorkerDied):
+            except BaseException:  # Also if it is cancelled: the conductor ends with its connection.
                 peer.close()
                 raise
             self._peer = peer

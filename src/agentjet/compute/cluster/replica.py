@@ -32,7 +32,7 @@ from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster.link import Link
 from agentjet.compute.cluster.weights import Publication, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Replica:
         """Answer with an unexpected error. An engine that is dead, or has half of its weights, ends the process."""
         traceback.print_exc()
         ends = op == "adopt" or type(error).__name__ == "EngineDeadError"
-        failure = ComputeError(f"{op} failed: {type(error).__name__}: {error}")
+        failure = (WorkerDied if ends else ComputeError)(f"{op} failed: {type(error).__name__}: {error}")
         if not ends:
             self._outbox.put(Answer(id, error=failure))
             return
