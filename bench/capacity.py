@@ -163,7 +163,7 @@ def grid(costs: Costs, agents: Sequence[int], replicas: Sequence[int], console: 
             if number > LEARNED:
                 plan = replace(plan, batches=0)
             load = Simulation(plan).run()
-            found.append({"agents": number, "replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
+            found.append({"agents": number, "num_replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
     return found
 
 
@@ -180,14 +180,14 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
         400,
     )
     for fronts, journals in ((2, 0), (8, 1), (16, 1), (16, 4)):
-        design = f"{journals} journal processes" if journals else "a journal each"
+        design = f"{journals} journal process{'es' if journals > 1 else ''}" if journals else "a journal each"
         cases[f"not built: {fronts} fronts of one run, {design}"] = replace(whole, fronts=fronts, journals=journals), 1
     cases["no call is streamed"] = replace(whole, workload=plain), 1
     cases["not built: 16 replicas adopt at a time"] = replace(whole, fleet=fleet(replicas, adopting=16)), 1
     found = []
     for name, (plan, times) in cases.items():
         console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")
-        load = Simulation(plan if plan.agents <= LEARNED else replace(plan, batches=0)).run()
+        load = Simulation(replace(plan, batches=1)).run()
         totals = {n: getattr(load, n) * times for n in ("calls_per_s", "tokens_per_s", "episodes_per_s")}
         found.append({"case": name, "limit": first_limit(load), **rounded({**asdict(load), **totals})})
     return found
@@ -279,8 +279,8 @@ def draw(rows: Sequence[dict[str, Any]], limit: float, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for count in sorted({row["replicas"] for row in rows}):
-        line = [(row["agents"], row["calls_per_s"]) for row in rows if row["replicas"] == count]
+    for count in sorted({row["num_replicas"] for row in rows}):
+        line = [(row["agents"], row["calls_per_s"]) for row in rows if row["num_replicas"] == count]
         axes.plot(*zip(*line, strict=True), marker="o", label=f"{count} replicas")
     axes.axhline(limit, color="grey", linestyle="--", label="CPU of one gateway")
     axes.set(xscale="log", yscale="log", xlabel="concurrent episodes", ylabel="calls a second")
@@ -329,7 +329,7 @@ def main() -> int:
         agents = [number for number in (100, 1000, 10_000, 100_000) if number <= most]
         result["grid"] = grid(costs, agents, (1, 10) if given.quick else (1, 10, 100, 1000), progress)
         result["variants"] = variants(costs, min(4000, most), 4 if given.quick else 48, progress)
-        output.print(load_table(result["grid"], "agents", "replicas"))
+        output.print(load_table(result["grid"], "agents", "num_replicas"))
         output.print(load_table(result["variants"], "case"))
         if given.svg:
             draw(result["grid"], result["limits"]["calls_per_s"], given.svg)

@@ -459,14 +459,18 @@ class Simulation:
             self._groups.pop(id(self._complete.popleft()))
         if not self.plan.max_staleness:
             self._drop(list(self._groups.values()))
-        fleet, costs = self.plan.fleet, self.costs
+        costs = self.costs
         tokens = self._batch * self.plan.group_size * self._tokens_per_episode
         process = self._journals[0] if self._journals else self._fronts[0]
-        built = now + 2 * costs.batch_token * tokens
-        process.slow_until = built
-        encoded = process.serve(built, costs.rank_token * tokens)
-        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
+        process.slow_until = now + 2 * costs.batch_token * tokens
         self._learning_since = now
+        self.at(process.slow_until, self._learn, process, tokens)
+
+    def _learn(self, now: float, process: Station, tokens: float) -> None:
+        """The batch is built: encode it, send it to all ranks, learn it."""
+        fleet, costs = self.plan.fleet, self.costs
+        encoded = process.serve(now, costs.rank_token * tokens)
+        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
         self.at(sent + (fleet.learn_seconds or tokens / (fleet.ranks * fleet.tokens_per_rank)), self._publish)
 
     @property
