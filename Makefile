@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
+RAY_INSTALLED := $(VENV)/.ray-installed
 CLIENTS := .venv-conformance
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 AIDER_INSTALLED := $(CLIENTS)-aider/.installed
@@ -14,7 +15,7 @@ NODE_INSTALLED := conformance/node/node_modules/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
 
-.PHONY: help setup demo test thorough fast check bench conformance docs clean
+.PHONY: help setup demo test thorough fast check bench scale conformance docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -34,6 +35,10 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[bench]'
 	touch $@
 
+$(RAY_INSTALLED): $(INSTALLED)
+	$(PIP) -e '.[cluster]'
+	touch $@
+
 demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
 
@@ -41,7 +46,7 @@ demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and expor
 test: setup  ## run the tests, except the thorough ones
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
 
-thorough: setup  ## run what takes minutes and rarely breaks: chaos, fuzzing, studies, benches; before a release
+thorough: setup $(RAY_INSTALLED)  ## run what takes minutes and rarely breaks: chaos, clusters, fuzzing, studies, benches; before a release
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m thorough
 	git rev-parse HEAD > .ci/thorough-passed
 
@@ -96,6 +101,10 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 
 conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
 	$(BIN)/python -m conformance
+
+scale: $(RAY_INSTALLED)  ## the figures of the cluster backend, with real ranks and vLLM replicas
+	$(BIN)/agentjet cluster install
+	$(BIN)/python -m bench.scale
 
 docs: setup  ## write the pages that are made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nFor operators: every setting of \`agentjet serve\`. Generated from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md

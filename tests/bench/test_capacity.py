@@ -23,7 +23,8 @@ import pytest
 from bench.capacity import first_limit, limits, spread
 from bench.queueing.costs import Costs
 from bench.queueing.measure import fit
-from bench.queueing.simulation import Fleet, Load, Plan, Simulation, Station
+from bench.queueing.simulation import Fleet, Load, Plan, Simulation
+from bench.queueing.station import Station
 from bench.queueing.workload import AGENTS, LongTail, Workload
 
 FREE = Costs(**dict.fromkeys(Costs.__slots__, 0.0) | {"disk_bandwidth": 1e9})  # type: ignore[arg-type]
