@@ -146,9 +146,7 @@ def fleet(replicas: int, **changes: Any) -> Fleet:
 def first_limit(load: Load) -> str:
     """The resource with the largest share of use, if that counts as saturated."""
     shares = {"gateway": load.gateway, "journal": load.journal, "disk": load.disk, "replicas": load.replicas}
-    shares |= {"publish": load.publishing, "learner": load.learner - load.publishing}
-    if load.learner >= SATURATED:
-        return "publish" if shares["publish"] > shares["learner"] else "learner"
+    shares["publish" if load.publishing > load.learner / 2 else "learner"] = load.learner
     name = max(shares, key=lambda name: shares[name])
     return name if shares[name] >= SATURATED else "agents"
 
@@ -161,7 +159,7 @@ def grid(costs: Costs, agents: Sequence[int], replicas: Sequence[int], console: 
             console.print(f"simulating {number} episodes on {count} replicas ...")
             plan = Plan(number, fleet(count), AGENTS, costs)
             if number > LEARNED:
-                plan = replace(plan, batches=0)
+                plan = replace(plan, calls=max(plan.calls, number), batches=0)
             load = Simulation(plan).run()
             found.append({"agents": number, "num_replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
     return found
@@ -179,11 +177,15 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
         replace(whole, agents=agents // 16, fleet=fleet(max(1, replicas // 16))),
         400,
     )
-    for fronts, journals in ((2, 0), (8, 1), (16, 1), (16, 4)):
+    for fronts, journals in ((2, 0), (8, 1), (8, 4)):
         design = f"{journals} journal process{'es' if journals > 1 else ''}" if journals else "a journal each"
         cases[f"not built: {fronts} fronts of one run, {design}"] = replace(whole, fronts=fronts, journals=journals), 1
+    quick = fleet(replicas, adopting=16)
+    for fronts in (8, 16):
+        plan = replace(whole, fronts=fronts, journals=1, fleet=quick)
+        cases[f"not built: {fronts} fronts of one run, 1 journal process, 16 replicas adopt at a time"] = plan, 1
     cases["no call is streamed"] = replace(whole, workload=plain), 1
-    cases["not built: 16 replicas adopt at a time"] = replace(whole, fleet=fleet(replicas, adopting=16)), 1
+    cases["not built: 16 replicas adopt at a time"] = replace(whole, fleet=quick), 1
     found = []
     for name, (plan, times) in cases.items():
         console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")

@@ -240,7 +240,7 @@ class Simulation:
         self._taken: list[float] = []
         self._refused_seconds, self._refused_since = 0.0, now
         for station in (*self._fronts, *self._journals):
-            station.busy = 0.0
+            station.measure(now)
         for replica in self._replicas:
             replica._advance(now)
             replica.slot_seconds = 0.0
@@ -253,7 +253,7 @@ class Simulation:
             agent.turn = self._rng.randrange(len(agent.turns)) if not plan.seconds else 0
             agent.prompt = sum(turn.context + turn.completion for turn in agent.turns[: agent.turn])
             self._begin(0.0, agent, is_first=True)
-        self._until(plan.seconds or None, plan.calls, 1)
+        self._until(plan.seconds or None, plan.calls, min(1, plan.batches))
         self._reset(self._now)
         self._until(2 * plan.seconds or None, plan.calls, plan.batches)
         return self._load()
@@ -284,8 +284,8 @@ class Simulation:
             call_s=sum(self._taken) / max(1, len(self._taken)),
             call_p50=percentile(self._taken, 50),
             call_p95=percentile(self._taken, 95),
-            gateway=min(1.0, max(station.busy for station in self._fronts) / seconds),
-            journal=min(1.0, max((station.busy for station in self._journals), default=0.0) / seconds),
+            gateway=max(station.busy_share(self._now) for station in self._fronts),
+            journal=max((station.busy_share(self._now) for station in self._journals), default=0.0),
             disk=self._bytes / seconds / self.costs.disk_bandwidth,
             replicas=sum(replica.slot_seconds for replica in self._replicas) / slots / seconds,
             learner=min(1.0, self._learning / seconds),

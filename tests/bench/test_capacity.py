@@ -52,7 +52,7 @@ def test_a_station_is_an_mm1_queue() -> None:
         seconds = rng.expovariate(1.0)
         waited += station.serve(now, seconds) - seconds - now
     assert waited / 200_000 == pytest.approx(0.7 / (1 - 0.7), rel=0.05)
-    assert station.busy / now == pytest.approx(0.7, rel=0.01)
+    assert station.busy_share(now) == pytest.approx(0.7, rel=0.01)
 
 
 @pytest.mark.parametrize("agents", [10, 60, 300])
