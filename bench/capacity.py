@@ -146,9 +146,7 @@ def fleet(replicas: int, **changes: Any) -> Fleet:
 def first_limit(load: Load) -> str:
     """The resource with the largest share of use, if that counts as saturated."""
     shares = {"gateway": load.gateway, "journal": load.journal, "disk": load.disk, "replicas": load.replicas}
-    shares |= {"publish": load.publishing, "learner": load.learner - load.publishing}
-    if load.learner >= SATURATED:
-        return "publish" if shares["publish"] > shares["learner"] else "learner"
+    shares["publish" if load.publishing > load.learner / 2 else "learner"] = load.learner
     name = max(shares, key=lambda name: shares[name])
     return name if shares[name] >= SATURATED else "agents"
 
@@ -161,9 +159,9 @@ def grid(costs: Costs, agents: Sequence[int], replicas: Sequence[int], console: 
             console.print(f"simulating {number} episodes on {count} replicas ...")
             plan = Plan(number, fleet(count), AGENTS, costs)
             if number > LEARNED:
-                plan = replace(plan, batches=0)
+                plan = replace(plan, calls=max(plan.calls, number), batches=0)
             load = Simulation(plan).run()
-            found.append({"agents": number, "replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
+            found.append({"agents": number, "num_replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
     return found
 
 
@@ -179,15 +177,19 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
         replace(whole, agents=agents // 16, fleet=fleet(max(1, replicas // 16))),
         400,
     )
-    for fronts, journals in ((2, 0), (8, 1), (16, 1), (16, 4)):
-        design = f"{journals} journal processes" if journals else "a journal each"
+    for fronts, journals in ((2, 0), (8, 1), (8, 4)):
+        design = f"{journals} journal process{'es' if journals > 1 else ''}" if journals else "a journal each"
         cases[f"not built: {fronts} fronts of one run, {design}"] = replace(whole, fronts=fronts, journals=journals), 1
+    quick = fleet(replicas, adopting=16)
+    for fronts in (8, 16):
+        plan = replace(whole, fronts=fronts, journals=1, fleet=quick)
+        cases[f"not built: {fronts} fronts of one run, 1 journal process, 16 replicas adopt at a time"] = plan, 1
     cases["no call is streamed"] = replace(whole, workload=plain), 1
-    cases["not built: 16 replicas adopt at a time"] = replace(whole, fleet=fleet(replicas, adopting=16)), 1
+    cases["not built: 16 replicas adopt at a time"] = replace(whole, fleet=quick), 1
     found = []
     for name, (plan, times) in cases.items():
         console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")
-        load = Simulation(plan if plan.agents <= LEARNED else replace(plan, batches=0)).run()
+        load = Simulation(replace(plan, batches=1)).run()
         totals = {n: getattr(load, n) * times for n in ("calls_per_s", "tokens_per_s", "episodes_per_s")}
         found.append({"case": name, "limit": first_limit(load), **rounded({**asdict(load), **totals})})
     return found
@@ -279,8 +281,8 @@ def draw(rows: Sequence[dict[str, Any]], limit: float, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for count in sorted({row["replicas"] for row in rows}):
-        line = [(row["agents"], row["calls_per_s"]) for row in rows if row["replicas"] == count]
+    for count in sorted({row["num_replicas"] for row in rows}):
+        line = [(row["agents"], row["calls_per_s"]) for row in rows if row["num_replicas"] == count]
         axes.plot(*zip(*line, strict=True), marker="o", label=f"{count} replicas")
     axes.axhline(limit, color="grey", linestyle="--", label="CPU of one gateway")
     axes.set(xscale="log", yscale="log", xlabel="concurrent episodes", ylabel="calls a second")
@@ -329,7 +331,7 @@ def main() -> int:
         agents = [number for number in (100, 1000, 10_000, 100_000) if number <= most]
         result["grid"] = grid(costs, agents, (1, 10) if given.quick else (1, 10, 100, 1000), progress)
         result["variants"] = variants(costs, min(4000, most), 4 if given.quick else 48, progress)
-        output.print(load_table(result["grid"], "agents", "replicas"))
+        output.print(load_table(result["grid"], "agents", "num_replicas"))
         output.print(load_table(result["variants"], "case"))
         if given.svg:
             draw(result["grid"], result["limits"]["calls_per_s"], given.svg)

@@ -240,7 +240,7 @@ class Simulation:
         self._taken: list[float] = []
         self._refused_seconds, self._refused_since = 0.0, now
         for station in (*self._fronts, *self._journals):
-            station.busy = 0.0
+            station.measure(now)
         for replica in self._replicas:
             replica._advance(now)
             replica.slot_seconds = 0.0
@@ -253,7 +253,7 @@ class Simulation:
             agent.turn = self._rng.randrange(len(agent.turns)) if not plan.seconds else 0
             agent.prompt = sum(turn.context + turn.completion for turn in agent.turns[: agent.turn])
             self._begin(0.0, agent, is_first=True)
-        self._until(plan.seconds or None, plan.calls, 1)
+        self._until(plan.seconds or None, plan.calls, min(1, plan.batches))
         self._reset(self._now)
         self._until(2 * plan.seconds or None, plan.calls, plan.batches)
         return self._load()
@@ -284,8 +284,8 @@ class Simulation:
             call_s=sum(self._taken) / max(1, len(self._taken)),
             call_p50=percentile(self._taken, 50),
             call_p95=percentile(self._taken, 95),
-            gateway=min(1.0, max(station.busy for station in self._fronts) / seconds),
-            journal=min(1.0, max((station.busy for station in self._journals), default=0.0) / seconds),
+            gateway=max(station.busy_share(self._now) for station in self._fronts),
+            journal=max((station.busy_share(self._now) for station in self._journals), default=0.0),
             disk=self._bytes / seconds / self.costs.disk_bandwidth,
             replicas=sum(replica.slot_seconds for replica in self._replicas) / slots / seconds,
             learner=min(1.0, self._learning / seconds),
@@ -428,14 +428,18 @@ class Simulation:
             self._groups.pop(id(self._complete.popleft()))
         if not self.plan.max_staleness:
             self._drop(list(self._groups.values()))
-        fleet, costs = self.plan.fleet, self.costs
+        costs = self.costs
         tokens = self._batch * self.plan.group_size * self._tokens_per_episode
         process = self._journals[0] if self._journals else self._fronts[0]
-        built = now + 2 * costs.batch_token * tokens
-        process.slow_until = built
-        encoded = process.serve(built, costs.rank_token * tokens)
-        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
+        process.slow_until = now + 2 * costs.batch_token * tokens
         self._learning_since = now
+        self.at(process.slow_until, self._learn, process, tokens)
+
+    def _learn(self, now: float, process: Station, tokens: float) -> None:
+        """The batch is built: encode it, send it to all ranks, learn it."""
+        fleet, costs = self.plan.fleet, self.costs
+        encoded = process.serve(now, costs.rank_token * tokens)
+        sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
         self.at(sent + (fleet.learn_seconds or tokens / (fleet.ranks * fleet.tokens_per_rank)), self._publish)
 
     @property

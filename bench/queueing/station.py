@@ -9,7 +9,7 @@ class Station:
     def __init__(self, sync: float, idle: float = 0.0) -> None:
         """`idle` is the share of its time that work without requests takes."""
         self._stretch = 1 / max(0.01, 1 - idle)
-        self.busy = 0.0
+        self._idle = self._measured_from = 0.0
         self.slow_until = 0.0
         """Until then a thread of the process computes, too, and the event loop has half of the time."""
         self._free = 0.0
@@ -19,10 +19,19 @@ class Station:
     def serve(self, now: float, seconds: float) -> float:
         """Returns the time at which a job that arrives now is done."""
         start = max(now, self._free)
+        self._idle += start - max(self._free, min(start, self._measured_from))
         seconds *= self._stretch * (2 if start < self.slow_until else 1)
-        self.busy += seconds
         self._free = start + seconds
         return self._free
+
+    def measure(self, now: float) -> None:
+        """Measure the share from now on."""
+        self._idle, self._measured_from = 0.0, now
+
+    def busy_share(self, now: float) -> float:
+        """Returns the share of the measured time in which the server was busy."""
+        idle = self._idle + max(0.0, now - max(self._free, self._measured_from))
+        return 1 - idle / (now - self._measured_from)
 
     def synced(self, now: float) -> float:
         """Returns the time at which a change of now is on disk. Changes during a wait share the next one."""

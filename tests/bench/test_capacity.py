@@ -52,7 +52,7 @@ def test_a_station_is_an_mm1_queue() -> None:
         seconds = rng.expovariate(1.0)
         waited += station.serve(now, seconds) - seconds - now
     assert waited / 200_000 == pytest.approx(0.7 / (1 - 0.7), rel=0.05)
-    assert station.busy / now == pytest.approx(0.7, rel=0.01)
+    assert station.busy_share(now) == pytest.approx(0.7, rel=0.01)
 
 
 @pytest.mark.parametrize("agents", [10, 60, 300])
@@ -127,6 +127,15 @@ def test_replicas_adopt_one_after_another() -> None:
     together = replace(fleet, adopting=10)
     faster = Simulation(Plan(64, together, equal(), FREE, batch_groups=1, max_staleness=2, calls=100, batches=20)).run()
     assert faster.episodes_per_s > 2 * load.episodes_per_s
+
+
+def test_calls_go_on_while_a_batch_is_built() -> None:
+    """A thread builds each batch of 64 episodes for 2 x 100 s, and takes half of the gateway's time."""
+    tokens = 64 * Simulation(Plan(64, ONE_SECOND, equal(), FREE))._tokens_per_episode
+    costs = replace(FREE, call=0.02, batch_token=100 / tokens)
+    fleet = replace(ONE_SECOND, replicas=20, ranks=1, learn_seconds=0.1, weights_bytes=0.0, adopt=0.0)
+    plan = Plan(600, fleet, equal(), costs, batch_groups=8, max_staleness=1000, calls=4000, batches=1)
+    assert Simulation(plan).run().calls_per_s == pytest.approx(25, rel=0.06)
 
 
 def test_long_episodes_get_too_old() -> None:
