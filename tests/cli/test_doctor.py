@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentjet.cli.doctor import GB, Machine, report
+from agentjet.cli.doctor import GB, Machine, find_folder, report
 from agentjet.cli.main import app
 from agentjet.cli.sampler_venv import STAMP, Packages, install
 from agentjet.config import ServeConfig, parse_config
@@ -128,3 +128,8 @@ def test_the_shipped_packages() -> None:
     assert "\nvllm-cpu==" in Packages.shipped(cuda=False).requirements
     cuda = Packages.shipped(cuda=True)
     assert "\nvllm==" in cuda.requirements and "\nvllm-cpu" not in cuda.requirements and "llguidance" in cuda.overrides
+
+
+def test_a_model_folder_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name = '/no/such/model' is neither a folder nor a Hugging Face id"):
+        find_folder("/no/such/model")

@@ -212,13 +212,16 @@ def _files(settings: ServeConfig, machine: Machine) -> Finding:
 
 
 def find_folder(name: str) -> Path | None:
-    """Returns the folder of a model on this machine, or None. Downloads nothing."""
+    """Returns the folder of a model on this machine, or None. Downloads nothing. Raises `ConfigError`."""
     from agentjet.config.loader import cache_dir
+    from agentjet.errors import ConfigError
 
     if Path(name).is_dir():
         return Path(name)
     if "/" not in name:
         return next((path for path in sorted(cache_dir().glob(f"{name}-*")) if (path / "config.json").exists()), None)
+    if name.count("/") != 1 or name[0] in "/.~":
+        raise ConfigError(f"model.name = {name!r} is neither a folder nor a Hugging Face id (owner/name)")
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")
