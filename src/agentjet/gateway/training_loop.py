@@ -162,7 +162,8 @@ class TrainingLoop:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
                 metrics, following = await self._apply(batch, training)
-                self._learning = None  # A failure here is not the batch's: samplers may have its weights already.
+                if self._has_separate_samplers():  # They may have the new weights already: not the batch's failure.
+                    self._learning = None
                 published = await self._publish(batch.id + 1, to_samplers=not replay)
                 self._learning, self._is_partial = batch.id, False
                 if not replay:
@@ -173,6 +174,10 @@ class TrainingLoop:
             self._learning = None
             raise
         self._learning = None
+
+    def _has_separate_samplers(self) -> bool:
+        settings = (self._run.config.compute_of(policy.policy) for policy in self._policies)
+        return any(self._compute.capabilities(one).separate_samplers for one in settings)
 
     async def _publish(self, version: int, *, to_samplers: bool = True) -> dict[str, float]:
         """Publishes all policies at the same time; returns metrics.

@@ -1,4 +1,6 @@
-"""The handshake of all connections of the cluster. No torch.
+"""The handshake of the connections to the gateway and to rank 0's files. No torch.
+
+The connections between ranks are those of torch.distributed, which has none: they need a private network.
 
 Both ends prove that they know the secret before the first pickle, because a pickle can run any code. A stranger may
 send anything: it costs a small message of memory and `HANDSHAKE_SECONDS` at most.
