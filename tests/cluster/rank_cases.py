@@ -21,7 +21,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import LoraConfig, ModelConfig
-from agentjet.errors import CheckpointError
+from agentjet.errors import CheckpointError, ConfigError
 from tests.compute.baseline import Double
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 
@@ -156,7 +156,7 @@ def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
     def attempt(action: Callable[[], Any]) -> None:
         try:
             action()
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             errors.append(str(error))
 
     (folder / "file").write_text("not a folder")
