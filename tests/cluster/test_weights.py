@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster import weights
+from agentjet.compute.cluster import guardian
 from agentjet.compute.cluster.weights import Publication, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
 
@@ -26,7 +26,7 @@ CONTENT = b"weights " * 400_000
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightsServer]:
-    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(guardian, "SHARED_MEMORY", tmp_path)
     server = WeightsServer("127.0.0.1", SECRET)
     yield server
     server.close()
@@ -92,8 +92,8 @@ def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> Non
 
 def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from agentjet.compute.cluster import weights;"
-        "weights.SHARED_MEMORY = Path(sys.argv[1]); folder = weights.WeightsFolder(10);"
+        "import os, signal, sys; from pathlib import Path; from agentjet.compute.cluster import guardian, weights;"
+        "guardian.SHARED_MEMORY = Path(sys.argv[1]); folder = weights.WeightsFolder(10);"
         "(folder.path / 'file').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)

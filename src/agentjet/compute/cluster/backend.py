@@ -159,7 +159,12 @@ class ClusterCompute:
         launcher = hosted.site.launcher
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
         hosted.ranks = LearnerGroup(
-            policy, names, partial(self._start_rank, policy, hosted), launcher.stop, partial(_ended, launcher)
+            policy,
+            names,
+            partial(self._start_rank, policy, hosted),
+            launcher.stop,
+            partial(_ended, launcher),
+            timeout=self._config.server.worker_timeout,
         )
         info = await hosted.ranks.start(model, settings)
         if not hosted.info.done():

@@ -2,7 +2,7 @@
 
 Rank 0 writes one safetensors file, into shared memory if it fits there. A replica on the same machine opens that file;
 any other fetches it over TCP, after the handshake. The two newest files stay, because replicas may adopt one
-after another. A process that was killed leaves its folder behind; the next one on that machine removes it.
+after another. The folder of a process that was killed is removed by its guardian, and by the next process that writes.
 
 The connection is not encrypted: the weights can be read on the network between the machines.
 """
@@ -26,15 +26,13 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError
 
+from agentjet.compute.cluster.guardian import LOCK, PREFIX, places, remove_abandoned
 from agentjet.compute.cluster.handshake import dial, verify
 from agentjet.errors import ComputeError
 
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "agentjet-weights-"
-LOCK = "lock"
 NUM_KEPT = 2
 """Files that stay: of the present version, and of the one before."""
 CHUNK_BYTES = 1 << 20
@@ -79,8 +77,9 @@ class WeightsFolder:
 
     def __init__(self, num_bytes: int) -> None:
         """`num_bytes` must fit. Raises `OSError`."""
-        _remove_abandoned()
-        parent = next((parent for parent in _parents() if shutil.disk_usage(parent).free > num_bytes), _parents()[-1])
+        remove_abandoned()
+        parents = places()
+        parent = next((parent for parent in parents if shutil.disk_usage(parent).free > num_bytes), parents[-1])
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._lock = (self.path / LOCK).open("wb")
@@ -220,18 +219,3 @@ def _exactly(stream: BinaryIO, length: int) -> bytes:
     if len(part) < length:
         raise EOFError("the connection ended")
     return part
-
-
-def _parents() -> list[Path]:
-    """Returns the places for files of weights, best first."""
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
-
-
-def _remove_abandoned() -> None:
-    """Remove the folders of processes that were killed: those that no process locks."""
-    for parent in _parents():
-        for folder in parent.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
