@@ -75,6 +75,17 @@ def test_what_does_not_fit(model: Path) -> None:
     assert "does not fit; 4 sharded ranks fit (compute.ranks)" in text
 
 
+def test_activations_that_do_not_fit_have_a_way_out(model: Path) -> None:
+    text = lines(settings(model), EIGHT)
+    assert "note policy: a micro-batch of 8192 tokens (job.micro_batch_tokens) keeps 48.3 GB of activations" in text
+    assert (
+        "of 32.0 GB left; a longer conversation keeps more: model.activation_checkpointing = true keeps 3.7 GB" in text
+    )
+    config = settings(model)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"activation_checkpointing": True})})
+    assert "ok policy: a micro-batch of 8192 tokens (job.micro_batch_tokens) keeps 3.7 GB" in lines(config, EIGHT)
+
+
 def test_fewer_gpus_than_wanted(model: Path) -> None:
     text = lines(settings(model, ranks=4, samplers=6), EIGHT)
     assert "need 10 GPUs, and 8 are free; would fit: ranks = 4 with samplers = 4" in text

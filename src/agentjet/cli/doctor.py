@@ -212,6 +212,8 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     fit = _Fit(policy, size, 2 if narrow else 4, trained, settings.sampler.cache_tokens, machine, on_gpu)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
+    ranks = compute.ranks if compute.backend == "cluster" else 1
+    yield fit.activations(settings.job.micro_batch_tokens, ranks, is_recomputed=model.activation_checkpointing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,26 @@ class _Fit:
             yield Finding(
                 "note", f"{self.policy}: {text} {published / GB:.1f} GB: they go to the temporary folder instead"
             )
+
+    def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Finding:
+        """What a micro-batch keeps for its backward pass, against the memory that is left beside the weights."""
+        from agentjet.compute.cluster.memory import USABLE, activation_bytes
+
+        left = (1 - USABLE) * (self.device if self.on_gpu else self.machine.memory // ranks)
+        kept, recomputed = (
+            activation_bytes(self.size, tokens=tokens, value_bytes=self.value_bytes, recomputed=choice)
+            for choice in (is_recomputed, True)
+        )
+        text = (
+            f"{self.policy}: a micro-batch of {tokens} tokens (job.micro_batch_tokens) keeps {kept / GB:.1f} GB of "
+            f"activations of {left / GB:.1f} GB left; a longer conversation keeps more"
+        )
+        if kept <= left:
+            return Finding("ok", text)
+        way_out = "lower job.micro_batch_tokens"
+        if not is_recomputed:
+            way_out = f"model.activation_checkpointing = true keeps {recomputed / GB:.1f} GB, or {way_out}"
+        return Finding("note", f"{text}: {way_out}")
 
     def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
         from agentjet.compute.cluster.memory import rank_need
