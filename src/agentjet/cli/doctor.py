@@ -117,7 +117,7 @@ def _ports(settings: ServeConfig) -> Iterator[Finding]:
 
 def _counts(policy: str, compute: ComputeConfig, machine: Machine) -> Iterator[Finding]:
     """GPUs of this machine against those of a policy; a Ray cluster has others."""
-    wanted, present = compute.ranks + compute.samplers * compute.tensor_parallel, len(machine.gpus)
+    wanted, present = compute.ranks + compute.samplers.least * compute.tensor_parallel, len(machine.gpus)
     text = (
         f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers x {compute.tensor_parallel} GPUs "
         f"(compute.tensor_parallel) need {wanted} GPUs"
@@ -170,7 +170,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     yield _fit(f"{policy}: each of {compute.ranks} ranks ({mode})", needs[mode], each, USABLE, size=size)
     cache = settings.sampler.cache_tokens
     need = replica_need(size, cache_tokens=cache, tensor_parallel=compute.tensor_parallel, value_bytes=value_bytes)
-    each = min(machine.gpus) if on_gpu else machine.memory // compute.samplers
+    each = min(machine.gpus) if on_gpu else machine.memory // compute.samplers.most
     yield _fit(f"{policy}: each GPU of a replica" if on_gpu else f"{policy}: each replica", need, each, REPLICA_USABLE)
     if shm_bytes > machine.shared_memory:
         yield Finding(
