@@ -178,6 +178,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert up.compute.learned == [], "nothing that was undone is learned again"
         counts = swarm.queries.status_counts()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
+        assert swarm.queries.dropped() == {"rolled_back": 13}
         assert counts["finished"] == before["finished"]
         undone = swarm.queries.recent_episodes(5)[-1]
         assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")

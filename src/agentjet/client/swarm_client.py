@@ -297,8 +297,8 @@ class AsyncSwarm:
         """The processes that host the weights of the run."""
         return await self._send(protocol.ClusterView, "GET", "/cluster")
 
-    async def scale(self, samplers: int, *, policy: str = "") -> protocol.ClusterView:
-        """Change the number of sampler replicas of a policy. New ones start in the background.
+    async def scale(self, samplers: int | str, *, policy: str = "") -> protocol.ClusterView:
+        """Change the number of sampler replicas of a policy, or its bounds: `"2..8"`. New ones start in the background.
 
         Needs the admin token. Raises `InvalidRequest` if the server has no replicas or not enough GPUs.
         """

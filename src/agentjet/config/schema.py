@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, field_validator, model_validator
 
 from agentjet.config.job import Int64, JobConfig, PolicyName, Section, unknown_policy
-from agentjet.types import SOLE_POLICY
+from agentjet.types import SOLE_POLICY, SamplerBounds
+
+SamplerCount = Annotated[SamplerBounds, BeforeValidator(SamplerBounds.parse), PlainSerializer(str)]
 
 
 class LoraConfig(Section):
@@ -58,8 +60,10 @@ class ComputeConfig(Section):
     sharding: Literal["auto", "gathered", "sharded"] = "auto"
     """`gathered`: each rank holds all weights and a part of the optimiser's state. `sharded`: each rank holds a part of
     the layers, too. `auto`: `gathered` if that fits the memory of a rank."""
-    samplers: Int64 = Field(1, ge=1, le=4096)
-    """Replicas that sample."""
+    samplers: SamplerCount = SamplerBounds(1, 1)
+    """Replicas that sample: a number, or a range such as `"2..8"`. In a range, there is one for each
+    `sampler.max_concurrent` completions; their number rises after 10 s of more completions and falls after 5 minutes of
+    fewer."""
     tensor_parallel: Int64 = Field(1, ge=1, le=64)
     """GPUs of each replica."""
     address: str = ""

@@ -328,7 +328,7 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if current_platform.is_cpu():
-        threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers)
+        threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers.most)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
