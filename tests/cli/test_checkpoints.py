@@ -443,6 +443,9 @@ async def test_what_cannot_be_branched(tmp_path: Path) -> None:
     await trained(data, 1)
     with pytest.raises(ConfigError, match="d exists: move it away"):
         branch(data, "1", data)
+    for inside in (data / "new", folder(data) / "new"):
+        with pytest.raises(ConfigError, match=r"new would be inside the data dir .*d: give a folder outside it"):
+            branch(data, "1", inside)
     with pytest.raises(CheckpointError, match="has no checkpoint '5'; it has versions 1"):
         branch(data, "5", tmp_path / "new")
     with pytest.raises(ConfigError, match="'d' is not of the form DATA_DIR@VERSION"):

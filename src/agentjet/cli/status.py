@@ -184,6 +184,7 @@ def set_job(
         given[key] = value
     with connect(url, token, token_file) as swarm:
         before, after = swarm.job(), swarm.change_job(given)
+        version = swarm.status().policy_version if "max_steps" in given else 0
     if as_json:
         typer.echo(after.model_dump_json(indent=2))
         return
@@ -192,6 +193,8 @@ def set_job(
     for key, value in changed:
         print_text(f"{key}: {_json(old.get(key))} -> {_json(value)}")
     typer.echo(f"revision {after.revision}" + ("" if changed else ": every setting had its value already"))
+    if 0 < (end := after.job["max_steps"]) <= version:
+        typer.echo(f"job.max_steps = {end} is reached at version {version}: raise it to continue training.")
     typer.echo(RESTART_HINT)
 
 
