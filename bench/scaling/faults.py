@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from bench.breaking.audit import Audit, audit
 from bench.breaking.plan import RUNS
 from bench.breaking.records import Books, read
 from bench.breaking.scene import Scene, make_clients
-from bench.breaking.victims import Server, ServerEnded
+from bench.breaking.victims import GivenUp, Server, ServerEnded
 from bench.breaking.wire import Wire
 from bench.chaos import finish
 from bench.gatewaying.report import percentile
@@ -219,32 +220,40 @@ def make_sampler_python(folder: Path) -> Path:
 class Run:
     """A run of faults, from its empty folder to its figures."""
 
-    def __init__(self, folder: Path, seed: int, here: Sequence[Fault], on_raylets: Sequence[Fault]) -> None:
-        """`here` are the faults on this machine, and `on_raylets` those on a Ray cluster; without any, no Ray."""
+    def __init__(
+        self, folder: Path, seed: int, here: Sequence[Fault], on_raylets: Sequence[Fault], minutes: float = math.inf
+    ) -> None:
+        """`here` are the faults on this machine, and `on_raylets` those on a Ray cluster; without any, no Ray.
+
+        Half of the `minutes` are for each; faults for which no time is left are missed.
+        """
         self._folder = folder
         self._seed = seed
         self._here = here
         self._on_raylets = on_raylets
+        self._seconds = 60 * minutes / 2
         self.missed: list[Fault] = []
+        self._gave_up = ""
         self._stops: list[float] = []
         """Unix seconds at which the server was told to end."""
 
     @classmethod
-    def drawn(cls, folder: Path, share: float, seed: int) -> Run:
+    def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf) -> Run:
         """A run of `share` of all faults."""
         dice = random.Random(seed)
-        return cls(folder, seed, plan(ON_THIS_MACHINE, share, dice), plan(ON_RAYLETS, share, dice))
+        return cls(folder, seed, plan(ON_THIS_MACHINE, share, dice), plan(ON_RAYLETS, share, dice), minutes)
 
     def settings(self, address: str = "") -> dict[str, Any]:
         python = make_sampler_python(self._folder)
         compute = {"backend": "cluster", "ranks": 2, "samplers": 3, "sampler_python": str(python), "address": address}
         model = {"name": str(self._folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
-        server = {"worker_timeout": 10.0, "call_timeout": 300.0}
+        server = {"worker_timeout": 20.0, "call_timeout": 300.0}
         sampler = {"max_concurrent": 8, "cache_tokens": 8192}
         return {"model": model, "compute": compute, "sampler": sampler, "job": JOB, "server": server}
 
     async def figures(self) -> dict[str, Any]:
         began, folder = time.monotonic(), self._folder
+        (policy,), exported, calls = ONE_RUN[DEFAULT_RUN], Path(), (0, 0)
         (folder / "forests" / DEFAULT_RUN).mkdir(parents=True)
         reference.make_model(folder / "model")
         settings = self.settings()
@@ -273,18 +282,19 @@ class Run:
                 await server.learned(await server.up(), 2)
                 await asyncio.gather(*(client.stop(within=60.0) for client in scene.clients))
                 calls = await check_calls(server, read(scene.books(DEFAULT_RUN)))
-                exported = await finish(scene)
+                exported = (await finish(scene))[DEFAULT_RUN][policy]
+        except GivenUp as error:
+            self._gave_up = str(error)
         finally:
             await scene.close()
         books = read(scene.books(DEFAULT_RUN))
-        (policy,) = ONE_RUN[DEFAULT_RUN]
         forests = folder / "forests" / DEFAULT_RUN
         found = audit(server.folder_of(DEFAULT_RUN) / "journal.sqlite", books, forests, wire.answers[DEFAULT_RUN])
         learned = check_forests(forests, policy)
         alone = await reference.undisturbed(
             settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
         )
-        equal = reference.equal_weights(exported[DEFAULT_RUN][policy], alone)
+        equal = not self._gave_up and reference.equal_weights(exported, alone)
         return self._report(scene, books, found, [learned, calls], equal, time.monotonic() - began)
 
     def _report(
@@ -302,6 +312,7 @@ class Run:
             "by_kind": dict(sorted(scene.tally.faults.items())),
             "publishes_cut": sum(bool(fact.get("cut")) or fact.get("at") == "publish" for fact in said),
             "missed": len(self.missed),
+            "gave_up": self._gave_up,
             "calls": len(books.calls),
             "calls_failed": len(failed),
             "streams_cut": len(cut),
@@ -311,7 +322,7 @@ class Run:
             "failures_scored": len(found.failures_scored),
             "two_effects": len(found.two_effects),
             "tokens_checked": sum(one for one, _ in checked),
-            "wrong_versions": sum(wrong for _, wrong in checked),
+            "wrong_versions": sum(int(wrong) for _, wrong in checked),
             "weights_equal": equal,
             "failover_s": round(percentile(failovers, 95), 3),
             "failover_max_s": round(max(failovers, default=0.0), 3),
@@ -338,6 +349,9 @@ class Run:
         tally = stage.scene.tally.faults
         while backlog:
             fault, tries = backlog.pop(0)
+            if time.monotonic() - began > self._seconds:
+                self.missed.append(fault)
+                continue
             print(f"{time.monotonic() - began:6.1f} s {tally.total():4} {fault}", file=sys.stderr, flush=True)
             try:
                 happened = await stage.inject(fault)
@@ -345,7 +359,7 @@ class Run:
                 happened = False
             if happened:
                 tally[fault.kind] += 1
-            elif tries < MAX_TRIES:
+            elif tries < MAX_TRIES and time.monotonic() - began < self._seconds:
                 backlog.append((fault, tries + 1))
             else:
                 self.missed.append(fault)
@@ -367,8 +381,8 @@ def figures(share: float = 1.0, seed: int = 0) -> dict[str, Any]:
     `calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
     repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `lost` are acknowledged
     episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
-    seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if no
-    replica was left; then a new one must start.
+    seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
+    no replica was left; then a new one must start.
     """
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(Run.drawn(Path(folder).resolve(), share, seed).figures())
@@ -378,10 +392,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="share of the faults of a whole run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="time for faults, on a busy machine")
     parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
     given = parser.parse_args()
-    if given.keep is None:
-        print(json.dumps(figures(given.share, given.seed)))
-    else:
-        given.keep.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(asyncio.run(Run.drawn(given.keep.resolve(), given.share, given.seed).figures())))
+    with tempfile.TemporaryDirectory() as made:
+        kept = given.keep or Path(made)
+        kept.mkdir(parents=True, exist_ok=True)
+        run = Run.drawn(kept.resolve(), given.share, given.seed, given.minutes)
+        print(json.dumps(asyncio.run(run.figures())))

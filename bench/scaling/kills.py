@@ -59,7 +59,8 @@ class Kills:
         while not (self._is_moment(at) and self._victims(kind, at, count, raylet)):
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.sleep(delay)
-        victims = self._victims(kind, at, count, raylet)
+        while not (victims := self._victims(kind, at, count, raylet)):
+            await asyncio.sleep(POLL_SECONDS)
         ended = [*victims, *(_descendants(raylet) if kind == "raylet" else ())]
         cut = self._adopting() > 0
         dead, hosted = self._replicas(ended), self._hosted()
@@ -128,6 +129,7 @@ class Kills:
         if at == "adopt":
             fleet.sort(key=lambda one: one.state != "adopting")
         else:
+            fleet = [one for one in fleet if one.load.running]
             fleet.sort(key=lambda one: -len(one.load.running))
         known = self._pids("replica")
         return [pid for one in fleet[:count] if (pid := known.get(one.name, 0))]

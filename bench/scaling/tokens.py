@@ -44,13 +44,15 @@ async def check_calls(server: Server, books: Books) -> tuple[int, int]:
     checked = wrong = 0
     for episode in sorted(books.begun):
         answer = await server.request("GET", f"/swarm/v1/episodes/{episode}")
+        whole: dict[str | None, list[int]] = {None: []}
         for call in answer.json().get("calls", []) if answer.is_success else []:
-            whole = np.asarray(call["tokens"], np.int32)
-            at = [i for i, is_sampled in enumerate(call["mask"]) if is_sampled]
+            before = whole[call["parent"]][: call["kept"]]
+            tokens = whole[call["call_id"]] = before + call["tokens"]
+            at = [i for i, version in enumerate(call["versions"]) if version is not None]
             checked += len(at)
             wrong += wrong_tokens(
-                whole[at],
-                [whole[:i].tobytes() for i in at],
+                [call["tokens"][i] for i in at],
+                [np.asarray(tokens[: len(before) + i], np.int32).tobytes() for i in at],
                 [call["logprobs"][i] for i in at],
                 [call["versions"][i] for i in at],
             )

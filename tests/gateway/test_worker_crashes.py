@@ -5,17 +5,20 @@
 3. The second worker that crashes during the call ends it, and nothing else.
 4. A worker that hung is replaced like one that crashed, and counted.
 5. An engine recovers and stops also if its policy cannot be removed from the worker.
+6. A call that the backend cannot serve fails with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from agentjet.errors import Later, RequestError, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, Later, RequestError, WorkerHung
 from agentjet.protocol import BeginRequest
+from agentjet.types import SamplingParams
 from tests.fakes import running
 
 pytestmark = pytest.mark.anyio
@@ -91,3 +94,16 @@ async def test_a_policy_that_cannot_be_removed_is_added_again(tmp_path: Path) ->
         await run.gateway.start_engine()
         await run.gateway.ready()
         await run.batch()
+
+
+@pytest.mark.parametrize("kind", [ComputeError, ConfigError])
+async def test_a_call_that_the_backend_cannot_serve_fails_with_the_reason(
+    kind: type[AgentJetError], tmp_path: Path
+) -> None:
+    def fail(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        raise kind("no replica can start")
+
+    async with running(tmp_path / "d", script=fail) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        with pytest.raises(RequestError, match="The worker failed: no replica can start"):
+            await run.say(episode.id)
