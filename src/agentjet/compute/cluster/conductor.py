@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +31,12 @@ from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import guardian, keeper
 from agentjet.compute.cluster.keeper import Keeper, Launch
 from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.ray_launcher import accepts, check_address
 from agentjet.errors import AgentJetError, ComputeError, ConfigError
 
 log = logging.getLogger(__name__)
 
 MIN_RAY = (2, 60)
-PROBE_SECONDS = 5.0
-"""Limit of a connection to Ray's head."""
 WATCH_SECONDS = 1.0
 """Seconds between two connections to Ray's head."""
 MAX_FAILED_PROBES = 3
@@ -206,30 +204,6 @@ def check_version(version: str) -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
         needed = ".".join(map(str, MIN_RAY))
         raise ConfigError(f"Ray {version} is installed and AgentJet needs {needed} or newer: {INSTALL}")
-
-
-def check_address(address: str) -> None:
-    """Raises `ConfigError` unless `address` is `HOST:PORT` at which something listens."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdecimal():
-        raise ConfigError(
-            f"compute.address = {address!r} is not an address of a Ray cluster: give HOST:PORT of its head, such as "
-            "10.0.0.1:6379, or auto on one of its nodes"
-        )
-    if not accepts(address):
-        raise ConfigError(
-            f"compute.address = {address!r}: nothing listens there; `ray start --head` prints the address, and "
-            "`ray status` on a node shows the cluster"
-        )
-
-
-def accepts(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 def why_not_joined(address: str, message: str) -> str:

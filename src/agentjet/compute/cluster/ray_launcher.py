@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ CONNECT_SECONDS = 60.0
 """Limit of the conductor's start: it imports Ray."""
 STOP_SECONDS = 20.0
 """Time for the conductor to end with its connection. Then it is killed."""
+PROBE_SECONDS = 5.0
+"""Limit of a connection to Ray's head."""
 RANK_MODULE = "agentjet.compute.cluster.rank"
 """Ranks write and read checkpoints, so they need the files of the gateway."""
 NOBODY = PolicyId()
@@ -39,6 +42,30 @@ def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_
             f"compute.address = {address!r} needs Ray: pip install 'agentjet[cluster]', or leave the address empty "
             "for processes of this machine"
         )
+
+
+def check_address(address: str) -> None:
+    """Raises `ConfigError` unless `address` is `HOST:PORT` at which something listens."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ConfigError(
+            f"compute.address = {address!r} is not an address of a Ray cluster: give HOST:PORT of its head, such as "
+            "10.0.0.1:6379, or auto on one of its nodes"
+        )
+    if not accepts(address):
+        raise ConfigError(
+            f"compute.address = {address!r}: nothing listens there; `ray start --head` prints the address, and "
+            "`ray status` on a node shows the cluster"
+        )
+
+
+def accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 class RayLauncher:
