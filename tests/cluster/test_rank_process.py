@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -27,6 +26,7 @@ from safetensors.torch import load_file
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import LocalLauncher
 from agentjet.compute.cluster.learner_group import LearnerGroup
+from agentjet.compute.cluster.site import Site
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.protocol import LossSpec
@@ -43,26 +43,22 @@ COMMAND = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
 @asynccontextmanager
 async def two_ranks(folder: Path, timeout: float = 120.0) -> AsyncIterator[tuple[LearnerGroup, list[psutil.Process]]]:
     """A new group, and its processes."""
-    hub, launcher = Hub(), LocalLauncher(list)
+    hub = Hub()
     await hub.open()
+    site, names = Site(hub, LocalLauncher(list)), ["rank-0", "rank-1"]
 
     async def launch(name: str, rank: int) -> Peer:
-        connection = hub.expect(name)
-        environment = {**hub.environment(name), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        await launcher.start(name, COMMAND, environment, gpus=0, log_path=folder / f"{name}.log")
-        return await connection
+        return await site.start(name, COMMAND, gpus=0, log_path=folder / f"{name}.log")
 
-    names = ["rank-0", "rank-1"]
-    group = LearnerGroup(POLICY, names, launch, launcher.stop, launcher.ended, timeout=timeout)
+    group = LearnerGroup(POLICY, names, launch, site.stop, site.ended, timeout=timeout)
     compute = ComputeConfig(backend="cluster", ranks=2, sharding="gathered")
     try:
         info = await group.start(tiny(folder), compute)
         assert info == load_policy(tiny(folder)).info
-        yield group, [psutil.Process(int(re.findall(r"\d+", launcher.place(name))[0])) for name in names]
+        yield group, [psutil.Process(int(re.findall(r"\d+", site.place(name))[0])) for name in names]
     finally:
         await group.close()
-        await launcher.close()
-        await hub.close()
+        await site.close()
 
 
 def tiny(folder: Path) -> ModelConfig:

@@ -33,6 +33,7 @@ import torch
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import checkpoint
+from agentjet.compute.cluster.adapters import publishes_adapter, write_adapter
 from agentjet.compute.cluster.group import Group, Rendezvous, join
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
 from agentjet.compute.cluster.link import Link
@@ -59,11 +60,14 @@ OF_POLICY = ("forward_backward", "optim_step", "publish", "save", "load", "expor
 class RankPolicyHost(PolicyHost[RankLearner]):
     """A policy on one rank. All ranks apply the same requests."""
 
-    def __init__(self, learner: RankLearner, group: Group, server: WeightsServer | None) -> None:
-        """`server` is that of rank 0, which writes the weights of all ranks."""
+    def __init__(
+        self, learner: RankLearner, group: Group, server: WeightsServer | None, *, has_hot_adapter: bool
+    ) -> None:
+        """`server` is that of rank 0, which writes the weights of all ranks. `has_hot_adapter`: see `adapters`."""
         super().__init__(learner)
         self._group = group
         self._server = server
+        self._has_hot_adapter = has_hot_adapter
         self._publication: Publication | None = None
 
     def publish(self, version: int, wanted: bool = True) -> Publication | None:
@@ -98,13 +102,23 @@ class RankPolicyHost(PolicyHost[RankLearner]):
     def _published(self, version: int) -> Publication | None:
         tokens = probe_tokens(self.policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
         logprobs = self.learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
-        weights = self.learner.whole_weights()
+        is_hot, policy = self._has_hot_adapter, self.policy
+        weights = self.learner.adapter_weights() if is_hot else self.learner.whole_weights()
+        adapter = ""
+
+        def save(path: Path) -> None:
+            nonlocal adapter
+            if is_hot:
+                adapter = write_adapter(policy.model, weights, path)
+            else:
+                write_weights(policy, weights or {}, path)
 
         def write() -> Publication | None:
             if self._server is None:
                 return None
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-            file = self._server.write(version, num_bytes, lambda path: write_weights(self.policy, weights, path))
+            sent = policy.trainable() if is_hot else weights or {}
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+            file = self._server.write(version, num_bytes, save)
             return Publication(
                 version,
                 self._server.address,
@@ -114,6 +128,7 @@ class RankPolicyHost(PolicyHost[RankLearner]):
                 self.policy.info.dtype,
                 tuple(tokens.tolist()),
                 tuple(logprobs.tolist()),
+                adapter,
             )
 
         return self._group.agreed(write)
@@ -200,7 +215,8 @@ class Rank:
         sharding = chosen_sharding(compute.sharding, policy, group)
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
         learner = group.agreed(lambda: RankLearner(policy, group, sharding))
-        self._policy = RankPolicyHost(learner, group, self._server)
+        is_hot = publishes_adapter(model.lora, policy.config.architectures)
+        self._policy = RankPolicyHost(learner, group, self._server, has_hot_adapter=is_hot)
         return policy.info
 
 
