@@ -24,7 +24,7 @@ import pytest
 
 from agentjet.compute.cluster.hub import Hub
 from agentjet.compute.cluster.ray_launcher import RayLauncher, RayProcess
-from agentjet.errors import ConfigError
+from agentjet.errors import ComputeError, ConfigError
 from tests.cluster.raylets import LocalCluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'agentjet[cluster]'")
@@ -174,8 +174,12 @@ async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
         launcher.placement_seconds = 0.5
         with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
             await started(launcher, "big", tmp_path, gpus=4)
-        with pytest.raises(ConfigError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
+        with pytest.raises(ComputeError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
             await started(launcher, "two", tmp_path, gpus=1)
+        assert await launcher.free_gpus() == 0
+        launcher.placement_seconds = 0.0
+        with pytest.raises(ComputeError, match="did not start within 0 s: the cluster is busy or lost nodes"):
+            await started(launcher, "late", tmp_path, gpus=0)
 
 
 async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) -> None:

@@ -6,18 +6,21 @@
 4. A worker that hung is replaced like one that crashed, and counted.
 5. A journal that refuses writes while the policies are brought up is no failure of the worker.
 6. An engine recovers and stops also if its policy cannot be removed from the worker.
+7. A call that the backend cannot serve fails with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from agentjet.errors import Later, RequestError, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, Later, RequestError, WorkerHung
 from agentjet.gateway.engine import MAX_FAILURES
 from agentjet.protocol import BeginRequest
+from agentjet.types import SamplingParams
 from tests.fakes import running
 
 pytestmark = pytest.mark.anyio
@@ -114,3 +117,16 @@ async def test_a_policy_that_cannot_be_removed_is_added_again(tmp_path: Path) ->
         await run.gateway.start_engine()
         await run.gateway.ready()
         await run.batch()
+
+
+@pytest.mark.parametrize("kind", [ComputeError, ConfigError])
+async def test_a_call_that_the_backend_cannot_serve_fails_with_the_reason(
+    kind: type[AgentJetError], tmp_path: Path
+) -> None:
+    def fail(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        raise kind("no replica can start")
+
+    async with running(tmp_path / "d", script=fail) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        with pytest.raises(RequestError, match="The worker failed: no replica can start"):
+            await run.say(episode.id)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from agentjet.errors import (
     ComputeError,
+    ConfigError,
     Conflict,
     ContextOverflow,
     GrammarError,
@@ -428,5 +429,5 @@ def _request_errors(request: CallRequest) -> Iterator[None]:
             code="unsupported_schema",
             param=request.constraint.schema_param,
         ) from error
-    except ComputeError as error:
+    except (ComputeError, ConfigError) as error:
         raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error

@@ -65,6 +65,8 @@ class Conductor:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The reason once the Ray cluster is gone; every process is then reported as ended."""
         self._placed: dict[str, Placed] = {}
+        self._largest = 0
+        """GPUs of the largest process placed so far: the cluster had such a node, and may have it again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._guardian = Path(guardian.__file__).read_text(encoding="utf-8")
 
@@ -85,7 +87,10 @@ class Conductor:
         self._spawn(self._watch_head(head))
 
     async def start(self, launch: Launch) -> str:
-        """Returns the place of the started process. Raises `ConfigError` if no node can run it."""
+        """Returns the place of the started process.
+
+        Raises `ConfigError` if no node can run it, and `ComputeError` if none can at the moment.
+        """
         await self.stop(launch.name)
         remote: Any = ray.remote(Keeper)
         strategy = "DEFAULT" if launch.gpus else "SPREAD"  # Ranks with GPUs lie close together.
@@ -96,6 +101,7 @@ class Conductor:
         try:
             node, pid, problem = await self._answer(actor.start.remote(), launch)
             placed.place = f"{node} process {pid}"
+            self._largest = max(self._largest, launch.gpus)
         except BaseException:
             self._forget(placed)
             raise
@@ -132,14 +138,16 @@ class Conductor:
         return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
 
     async def _answer(self, reference: Any, launch: Launch) -> tuple[str, int, str]:
-        """Returns the answer of a new actor. Raises `ConfigError` if it finds no place in time."""
+        """Returns the answer of a new actor. Raises `ConfigError` if no node is large enough, else `ComputeError`."""
         try:
             async with asyncio.timeout(launch.placement_seconds):
                 answer: tuple[str, int, str] = await reference
                 return answer
         except TimeoutError:
             nodes = await asyncio.to_thread(gpus_of_nodes)
-            raise ConfigError(why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)) from None
+            reason = why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)
+            largest = max([self._largest, *(count for _, count in nodes)])
+            raise (ConfigError if launch.gpus > largest else ComputeError)(reason) from None
         except RayError as error:
             raise ComputeError(f"{launch.name} did not start: {first_line(error)}") from None
 
@@ -226,6 +234,8 @@ def why_not_placed(launch: Launch, nodes: list[tuple[str, int]], own: int) -> st
     counts = [count for _, count in nodes]
     largest, total = max(counts, default=0), sum(counts)
     listed = ", ".join(f"{address} {count}" for address, count in sorted(nodes)) or "none"
+    if not launch.gpus:
+        return f"{launch.name} did not start within {launch.placement_seconds:g} s: the cluster is busy or lost nodes"
     start = f"{launch.name} needs {launch.gpus} GPUs on one node"
     if launch.gpus > largest:
         return f"{start}, and the largest has {largest}: set compute.tensor_parallel to {max(1, largest)} ({listed})"

@@ -97,7 +97,7 @@ class RayLauncher:
 
     def __init__(self, hub: Hub, address: str, log_folder: Path) -> None:
         """`address` as in `compute.address`. The conductor logs to `conductor.log` in `log_folder`."""
-        self.placement_seconds = 30.0
+        self.placement_seconds = 60.0
         """Seconds that a process waits for a node with enough free GPUs."""
         self._hub = hub
         self._address = address
