@@ -161,7 +161,7 @@ def _ray_cluster(address: str, machine: Machine) -> Finding:
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
-    return compute.ranks + compute.samplers * compute.tensor_parallel
+    return compute.ranks + compute.samplers.least * compute.tensor_parallel
 
 
 def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Finding:
@@ -264,8 +264,8 @@ class _Fit:
             left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
             most = max(0, left // replica.total)
             way_out = f"samplers = {most} fits" if most else "lower sampler.cache_tokens"
-            share = max(0, left) // compute.samplers
-            yield self._finding(f"each of {compute.samplers} replicas", replica, share, way_out)
+            share = max(0, left) // compute.samplers.most
+            yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
         published = self.size.num_parameters * self.value_bytes * 3  # The present version, the one before, the next.
         if published > self.machine.shared_memory:
             text = f"{SHM} has {self.machine.shared_memory / GB:.1f} GB free and published weights need"

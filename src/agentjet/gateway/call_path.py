@@ -346,11 +346,11 @@ class CallPath:
             return ()
         with _request_errors(call.request):
             scores = await self._compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
-        texts = [call.model.renderer.token_bytes(token) for token in tokens]
+        token_bytes = call.model.renderer.token_bytes
+        texts = [token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
             likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
-            token_bytes = call.model.renderer.token_bytes
             named = tuple((token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
             shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
         return tuple(shown)

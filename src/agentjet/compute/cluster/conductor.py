@@ -5,7 +5,7 @@ The gateway starts it and sends it requests over the connection of all processes
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
 * `ended(name) -> reason`: answered when the process has ended, for any reason;
-* `stop(name)`: kill it; `gpus() -> (all, own)`: GPUs of the cluster, and those of this conductor's processes.
+* `stop(name)`: kill it; `gpus()`: the number of GPUs of the cluster.
 
 Everything ends with its owner. The conductor ends with its connection. Ray ends the actors of a conductor that ended,
 and the guardian of each process ends that process with its actor. If Ray's head is gone, the conductor answers every
@@ -130,10 +130,9 @@ class Conductor:
                 await placed.actor.stop.remote()
         self._end(placed, "was stopped")
 
-    async def gpus(self) -> tuple[int, int]:
-        """Returns the GPUs of the cluster, and those that processes of this conductor have."""
-        nodes = await asyncio.to_thread(gpus_of_nodes)
-        return sum(count for _, count in nodes), self._own_gpus()
+    async def gpus(self) -> int:
+        """Returns the number of GPUs of the cluster."""
+        return sum(count for _, count in await asyncio.to_thread(gpus_of_nodes))
 
     def _own_gpus(self) -> int:
         return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
