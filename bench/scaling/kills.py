@@ -99,14 +99,14 @@ class Kills:
 
     def _adopting(self) -> int:
         hosted = self._hosted()
-        return 0 if hosted is None else sum(one.state == "adopting" for one in hosted.replicas.fleet.replicas)
+        return 0 if hosted is None else sum(one.is_adopting for one in hosted.replicas.fleet.replicas)
 
     def _is_moment(self, at: str) -> bool:
         hosted = self._hosted()
         if hosted is None or hosted.ranks is None:
             return False
         if at == "adopt":
-            return any(one.state == "adopting" and one.version is not None for one in hosted.replicas.fleet.replicas)
+            return any(one.is_adopting and one.version is not None for one in hosted.replicas.fleet.replicas)
         request = hosted.ranks.request
         return not at or request == at or (at == "start" and request in STARTING)
 
@@ -119,7 +119,7 @@ class Kills:
         if (hosted := self._hosted()) is None:
             return []
         if kind == "conductor":
-            launcher = hosted.site.launcher
+            launcher = hosted.site._launcher
             return [launcher.pid] if isinstance(launcher, RayLauncher) and launcher.pid else []
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
@@ -127,7 +127,7 @@ class Kills:
             return pids[-count:] if at in ("optim_step", "save") else pids[:count]
         fleet = [one for one in hosted.replicas.fleet.replicas if one.version is not None]
         if at == "adopt":
-            fleet.sort(key=lambda one: one.state != "adopting")
+            fleet.sort(key=lambda one: not one.is_adopting)
         else:
             fleet = [one for one in fleet if one.load.running]
             fleet.sort(key=lambda one: -len(one.load.running))
