@@ -110,6 +110,8 @@ def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             yield Finding("problem", f"{package} is not installed: {way_out}")
         else:
             yield Finding("ok", f"{package} {installed}")
+    if machine.gpus and machine.versions.get("torch", "").endswith("+cpu"):
+        yield Finding("problem", "torch is a build without CUDA and cannot use the GPUs: install PyTorch's CUDA build")
     yield from (_vllm(compute, machine) for compute in {one.sampler_python: one for one in computes}.values())
 
 
@@ -171,7 +173,8 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
     from agentjet.types import PolicyId
 
     text = f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers"
-    needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {_num_gpus(compute)} GPUs"
+    least = "at least " if compute.samplers.least < compute.samplers.most else ""
+    needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {least}{_num_gpus(compute)} GPUs"
     if compute.address:
         return Finding("note", f"{needed} of the Ray cluster (`ray status`); its nodes count as machines like this one")
     try:
@@ -265,7 +268,7 @@ class _Fit:
         else:
             left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
             most = max(0, left // replica.total)
-            way_out = f"samplers = {most} fits" if most else "lower sampler.cache_tokens"
+            way_out = f"at most {most} samplers fit (compute.samplers)" if most else "lower sampler.cache_tokens"
             share = max(0, left) // compute.samplers.most
             yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
         published = self.size.num_parameters * self.value_bytes * 3  # The present version, the one before, the next.
