@@ -35,6 +35,11 @@ class Facts:
     call_turn: IntArray
     """The number [C] of each call among the calls of its role in its episode, from 0."""
 
+    def of_tokens(self, values_ER: NDArray[np.float64], forest: Forest) -> NDArray[np.float64]:
+        """Returns for each target [M] the value of its episode and role."""
+        values_C: NDArray[np.float64] = values_ER[self.call_episode, self.call_role]
+        return values_C[forest["call"]]
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
