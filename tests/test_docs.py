@@ -37,7 +37,7 @@ from agentjet.recipes import registry
 from agentjet.research.journal import StudyJournal
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
-from tests.setting_names import setting_names
+from tests.setting_names import recipe_parameters, setting_names
 from tests.test_architecture import PACKAGES
 from tests.tiny import make_model
 
@@ -158,8 +158,7 @@ def test_folders_that_commands_write_to_are_ignored() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_named_in_prose_exist(page: Path) -> None:
-    of_recipes = {f"job.recipe.{name}" for kind in registry.built_in() for name, *_ in parameters(registry.find(kind))}
-    known = {*setting_names(), *of_recipes, *(name for name, _ in sections())}
+    known = {*setting_names(), *recipe_parameters(), *(name for name, _ in sections())}
     tops = {name.split(".")[0] for name in known}
     named = [code for code in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", code) and code.split(".")[0] in tops]
     assert [name for name in named if name not in {*known, "job.toml"}] == []

@@ -144,6 +144,18 @@ def _recorded_set(rng: np.random.Generator, token: int, size: int) -> bytes:
     return encode_set(members)
 
 
+def other_facts(episodes: int, calls: int) -> dict[str, Any]:
+    """The facts that the recorded recipes do not read."""
+    return {
+        "call_rewards": np.full(calls, np.nan),
+        "call_truncated": np.zeros(calls, bool),
+        "tasks": (("", "t"),) * episodes,
+        "seconds": np.ones(episodes),
+        "metrics": {},
+        "code_versions": ("",) * episodes,
+    }
+
+
 def training_batch(groups: list[list[Episode]], number: int) -> TrainingBatch:
     """The forest and the facts of a recorded batch."""
     episodes = [episode for members in groups for episode in members]
@@ -168,6 +180,7 @@ def training_batch(groups: list[list[Episode]], number: int) -> TrainingBatch:
         call_episode=np.array(call_episode, np.int32),
         call_role=np.zeros(len(rows), np.int32),
         call_turn=np.array(call_turn, np.int32),
+        **other_facts(len(episodes), len(rows)),
     )
     return TrainingBatch(number, build_forest(rows), facts)
 

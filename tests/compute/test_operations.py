@@ -32,6 +32,7 @@ from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.test_locks import other_facts
 
 POLICY = PolicyId()
 
@@ -107,6 +108,7 @@ def facts(**changes: Any) -> Facts:
         "call_episode": np.array([0, 0, 1, 1, 2, 2, 3], np.int32),
         "call_role": np.array([0, 1, 0, 1, 0, 1, 0], np.int32),
         "call_turn": np.zeros(7, np.int32),
+        **other_facts(4, 7),
     }
     return Facts(**{**values, **changes})
 

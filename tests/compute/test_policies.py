@@ -42,7 +42,7 @@ from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, Sampled, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.conftest import make_policy, sampled_rows, tokens
-from tests.compute.test_locks import digest
+from tests.compute.test_locks import digest, other_facts
 from tests.tiny import make_model
 
 A, B = PolicyId("default", "a"), PolicyId("other", "b")
@@ -276,6 +276,7 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, reci
         call_episode=none,
         call_role=none,
         call_turn=none,
+        **other_facts(2, 0),
     )
     batch = TrainingBatch(0, build_forest([]), facts)
     train(worker, A, 0, batch, JobConfig.model_validate({"recipe": recipe}))

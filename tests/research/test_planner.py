@@ -21,7 +21,7 @@ from agentjet.research.planner.priors import base_value, check_job, knob, priors
 from agentjet.research.planner.topics import TopicKind, parse_topic
 from agentjet.research.scheduler import conduct, estimate_cost
 from tests.research.world import STUDY, Formula
-from tests.setting_names import setting_names
+from tests.setting_names import recipe_parameters, setting_names
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
 
@@ -105,7 +105,7 @@ def test_a_schedule_spans_the_run() -> None:
 @pytest.mark.parametrize("name", list(priors()))
 def test_every_setting_of_the_priors_makes_a_plan(name: str) -> None:
     prior = priors()[name]
-    assert name in setting_names()
+    assert name in {*setting_names(), *recipe_parameters()}
     assert set(prior.tune) | set(prior.hold) | set(prior.spans) <= set(setting_names())
     assert prior.refusal(name, base_value(name, {})) is None
     for value in [prior.typed(v) for v in (prior.on, prior.off) if v is not None]:

@@ -180,8 +180,9 @@ class PolicyGradient(Recipe):
         own: PolicyLoss = cls.model_fields["loss"].default
         given = registry.as_table(value, "loss")
         name = given.get("name") or own.name
-        chosen = type(own) if name == own.name else find_loss(name)
-        return chosen.model_validate({**given, "name": name})
+        if name == own.name:  # The recipe may have other defaults than the loss.
+            return type(own).model_validate({**own.model_dump(), **given, "name": name})
+        return find_loss(name).model_validate({**given, "name": name})
 
     @model_validator(mode="after")
     def _constant_is_given(self) -> Self:

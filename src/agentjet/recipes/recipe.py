@@ -90,6 +90,8 @@ class Recipe(Component):
     """Maximum number of groups that the recipe drops for one batch; further ones are trained. 0: ten times
     `batch_size`."""
 
+    needs_call_rewards: ClassVar[bool] = False
+    """True if episodes that end without rewards of calls (`by_turn`, `by_call`) are refused."""
     smallest_group: ClassVar[int] = 1
     """Smallest `job.group_size` that has a training signal."""
 

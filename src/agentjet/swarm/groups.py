@@ -240,11 +240,12 @@ def _finished_group(members: Sequence[Episode], policies: Sequence[str]) -> Fini
 
 
 def all_equal(members: Sequence[Episode], policies: Sequence[str]) -> bool:
-    """True if every advantage would be 0: for each policy and each role the reward is the same in all members."""
+    """True if every advantage would be 0: each policy, role and call has the same reward in all members."""
     roles = {role for member in members for role in member.by_role} - {*policies}
     rewards = [{reward_of(member, policy, policies) for member in members} for policy in policies or (SOLE_POLICY,)]
     rewards += [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
-    return all(len(values) == 1 for values in rewards)
+    of_calls = {tuple(member.call_rewards.values()) for member in members}
+    return len(of_calls) == 1 and all(len(values) == 1 for values in rewards)
 
 
 def drop(store: Store, group: Group, reason: str, now: float) -> None:
