@@ -1,4 +1,5 @@
-"""Runs contenders in the served worker's environment, and prints the machine's load average before and after.
+"""Runs contenders in the served worker's environment, prints the machine's load average before and after, and
+measures the device.
 
 Every contender is a separate process. The way in which OpenMP's threads wait for each other is part of the environment
 and matters more than most code: spinning threads are quick on an idle machine, and slow beside other programs.
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -72,3 +75,29 @@ def busy_cores(count: int) -> Iterator[None]:
         for other in others:
             other.kill()
             other.wait()
+
+
+def peak_memory() -> int:
+    """Most bytes that this process had so far: on the GPU if there is one, else resident."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that the GPU, or this machine without one, reads and writes in a copy."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size, seconds = 2**30 if device.type == "cuda" else 2**26, []
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size / min(seconds)

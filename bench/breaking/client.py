@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+import httpx
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
 from agentjet import AsyncSwarm
 from agentjet.client import AsyncEpisode
@@ -142,7 +143,12 @@ class ChaosClient:
         llm = self._llm.with_options(base_url=episode.base_url, api_key=episode.api_key)
         for turn in range(dice.choice((1, 2, 2, 3))):
             for policy, messages in talks.items():
-                await self._ask(llm, episode, policy, messages, dice)
+                how = dice.choice(("plain", "plain", "streamed", "wide"))
+                try:
+                    await self._ask(llm, episode, policy, messages, how)
+                except (OpenAIError, httpx.TransportError) as error:  # Later failures of a stream are not wrapped.
+                    self._book.note("call failed", episode.id, how=how, error=f"{type(error).__name__}: {error}")
+                    raise
                 messages.append({"role": "user", "content": "And then?"})
             if hang:
                 await self._hang(episode, hang)
@@ -153,11 +159,8 @@ class ChaosClient:
         rewards = {policy: dice.choice(REWARDS) for policy in talks}
         return rewards if episode.policies else rewards["policy"]
 
-    async def _ask(
-        self, llm: AsyncOpenAI, episode: AsyncEpisode, policy: str, messages: list[Any], dice: random.Random
-    ) -> None:
+    async def _ask(self, llm: AsyncOpenAI, episode: AsyncEpisode, policy: str, messages: list[Any], how: str) -> None:
         """One call, plain, streamed, or for many completions at once."""
-        how = dice.choice(("plain", "plain", "streamed", "wide"))
         create = llm.chat.completions.create
         if how == "streamed":
             call_text = ""

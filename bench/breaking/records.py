@@ -34,6 +34,8 @@ class Books:
     """Episodes that a client was given."""
     calls: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Answers that reached an agent, by call id."""
+    failed_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls that ended with an error after the last attempt of the SDK."""
     scoring: dict[str, list[float | dict[str, float]]] = field(default_factory=dict)
     """Rewards that an agent returned, whether or not they arrived."""
     finished: dict[str, float | dict[str, float]] = field(default_factory=dict)
@@ -71,6 +73,8 @@ def _enter(books: Books, line: dict[str, Any]) -> None:
         books.begun.add(episode)
     elif what == "call":
         books.calls[line["call"]] = line
+    elif what == "call failed":
+        books.failed_calls.append(line)
     elif what == "scoring":
         books.scoring.setdefault(episode, []).append(line["reward"])
     elif what == "finished":

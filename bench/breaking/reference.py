@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from agentjet.compute.chosen import ChosenCompute
+from agentjet.compute.cluster.backend import ClusterCompute
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
@@ -29,11 +31,11 @@ def make_model(folder: Path) -> None:
 async def undisturbed(
     settings: dict[str, Any], forests: Path, folder: Path, policy: PolicyId, num_batches: int
 ) -> Path:
-    """Learn the kept batches of a policy in order, alone in a worker; returns the exported policy."""
+    """Learn the kept batches of a policy in order, alone in a worker or cluster; returns the exported policy."""
     config = _config(settings, folder)
-    compute = EmbeddedCompute(config)
+    compute = ChosenCompute({"embedded": EmbeddedCompute(config), "cluster": ClusterCompute(config)})
     try:
-        await compute.add(policy, config.model)
+        await compute.add(policy, config.model, settings=config.compute)
         op = Op.of(policy, 0)
         for batch_id in range(num_batches):
             kept = pickle.loads((forests / f"{batch_id:06d}.pickle").read_bytes())

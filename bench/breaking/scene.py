@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.breaking.client import ClientSettings
-from bench.breaking.plan import RUNS, Fault
+from bench.breaking.plan import Fault
 from bench.breaking.victims import PATIENCE, Client, GivenUp, Server, ServerEnded, path_of
 from bench.breaking.wal import tear
 from bench.breaking.wire import Wire
@@ -126,15 +126,24 @@ class Scene:
 
 
 def make_clients(
-    folder: Path, number: int, wire: Wire, server: Server, *, seed: int, group_size: int, lease: float
+    folder: Path,
+    number: int,
+    wire: Wire,
+    server: Server,
+    *,
+    seed: int,
+    group_size: int,
+    lease: float,
+    max_retries: int = 2,
 ) -> list[Client]:
     """Clients of the runs in turn.
 
-    The first is patient: its SDK repeats a request more often than by default, and so outlives a restart.
+    Their SDK repeats a request `max_retries` times; that of the first more often than by default, so that it outlives a
+    restart.
     """
-    for run in RUNS:
+    for run in server.runs:
         (folder / "books" / run).mkdir(parents=True)
-    runs = [list(RUNS)[i % len(RUNS)] for i in range(number)]
+    runs = [list(server.runs)[i % len(server.runs)] for i in range(number)]
     return [
         Client(
             folder,
@@ -146,7 +155,7 @@ def make_clients(
                 seed=f"{seed}.{i}",
                 group_size=group_size,
                 lease_seconds=lease,
-                max_retries=2 if i else 6,
+                max_retries=max_retries if i else max(6, max_retries),
             ),
         )
         for i, run in enumerate(runs)

@@ -20,6 +20,7 @@ from typing import Any
 
 from agentjet.cli import server_process
 from agentjet.compute import Compute
+from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.operations import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
@@ -27,6 +28,7 @@ from agentjet.gateway import Gateway, runs
 from agentjet.swarm import Batch, Journal
 from agentjet.timeline.batch import TrainingBatch
 from bench.breaking.hooks import Disk, JumpingClock, MortalCompute, Trap, die
+from bench.scaling.kills import Kills
 
 
 def say(**fact: Any) -> None:
@@ -37,17 +39,20 @@ def say(**fact: Any) -> None:
 class Orders:
     """Carries out what the bench orders, in the event loop, between two of the gateway's own turns."""
 
-    def __init__(self, compute: MortalCompute, clock: JumpingClock) -> None:
+    def __init__(self, compute: MortalCompute | ChosenCompute, clock: JumpingClock) -> None:
         self._traps: list[Trap] = []
         self._disk = Disk(say)
         self._verbs: dict[str, Callable[..., None]] = {
             "trap": self._arm,
-            "worker": compute.arm,
-            "refuse a save": compute.refuse_a_save,
             "journal full": self._disk.full,
             "writes refused": self._disk.refuse,
             "clock": clock.jump,
         }
+        if isinstance(compute, MortalCompute):
+            compute.say = say
+            self._verbs |= {"worker": compute.arm, "refuse a save": compute.refuse_a_save}
+        else:
+            self._verbs["kill"] = Kills(compute, say).order
         self._begun = b""
         asyncio.get_running_loop().add_reader(0, self._read)
 
@@ -108,10 +113,9 @@ def main() -> int:
 
     def make_gateway(config: ServeConfig, compute: Compute, **named: Any) -> Gateway:
         """The first one is that of the default run."""
-        assert isinstance(compute, MortalCompute)
+        assert isinstance(compute, MortalCompute | ChosenCompute)
         gateway = Gateway(config, compute, **named)
         if not orders:
-            compute.say = say
             orders.append(Orders(compute, jumping))
             say(gateway=os.getpid())
         ForestKeeper(gateway, folder / "forests" / gateway.run)
@@ -119,11 +123,14 @@ def main() -> int:
         return gateway
 
     put_in_place: list[tuple[Any, str, Any]] = [
-        (server_process, "EmbeddedCompute", MortalCompute),
-        (server_process, "ChosenCompute", lambda backends: backends["embedded"]),
         (runs, "Gateway", make_gateway),
         (server_process, "steady_clock", lambda: jumping),
     ]
+    if config.compute.backend == "embedded":
+        put_in_place += [
+            (server_process, "EmbeddedCompute", MortalCompute),
+            (server_process, "ChosenCompute", lambda backends: backends["embedded"]),
+        ]
     for module, name, instead in put_in_place:
         assert hasattr(module, name), f"{module.__name__} has no {name} to take the place of"
         setattr(module, name, instead)

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from bench.readme import free_port
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.02
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds any one thing may take before the run is given up."""
 LOG_LINES = 15
 WORKER_TIMEOUT = 4.0
@@ -60,8 +60,10 @@ def environment() -> dict[str, str]:
 class Server:
     """`bench.breaking.server` on a fixed port and data dir, with its output."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], runs: Mapping[str, Sequence[str]] = RUNS) -> None:
+        """`runs` are its runs with their policies. `settings` may have a section `server` for further settings."""
         self.folder = folder
+        self.runs = runs
         self.port = free_port()
         self.data_dir = folder / "data"
         self.log = folder / "server.log"
@@ -73,6 +75,7 @@ class Server:
             "call_timeout": 60.0,
             "worker_timeout": WORKER_TIMEOUT,
             "max_episodes_per_client": MOST_LIVE,
+            **settings.get("server", {}),
         }
         self.settings = {**settings, "server": server}
         (folder / "settings.json").write_text(json.dumps(self.settings))
@@ -161,12 +164,12 @@ class Server:
         """Has the server start the run with several policies. It opens that run again whenever it starts."""
         job = {**self.settings["job"], "optimizers": {RUNS[TEAM][-1]: {"lr": 2e-3}}}
         body = {"policies": {policy: {} for policy in RUNS[TEAM]}, "job": job}
-        (await self._request("PUT", f"/swarm/v1/runs/{TEAM}", json=body)).raise_for_status()
+        (await self.request("PUT", f"/swarm/v1/runs/{TEAM}", json=body)).raise_for_status()
 
     async def statuses(self) -> Statuses | None:
         """By run. None while the server does not answer."""
         try:
-            answers = {run: await self._request("GET", f"{path_of(run)}/swarm/v1/status") for run in RUNS}
+            answers = {run: await self.request("GET", f"{path_of(run)}/swarm/v1/status") for run in self.runs}
         except (httpx.TransportError, OSError):
             return None
         if not all(answer.is_success for answer in answers.values()):
@@ -175,37 +178,39 @@ class Server:
 
     async def exports(self) -> dict[str, dict[str, Path]]:
         """The present policies as folders, by run and policy."""
-        return {run: {policy: await self._export(run, policy) for policy in RUNS[run]} for run in RUNS}
+        return {run: {policy: await self._export(run, policy) for policy in own} for run, own in self.runs.items()}
 
     async def _export(self, run: str, policy: str) -> Path:
         body = {"policy": policy if run == TEAM else ""}
-        answer = await self._request("POST", f"{path_of(run)}/swarm/v1/exports", json=body, timeout=PATIENCE)
+        answer = await self.request("POST", f"{path_of(run)}/swarm/v1/exports", json=body, timeout=PATIENCE)
         return Path(answer.raise_for_status().json()["path"])
 
-    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """A request of an admin."""
         admin = (self.data_dir / "admin-token").read_text().strip()
         return await self._http.request(method, path, headers={"Authorization": f"Bearer {admin}"}, **options)
 
     async def up(self) -> Statuses:
         """Wait until it answers."""
-        return await self._wait(lambda statuses: True)
+        return await self.wait(lambda statuses: True)
 
     async def sampling(self, since: int = 0) -> Statuses:
         """Waits until all runs sample, with a worker that the server reported after the first `since` facts."""
         await self.until(lambda: not self.is_running or any("worker" in fact for fact in self._life(since)))
-        return await self._wait(
+        return await self.wait(
             lambda statuses: all(status.state in ("sampling", "learning") for status in statuses.values())
         )
 
     async def learned(self, since: Statuses, batches: int = 1) -> Statuses:
         """Waits until every run has learned so many batches more."""
-        return await self._wait(
+        return await self.wait(
             lambda statuses: all(
                 status.policy_version >= since[run].policy_version + batches for run, status in statuses.items()
             )
         )
 
-    async def _wait(self, enough: Callable[[Statuses], bool]) -> Statuses:
+    async def wait(self, enough: Callable[[Statuses], bool]) -> Statuses:
+        """Waits for statuses. Raises `ServerEnded`, and `GivenUp` if it takes too long."""
         deadline = time.monotonic() + PATIENCE
         while True:
             statuses = await self.statuses()

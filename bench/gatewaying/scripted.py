@@ -16,7 +16,18 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import (
+    CheckpointStamp,
+    ModelInfo,
+    Op,
+    PolicyId,
+    ProcessStatus,
+    Sampled,
+    SamplerBounds,
+    SamplersStatus,
+    SamplingParams,
+    TokenScore,
+)
 
 MODEL = "scripted"
 ANSWER = "Look at row 42 next"
@@ -114,7 +125,10 @@ class ScriptedCompute:
     def processes(self, policy: PolicyId) -> list[ProcessStatus]:
         return []
 
-    async def scale(self, policy: PolicyId, samplers: int) -> None:
+    def samplers(self, policy: PolicyId) -> SamplersStatus | None:
+        return None
+
+    async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
         raise AssertionError("the bench scales nothing")
 
     async def close(self) -> None:

@@ -1,6 +1,7 @@
-"""The models of `bench.merge`: SmolLM2's layers, fewer of them, with random weights.
+"""Models of the benches with random weights and SmolLM2's tokenizer.
 
-Four layers, so that the slow baselines end. `quick` models have the same parts in miniature.
+By default SmolLM2's layers, four of them, so that the slow baselines of `bench.merge` end. `quick` models have the same
+parts in miniature. `SIZES` are other shapes, by name.
 """
 
 from __future__ import annotations
@@ -26,15 +27,31 @@ IN_MINIATURE = {
 }
 
 
-def make_model(folder: Path, vocabulary: int, *, quick: bool = False) -> Path:
-    """A random model in `folder`, with SmolLM2's tokenizer; the same arguments, the same weights."""
+def _shape(*, hidden: int, inner: int, layers: int, heads: int) -> dict[str, int]:
+    names = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**names, "num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": hidden // heads}
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {**IN_MINIATURE, "num_hidden_layers": 2},
+    "0.5B": _shape(hidden=896, inner=4864, layers=24, heads=14),
+    "1.4B": _shape(hidden=1536, inner=8960, layers=28, heads=12),
+}
+"""Settings of a model's config. The layers of the larger ones are those of Qwen2.5-0.5B and 1.5B."""
+
+
+def make_model(folder: Path, vocabulary: int, *, quick: bool = False, size: str = "") -> Path:
+    """A random model in `folder`, with SmolLM2's tokenizer; the same arguments, the same weights.
+
+    One of `SIZES` is in bfloat16, the others in float32.
+    """
     source = Path(locate_model(BUNDLED))
     config = AutoConfig.from_pretrained(source)
     config.update({"num_hidden_layers": LAYERS, "vocab_size": vocabulary, "max_position_embeddings": 16384})
-    config.update(IN_MINIATURE if quick else {})
+    config.update(SIZES[size] if size else IN_MINIATURE if quick else {})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if size else torch.float32)
     model.save_pretrained(folder)
     for name in FILES:
         shutil.copyfile(source / name, folder / name)

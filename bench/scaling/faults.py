@@ -1,199 +1,402 @@
-"""Faults of sampler replicas, on fake replicas: real processes over real TCP, without a model.
+"""Faults of a whole cluster: nothing is lost, trained twice or of a wrong version: `python -m bench.scaling.faults`.
 
-Calls run all the time, and faults come one after the other, drawn from a seed: a replica is killed while it samples, at
-each point of a publish, or while it starts; several are killed at once; one is stopped (SIGSTOP); one claims weights
-that it did not load; the fleet grows and shrinks. Every token of every call is checked: context, seed and version.
+A real server, two real ranks with a tiny model, fake replicas (real processes over TCP whose tokens can be checked),
+and real clients with OpenAI's SDK. First the processes are those of this machine, then those of a Ray cluster of two
+raylets. Faults come one after the other, in an order drawn from a seed. Every kill is SIGKILL:
 
-`python -m bench.scaling.faults` prints the figures as JSON. `bench.scale` has them in its table.
+* replicas while they sample, start or adopt a version; one is stopped (SIGSTOP), one claims weights it did not load;
+* ranks in each request, and while replicas adopt; raylets; the conductor;
+* the gateway at random times, in the middle of a publish, and at transitions of its journal.
+
+Afterwards the journal is compared with the clients' own books. Every token that was learned, and every token that the
+journal still has, must be one of its version in its context. An undisturbed cluster learns the same batches: its
+weights must be equal bit by bit. Prints the figures as JSON; `bench.scale` has them in its table.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
-import logging
+import math
 import random
-import signal
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from agentjet.compute.cluster.replicas import Replicas, derived_seed
-from agentjet.config import SamplerConfig
-from agentjet.errors import ComputeError
-from agentjet.types import Sampled, SamplingParams
+import httpx
+
+from agentjet.protocol import StatusResponse
+from agentjet.types import DEFAULT_RUN, PolicyId
+from bench.breaking import reference
+from bench.breaking.audit import Audit, audit
+from bench.breaking.plan import RUNS
+from bench.breaking.records import Books, read
+from bench.breaking.scene import Scene, make_clients
+from bench.breaking.victims import GivenUp, Server, ServerEnded
+from bench.breaking.wire import Wire
+from bench.chaos import finish
 from bench.gatewaying.report import percentile
-from tests.cluster.fake_replica import POLICY, Hooks, mistakes, publication
-from tests.cluster.nursery import Nursery, fork_server, nursery
+from bench.scaling.raylets import Raylets, raylets
+from bench.scaling.tokens import check_calls, check_forests
+from tests.cluster.fake_replica import COMMAND, Hooks
 
-NUM_FAULTS = 120
-NUM_REPLICAS = 4
-NUM_CALLS = 24
-"""Calls at a time."""
-CALL_TOKENS = (20, 200)
-STEP_SECONDS = 0.004
-HUNG_SECONDS = 1.0
-"""`server.worker_timeout` of this run."""
-PATIENCE = 120.0
-"""Seconds after the last fault in which every call must end."""
-CUTS = ("adopt", "paused", "adopted", "resumed")
-KINDS = ("kill", "kill", "kill", "cut", "cut", "kill two", "kill all", "newcomer", "stop", "lie", "scale")
+ONE_RUN = {DEFAULT_RUN: RUNS[DEFAULT_RUN]}
+NUM_CLIENTS, GROUP_SIZE = 2, 3
+LEASE_SECONDS = 60.0
+MAX_RETRIES = 12
+"""The SDK repeats a call for about a minute."""
+MOMENT_SECONDS = 120.0
+"""The longest wait for a moment."""
+POLL_SECONDS = 0.02
+NOTICE_SECONDS = 10.0
+"""Time for a client to notice that its stream was cut."""
+MAX_TRIES = 3
+ALL = 9
+"""More than there are replicas."""
+HOOKS = Hooks(step_seconds=0.01, adopt_seconds=0.1)
+JOB = {
+    "batch_size": 2,
+    "group_size": GROUP_SIZE,
+    "min_group_size": 2,
+    "max_tokens": 48,
+    "max_staleness": 1,
+    "lease_seconds": LEASE_SECONDS,
+    "max_episode_seconds": 600.0,
+    "checkpoint_every": 3,
+    "keep_checkpoints": 2,
+    "optimizer": {"lr": 1e-3},
+}
 
 
-class Calls:
-    """Runs calls and checks their tokens."""
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `kind` dies `delay` seconds after the moment `at`; see `bench.scaling.kills`."""
 
-    def __init__(self, replicas: Replicas, chance: random.Random) -> None:
-        self.replicas = replicas
-        self.begun = self.ended = self.failed = self.wrong = self.tokens = 0
-        self.failovers: list[float] = []
-        """Seconds from the death of a replica to the next token of a call that it had."""
-        self.killed_at: dict[int, float] = {}
-        """Calls whose replica was killed, and when, until their next token."""
-        self._chance = chance
+    kind: str
+    at: str = ""
+    delay: float = 0.0
+    """The longest delay; the seed decides."""
+    count: int = 1
+    stops: bool = False
+    next_replica: str = ""
+    """The replica that starts next dies at this point of its code, or `lies`."""
+    transition: str = ""
+    """The gateway dies when its journal commits this transition."""
 
-    async def run(self, is_over: Callable[[], bool]) -> None:
-        """Make one call after the other."""
-        while not is_over():
-            self.begun += 1
-            await self._call(self.begun)
 
-    async def _call(self, number: int) -> None:
-        params = SamplingParams(self._chance.randint(*CALL_TOKENS), seed=number, piece_tokens=8)
-        prompt = [number, *range(self._chance.randint(1, 300))]
-        pieces: list[Sampled] = []
+ON_THIS_MACHINE: tuple[tuple[int, Fault], ...] = (
+    (33, Fault("replica", delay=0.5)),
+    (4, Fault("replica", delay=0.5, count=2)),
+    (4, Fault("replica", delay=0.5, count=ALL)),
+    (8, Fault("replica", at="adopt", delay=0.1)),
+    (2, Fault("replica", at="adopt", delay=0.1, count=ALL)),
+    (2, Fault("replica", stops=True)),
+    (2, Fault("replica", next_replica="load")),
+    (2, Fault("replica", next_replica="paused")),
+    (2, Fault("replica", next_replica="adopted")),
+    (2, Fault("replica", next_replica="lies")),
+    (2, Fault("rank", at="forward_backward", delay=0.03)),
+    (1, Fault("rank", at="optim_step")),
+    (2, Fault("rank", at="publish")),
+    (2, Fault("rank", at="adopt", delay=0.1)),
+    (1, Fault("rank", at="save")),
+    (2, Fault("gateway", delay=1.0)),
+    (1, Fault("gateway", at="publish")),
+    (2, Fault("gateway", at="adopt", delay=0.1)),
+    (1, Fault("gateway", transition="add_batch")),
+    (1, Fault("gateway", transition="put_operation")),
+    (1, Fault("gateway", transition="add_step")),
+)
+ON_RAYLETS: tuple[tuple[int, Fault], ...] = (
+    (10, Fault("replica", delay=0.5)),
+    (2, Fault("replica", at="adopt", delay=0.1)),
+    (1, Fault("rank", at="forward_backward", delay=0.03)),
+    (1, Fault("rank", at="adopt", delay=0.1)),
+    (5, Fault("raylet", delay=1.0)),
+    (1, Fault("raylet", at="forward_backward", delay=0.03)),
+    (2, Fault("raylet", at="adopt", delay=0.1)),
+    (2, Fault("conductor", delay=1.0)),
+    (1, Fault("conductor", at="forward_backward", delay=0.03)),
+    (1, Fault("conductor", at="adopt", delay=0.1)),
+    (1, Fault("gateway", delay=1.0)),
+)
+
+
+def plan(part: tuple[tuple[int, Fault], ...], share: float, dice: random.Random) -> list[Fault]:
+    """Returns `share` of the faults of a part, in order. The seed rounds up or down."""
+    faults = [fault for times, fault in part for _ in range(int(times * share + dice.random()))]
+    dice.shuffle(faults)
+    return faults
+
+
+class Stage:
+    """The cluster in which faults happen, and what they did."""
+
+    def __init__(self, scene: Scene, raylets: Raylets | None = None) -> None:
+        self.scene = scene
+        self.raylets = raylets
+
+    @property
+    def server(self) -> Server:
+        return self.scene.server
+
+    async def ready(self, num_replicas: int) -> None:
+        """Wait until the server learns, and so many replicas sample."""
+        while True:
+            with contextlib.suppress(ServerEnded, httpx.TransportError):
+                await self.scene.steady(sampling=False)
+                await self.server.wait(lambda found: found[DEFAULT_RUN].state in ("sampling", "learning"))
+                while await self._num_serving() < num_replicas:
+                    await asyncio.sleep(POLL_SECONDS)
+                return
+
+    async def _num_serving(self) -> int:
+        answer = await self.server.request("GET", "/swarm/v1/cluster")
+        processes = answer.raise_for_status().json()["processes"]
+        return sum(one["kind"] == "replica" and one["version"] is not None for one in processes)
+
+    async def inject(self, fault: Fault) -> bool:
+        """Let a fault happen, and wait until a batch was learned, or tokens came again. False if it did not happen."""
+        server, said = self.server, len(self.server.said)
+        await self.ready(2 if fault.kind == "replica" else 1)
+        statuses = await server.up()
+        if fault.next_replica:
+            self._hook(fault.next_replica, statuses[DEFAULT_RUN])
+        if fault.transition:
+            await server.order("trap", at=fault.transition, when="committed")
+        else:
+            order = {"kind": fault.kind, "at": fault.at, "delay": fault.delay * self.scene.dice.random()}
+            if fault.kind == "raylet":
+                assert self.raylets is not None
+                order["raylet"] = self.raylets.victim
+            await server.order("kill", count=fault.count, stops=fault.stops, **order)
+        if not await server.until(lambda: any("killed" in fact for fact in server.said[said:]), MOMENT_SECONDS):
+            await server.order("trap" if fault.transition else "kill")
+            return False
+        if fault.kind == "gateway":
+            await server.dead(MOMENT_SECONDS)
+            await self.scene.bring_back()
+        elif fault.kind == "raylet" and self.raylets is not None:
+            await self.raylets.join()
+        if fault.kind != "replica" or fault.next_replica or fault.at:
+            await server.learned(statuses)
+        return True
+
+    def _hook(self, point: str, status: StatusResponse) -> None:
+        """Give the replica that starts next a fault of its own."""
+        version = status.policy_version
+        fault = {"lies": tuple(range(version + 1, version + 4))} if point == "lies" else {"die": point}
+        self._write_hooks(Hooks(**{**asdict(HOOKS), **fault}))
+
+    def _write_hooks(self, hooks: Hooks) -> None:
+        path = self.scene.folder / "part.json"
+        path.write_text(hooks.environment()[Hooks.VARIABLE])
+        path.rename(self.scene.folder / "next.json")
+
+
+def make_sampler_python(folder: Path) -> Path:
+    """An "interpreter" that runs the fake replica. `folder/next.json` has the hooks of the one that starts next."""
+    path, variables = folder / "sampler-python", HOOKS.environment()
+    usual = variables[Hooks.VARIABLE]
+    lines = [
+        "#!/bin/sh",
+        f"hooks='{usual}'",
+        f'if mv "{folder}/next.json" "{folder}/$$.json" 2> /dev/null; then hooks=$(cat "{folder}/$$.json"); fi',
+        f"export {Hooks.VARIABLE}=\"$hooks\" PYTHONPATH='{variables['PYTHONPATH']}'",
+        f"exec '{COMMAND[0]}' '{COMMAND[1]}'",
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o755)
+    return path
+
+
+class Run:
+    """A run of faults, from its empty folder to its figures."""
+
+    def __init__(
+        self, folder: Path, seed: int, here: Sequence[Fault], on_raylets: Sequence[Fault], minutes: float = math.inf
+    ) -> None:
+        """`here` are the faults on this machine, and `on_raylets` those on a Ray cluster; without any, no Ray.
+
+        Half of the `minutes` are for each; faults for which no time is left are missed.
+        """
+        self._folder = folder
+        self._seed = seed
+        self._here = here
+        self._on_raylets = on_raylets
+        self._seconds = 60 * minutes / 2
+        self.missed: list[Fault] = []
+        self._gave_up = ""
+        self._stops: list[float] = []
+        """Unix seconds at which the server was told to end."""
+
+    @classmethod
+    def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf) -> Run:
+        """A run of `share` of all faults."""
+        dice = random.Random(seed)
+        return cls(folder, seed, plan(ON_THIS_MACHINE, share, dice), plan(ON_RAYLETS, share, dice), minutes)
+
+    def settings(self, address: str = "") -> dict[str, Any]:
+        python = make_sampler_python(self._folder)
+        compute = {"backend": "cluster", "ranks": 2, "samplers": 3, "sampler_python": str(python), "address": address}
+        model = {"name": str(self._folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
+        server = {"worker_timeout": 20.0, "call_timeout": 300.0}
+        sampler = {"max_concurrent": 8, "cache_tokens": 8192}
+        return {"model": model, "compute": compute, "sampler": sampler, "job": JOB, "server": server}
+
+    async def figures(self) -> dict[str, Any]:
+        began, folder = time.monotonic(), self._folder
+        (policy,), exported, calls = ONE_RUN[DEFAULT_RUN], Path(), (0, 0)
+        (folder / "forests" / DEFAULT_RUN).mkdir(parents=True)
+        reference.make_model(folder / "model")
+        settings = self.settings()
+        server = Server(folder, settings, ONE_RUN)
+        wire = Wire(server.port)
+        await wire.open()
+        scene = Scene(folder, server, wire, random.Random(self._seed), [])
         try:
-            async for piece in self.replicas.sample(prompt, params):
-                pieces.append(piece)
-                self.tokens += len(piece.tokens)
-                if (killed_at := self.killed_at.pop(number, None)) is not None:
-                    self.failovers.append(time.monotonic() - killed_at)
-        except ComputeError as error:
-            self.failed += 1
-            logging.error("call %d failed: %s", number, error)
-        else:
-            self.ended += 1
-            self.wrong += bool(mistakes(prompt, params, pieces, derived_seed))
+            await server.start()
+            await server.until(lambda: (server.data_dir / "admin-token").exists())
+            scene.clients += make_clients(
+                *(folder, NUM_CLIENTS, wire, server),
+                seed=self._seed,
+                group_size=GROUP_SIZE,
+                lease=LEASE_SECONDS,
+                max_retries=MAX_RETRIES,
+            )
+            for client in scene.clients:
+                await client.start()
+            await self._break(Stage(scene), self._here)
+            async with contextlib.AsyncExitStack() as stack:
+                if self._on_raylets:
+                    nodes = await stack.enter_async_context(raylets())
+                    await self._change_address(scene, nodes.address)
+                    await self._break(Stage(scene, nodes), self._on_raylets)
+                await server.learned(await server.up(), 2)
+                await asyncio.gather(*(client.stop(within=60.0) for client in scene.clients))
+                calls = await check_calls(server, read(scene.books(DEFAULT_RUN)))
+                exported = (await finish(scene))[DEFAULT_RUN][policy]
+        except GivenUp as error:
+            self._gave_up = str(error)
+        finally:
+            await scene.close()
+        books = read(scene.books(DEFAULT_RUN))
+        forests = folder / "forests" / DEFAULT_RUN
+        found = audit(server.folder_of(DEFAULT_RUN) / "journal.sqlite", books, forests, wire.answers[DEFAULT_RUN])
+        learned = check_forests(forests, policy)
+        alone = await reference.undisturbed(
+            settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
+        )
+        equal = not self._gave_up and reference.equal_weights(exported, alone)
+        return self._report(scene, books, found, [learned, calls], equal, time.monotonic() - began)
+
+    def _report(
+        self, scene: Scene, books: Books, found: Audit, checked: list[tuple[int, int]], equal: bool, seconds: float
+    ) -> dict[str, Any]:
+        said, downs = scene.server.said, self._downs(scene.server)
+        failovers = [fact["failover"] for fact in said if fact.get("survives")]
+        all_dead = [fact["failover"] for fact in said if "failover" in fact and not fact["survives"]]
+        cut, failed = [], []
+        for call in books.failed_calls:
+            is_cut = call["how"] == "streamed" and any(began <= call["at"] <= ended for began, ended in downs)
+            (cut if is_cut else failed).append(call)
+        return {
+            "faults": scene.tally.faults.total(),
+            "by_kind": dict(sorted(scene.tally.faults.items())),
+            "publishes_cut": sum(bool(fact.get("cut")) or fact.get("at") == "publish" for fact in said),
+            "missed": len(self.missed),
+            "gave_up": self._gave_up,
+            "calls": len(books.calls),
+            "calls_failed": len(failed),
+            "streams_cut": len(cut),
+            "errors": Counter(call["error"][:200] for call in books.failed_calls),
+            "lost": len(found.lost),
+            "trained_twice": len(found.trained_twice),
+            "failures_scored": len(found.failures_scored),
+            "two_effects": len(found.two_effects),
+            "tokens_checked": sum(one for one, _ in checked),
+            "wrong_versions": sum(int(wrong) for _, wrong in checked),
+            "weights_equal": equal,
+            "failover_s": round(percentile(failovers, 95), 3),
+            "failover_max_s": round(max(failovers, default=0.0), 3),
+            "failovers": len(failovers),
+            "all_replicas_dead_s": round(percentile(all_dead, 95), 3),
+            "gateway_s": round(percentile(scene.tally.gateway_s, 95), 1),
+            "unexpected_ends": scene.tally.unexpected,
+            "batches": found.batches,
+            "episodes": {"begun": found.begun, "finished": found.finished, "trained": found.trained}
+            | {"waiting": found.waiting, "dropped": found.dropped, **found.unscored},
+            "seconds": round(seconds),
+        }
+
+    def _downs(self, server: Server) -> list[tuple[float, float]]:
+        """Returns when no gateway ran, in Unix seconds, with some seconds for clients to notice."""
+        offset = time.time() - time.monotonic()
+        ends = self._stops + [offset + fact["time"] for fact in server.said if fact.get("killed") == "gateway"]
+        starts = [offset + fact["time"] for fact in server.said if "gateway" in fact]
+        return [(end, min((one for one in starts if one > end), default=end) + NOTICE_SECONDS) for end in ends]
+
+    async def _break(self, stage: Stage, faults: Sequence[Fault]) -> None:
+        """Fault after fault; one whose moment did not come is tried again at the end."""
+        backlog, began = [(fault, 1) for fault in faults], time.monotonic()
+        tally = stage.scene.tally.faults
+        while backlog:
+            fault, tries = backlog.pop(0)
+            if time.monotonic() - began > self._seconds:
+                self.missed.append(fault)
+                continue
+            print(f"{time.monotonic() - began:6.1f} s {tally.total():4} {fault}", file=sys.stderr, flush=True)
+            try:
+                happened = await stage.inject(fault)
+            except ServerEnded:  # Noted, and started again, before the next one.
+                happened = False
+            if happened:
+                tally[fault.kind] += 1
+            elif tries < MAX_TRIES and time.monotonic() - began < self._seconds:
+                backlog.append((fault, tries + 1))
+            else:
+                self.missed.append(fault)
+
+    async def _change_address(self, scene: Scene, address: str) -> None:
+        """Ctrl-C; the next server has its processes on a Ray cluster."""
+        self._stops.append(time.time())
+        await scene.server.stop()
+        path = self._folder / "settings.json"
+        changed = json.loads(path.read_text())
+        changed["compute"]["address"] = address
+        path.write_text(json.dumps(changed))
+        await scene.bring_back()
 
 
-class Faults:
-    """Does the faults."""
+def figures(share: float = 1.0, seed: int = 0) -> dict[str, Any]:
+    """Returns the faults tried and what they did; `share` is that of the faults of a whole run.
 
-    def __init__(self, born: Nursery, replicas: Replicas, calls: Calls, chance: random.Random) -> None:
-        self.tried: Counter[str] = Counter()
-        self._born = born
-        self._replicas = replicas
-        self._calls = calls
-        self._chance = chance
-        self._version = 0
-        self._next_hooks: list[Hooks] = []
-        born.hooks = self._hooks
-
-    def _hooks(self, number: int) -> Hooks:
-        return self._next_hooks.pop() if self._next_hooks else Hooks(step_seconds=STEP_SECONDS)
-
-    async def one(self) -> None:
-        """Do a fault, and wait until tokens come again."""
-        kind = self._chance.choice(KINDS)
-        self.tried[kind] += 1
-        serving = [one.name for one in self._replicas.status() if one.version is not None]
-        if kind == "kill":
-            self._kill(self._chance.sample(serving, min(1, len(serving))))
-        elif kind == "kill two":
-            self._kill(self._chance.sample(serving, min(2, len(serving))))
-        elif kind == "kill all":
-            self._kill(serving)
-        elif kind == "newcomer":
-            self._next_hooks.append(Hooks(die=self._chance.choice(["load", *CUTS]), step_seconds=STEP_SECONDS))
-            self._kill(serving[:1])
-        elif kind == "stop":
-            for name in serving[:1]:
-                self._born.signal(name, signal.SIGSTOP)
-        elif kind == "scale":
-            await self._replicas.scale(self._chance.randint(1, NUM_REPLICAS + 1))
-            await self._publish()
-            await self._replicas.scale(NUM_REPLICAS)
-        else:
-            await self._cut(kind)
-        await self._tokens_again()
-
-    async def _cut(self, kind: str) -> None:
-        """Replace a replica by one that dies in the middle of the next publish, or that lies; then publish."""
-        if kind == "lie":
-            hooks = Hooks(lies=(self._version + 1,), step_seconds=STEP_SECONDS)
-        else:
-            hooks = Hooks(die=f"{self._chance.choice(CUTS)}:2", step_seconds=STEP_SECONDS, adopt_seconds=0.02)
-        self._next_hooks.append(hooks)
-        names = [one.name for one in self._replicas.status()]
-        self._kill(names[:1])
-        while len(serving := [one for one in self._replicas.status() if one.version is not None]) < NUM_REPLICAS or (
-            {one.name for one in serving} == set(names)
-        ):
-            await asyncio.sleep(0.01)
-        await self._publish()
-
-    async def _publish(self) -> None:
-        self._version += 1
-        await self._replicas.publish(publication(self._version), one_by_one=self._chance.random() < 0.5)
-
-    def _kill(self, names: list[str]) -> None:
-        now = time.monotonic()
-        for replica in self._replicas.fleet.replicas:
-            if replica.name in names:
-                for work in replica.load.running:
-                    self._calls.killed_at.setdefault(int(work.prompt[0]), now)
-        for name in names:
-            self._born.signal(name, signal.SIGKILL)
-
-    async def _tokens_again(self) -> None:
-        tokens, pause = self._calls.tokens, self._chance.uniform(0.02, 0.2)
-        await asyncio.sleep(pause)
-        while self._calls.tokens < tokens + NUM_CALLS:
-            await asyncio.sleep(0.01)
-
-
-async def _figures(num_faults: int, seed: int) -> dict[str, Any]:
-    chance = random.Random(seed)
-    settings = SamplerConfig(max_concurrent=16)
-    with fork_server() as server:
-        async with nursery(server, settings) as born:
-            replicas = Replicas(POLICY, born.start, born.stop, NUM_REPLICAS, settings, timeout=HUNG_SECONDS)
-            calls = Calls(replicas, chance)
-            faults = Faults(born, replicas, calls, chance)
-            await replicas.publish(publication(0))
-            is_over = False
-            running = [asyncio.create_task(calls.run(lambda: is_over)) for _ in range(NUM_CALLS)]
-            began = time.monotonic()
-            while faults.tried.total() < num_faults:
-                await faults.one()
-            is_over = True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*running), PATIENCE)
-            found = {
-                "faults": faults.tried.total(),
-                "by_kind": dict(sorted(faults.tried.items())),
-                "calls": calls.begun,
-                "calls_failed": calls.failed,
-                "lost": calls.begun - calls.ended - calls.failed,
-                "wrong_versions": calls.wrong,
-                "resumed": int(replicas.metrics()["sampler/resumed"]),
-                "failover_s": round(percentile(calls.failovers, 95), 3),
-                "seconds": round(time.monotonic() - began, 1),
-            }
-            await replicas.close()
-            return found
-
-
-def figures(num_faults: int = NUM_FAULTS, seed: int = 0) -> dict[str, Any]:
-    """Returns the faults tried and what they did.
-
-    `lost` are calls that neither ended nor failed, `wrong_versions` calls with a token that its version cannot sample
-    in its context. `failover_s` is the 95th percentile of the seconds from a kill to the next token of its calls.
+    `calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
+    repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `lost` are acknowledged
+    episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
+    seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
+    no replica was left; then a new one must start.
     """
-    return asyncio.run(_figures(num_faults, seed))
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(Run.drawn(Path(folder).resolve(), share, seed).figures())
 
 
 if __name__ == "__main__":
-    print(json.dumps(figures()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=1.0, help="share of the faults of a whole run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="time for faults, on a busy machine")
+    parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        kept = given.keep or Path(made)
+        kept.mkdir(parents=True, exist_ok=True)
+        run = Run.drawn(kept.resolve(), given.share, given.seed, given.minutes)
+        print(json.dumps(asyncio.run(run.figures())))

@@ -1,6 +1,7 @@
-"""vLLM's own offline API, for `samplers.sampler_efficiency`: `SAMPLER_PYTHON -m bench.scaling.offline`, a job on stdin.
+"""vLLM's own offline API, for `samplers.sampler_efficiency`: `SAMPLER_PYTHON -m bench.scaling.offline JOB_FILE`.
 
-Prints the seconds of each round as JSON, in the last line. It imports no library that only the server has.
+Writes the seconds of each round as JSON to the file `result` of the job: vLLM itself may print anything. It imports no
+library that only the server has.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 from agentjet.compute.cluster.vllm_engine import engine_settings, set_environment
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -15,7 +17,7 @@ from agentjet.types import ModelInfo
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(Path(sys.argv[1]).read_text())
     model, sampler = ModelConfig.model_validate(job["model"]), SamplerConfig.model_validate(job["sampler"])
     compute = ComputeConfig()
     set_environment(model, compute)
@@ -34,7 +36,7 @@ def main() -> None:
         found = engine.generate(prompts, params, use_tqdm=False)
         seconds.append(time.monotonic() - started)
         assert all(len(one.outputs[0].token_ids) == job["new_tokens"] for one in found)
-    print(json.dumps(seconds))
+    Path(job["result"]).write_text(json.dumps(seconds))
 
 
 if __name__ == "__main__":  # vLLM's processes import this module again.

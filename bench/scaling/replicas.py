@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentjet.compute.cluster.adapters import write_adapter
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -152,11 +153,15 @@ def raw_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def publish(model: Any, folder: Path, version: int) -> Publication:
-    """Write a model's weights as a publication of this machine."""
+    """Write a model's weights as a publication of this machine: those of its adapter, if it has one."""
     path = folder / f"{version}-{os.urandom(4).hex()}.safetensors"
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    weights = {name: one.contiguous() for name, one in model.state_dict().items() if name not in tied}
-    save_file(weights, path, metadata={"format": "pt"})
+    adapter = ""
+    if hasattr(model, "peft_config"):
+        adapter = write_adapter(model, None, path)
+    else:
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        weights = {name: one.contiguous() for name, one in model.state_dict().items() if name not in tied}
+        save_file(weights, path, metadata={"format": "pt"})
     probe = np.random.default_rng(0).integers(3, model.config.vocab_size, PROBE_TOKENS).tolist()
     after = raw_logprobs(model, probe)
     scores = [float(after[i, token]) for i, token in enumerate(probe[1:])]
@@ -166,9 +171,10 @@ def publish(model: Any, folder: Path, version: int) -> Publication:
         path=str(path),
         num_bytes=path.stat().st_size,
         digest=hashlib.sha256(path.read_bytes()).hexdigest(),
-        dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
         probe_tokens=tuple(probe),
         probe_logprobs=tuple(scores),
+        adapter=adapter,
     )
 
 

@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from scipy.stats import t as student
 
 from agentjet.cli.serve import ChildServer
 from agentjet.client.threads import raise_on_signals
 from bench.seeded import SETTINGS, TASKS, agent
 from tests.tiny import make_model
 
-STEPS, LAST, SEEDS = 20, 5, 3
-"""Batches of a run, those at its end whose rewards count, and runs of each backend."""
+STEPS, LAST, SEEDS = 20, 5, 6
+"""Batches of a run, those at its end whose rewards count, and runs of each backend.
+
+Rewards of equal runs differ by a factor of two between seeds, so three say little.
+"""
+REPEATS = 16
+"""Episodes of each task that evaluate the untrained policy. They show whether both backends sample alike."""
 CONCURRENCY = 8
 
 
@@ -32,6 +38,8 @@ class Trained:
 
     reward: float
     """Mean of the last batches."""
+    untrained: tuple[float, ...]
+    """Rewards of the untrained policy. Equal samplers give equal means, and these vary less than what was learned."""
     gateway_ms: float
     """CPU time of the gateway per call, in milliseconds."""
     overlap: float
@@ -50,6 +58,7 @@ def train(backend: str, seed: int, *, python: str, staleness: int = 0, settings:
             overrides += [f"compute.sampler_python={json.dumps(python)}", "compute.ranks=2", "compute.samplers=2"]
         overrides += settings
         with ChildServer(folder / "settings.toml", overrides, folder / "data") as child, child.connect() as swarm:
+            before = swarm.evaluate(agent, TASKS, repeats=REPEATS, concurrency=CONCURRENCY, progress=False)
             gateway = psutil.Process(child._process.pid)
             cpu, began = _cpu(gateway), time.monotonic()
             report = swarm.train(agent, TASKS, steps=STEPS, concurrency=CONCURRENCY, seed=seed, progress=False)
@@ -59,6 +68,7 @@ def train(backend: str, seed: int, *, python: str, staleness: int = 0, settings:
     calls = sum(step["episodes"] for step in map(json.loads, lines) if "episodes" in step) or len(steps) * 8
     return Trained(
         reward=statistics.fmean(step["reward/mean"] for step in steps[-LAST:]),
+        untrained=tuple(result.reward for result in before.finished if result.reward is not None),
         gateway_ms=1e3 * cpu / (2 * calls),
         overlap=statistics.fmean(step.get("sampler/overlap", 0.0) for step in steps[1:]),
         seconds=seconds,
@@ -73,18 +83,23 @@ def _cpu(process: psutil.Process) -> float:
 def same_learning(python: str) -> dict[str, Any]:
     """Returns rewards of both backends on the same job, and the gateway's cost of a call in one relative to the other.
 
-    Intervals are mean and two standard errors over the seeds.
+    Intervals are those of 95 % for the mean: over the seeds after training, over all episodes before it.
     """
     runs = {
         backend: [train(backend, seed, python=python) for seed in range(SEEDS)] for backend in ("embedded", "cluster")
     }
     intervals = {backend: _interval([run.reward for run in found]) for backend, found in runs.items()}
     (low, high), (other_low, other_high) = intervals["embedded"], intervals["cluster"]
+    untrained = {backend: _interval([one for run in found for one in run.untrained]) for backend, found in runs.items()}
     costs = {backend: statistics.median(run.gateway_ms for run in found) for backend, found in runs.items()}
     return {
         "same_learning": low <= other_high and other_low <= high,
         "reward_embedded": [round(run.reward, 3) for run in runs["embedded"]],
         "reward_cluster": [round(run.reward, 3) for run in runs["cluster"]],
+        "interval_embedded": intervals["embedded"],
+        "interval_cluster": intervals["cluster"],
+        "untrained_embedded": untrained["embedded"],
+        "untrained_cluster": untrained["cluster"],
         "gateway_ratio": costs["cluster"] / costs["embedded"],
         "gateway_ms_embedded": costs["embedded"],
         "gateway_ms_cluster": costs["cluster"],
@@ -98,5 +113,5 @@ def overlap(python: str) -> dict[str, float]:
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
     mean = statistics.fmean(values)
-    error = 2 * statistics.stdev(values) / len(values) ** 0.5
-    return mean - error, mean + error
+    error = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return round(mean - error, 3), round(mean + error, 3)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentjet.errors import InvalidRequest
 from agentjet.types import (
@@ -22,6 +22,7 @@ from agentjet.types import (
     FinishReason,
     Fork,
     Mode,
+    SamplerBounds,
 )
 
 PREFIX = "/swarm/v1"
@@ -275,7 +276,7 @@ class RunSettings(Request):
     """The settings of a run besides those of the server."""
 
     policies: dict[str, dict[str, Any]] = {}
-    """As `[policies]` of the settings file. Cannot change once the run exists."""
+    """As `[policies]` of the settings file. Cannot change once the run was up or has an episode."""
     job: dict[str, Any] | None = None
     """As `[job]` of the settings file. null keeps those of the run; a new run has those of the server."""
 
@@ -372,6 +373,8 @@ class StatusResponse(Response):
     groups_open: int
     episodes: dict[str, int]
     """Counts since the data dir was made: live, finished, aborted, expired; of finished: trained, waiting, dropped."""
+    dropped: dict[str, int] = {}
+    """The dropped ones by reason, such as `stale`: a token is too old for `job.max_staleness`."""
     calls_active: int
     last_step: dict[str, float]
     """Metrics of the newest batch."""
@@ -396,10 +399,16 @@ class StatusResponse(Response):
     uptime: float
 
 
+def _is_sampler_count(value: int | str) -> int | str:
+    SamplerBounds.parse(value)
+    return value
+
+
 class ScaleRequest(Request):
     """Change the number of sampler replicas of a policy."""
 
-    samplers: Annotated[int, Field(ge=1, le=4096)]
+    samplers: Annotated[int | str, AfterValidator(_is_sampler_count)]
+    """A number such as 6, or bounds such as `2..8`."""
     policy: Annotated[str, Field(max_length=64)] = ""
     """The policy, if the run has several."""
 
@@ -418,12 +427,30 @@ class ProcessView(Response):
     """Policy version that it samples with."""
     completions: int = 0
     """Completions that it samples now."""
+    is_ready: bool = True
+    """False while it starts or loads, and before its first weights."""
+
+
+class SamplersView(Response):
+    """The sampler replicas of a policy as a whole."""
+
+    policy: str
+    bounds: str
+    """A number, or the bounds of an automatic one, such as `2..8`."""
+    wanted: int
+    """Number of replicas that the policy should have now."""
+    running: int
+    """Completions that replicas have."""
+    waiting: int
+    """Completions that wait for a place at a replica."""
 
 
 class ClusterView(Response):
     """The processes of a run, by policy, ranks before replicas."""
 
     processes: list[ProcessView]
+    samplers: list[SamplersView] = []
+    """One for each policy that has replicas."""
 
 
 class Problem(Response):
@@ -439,6 +466,14 @@ class Problem(Response):
 
 
 TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+
+
+def first_mistake(error: ValueError) -> str:
+    """Returns the first error of a body or a file in one line, with its key."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 def check_tag(name: str) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
@@ -307,6 +307,49 @@ class ProcessStatus:
     """Policy version that it samples with. None for a rank, and before the first version."""
     completions: int = 0
     """Completions that it samples now."""
+    is_ready: bool = True
+    """False while it starts or loads, and before its first weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerBounds:
+    """Fewest and most sampler replicas of a policy. Their number is fixed if the two are equal."""
+
+    MAX: ClassVar = 4096
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Returns the bounds that `6`, `"6"` or `"2..8"` mean. Raises `ValueError`."""
+        if isinstance(value, cls):
+            return value
+        found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", str(value).replace(" ", ""), re.ASCII)
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most <= cls.MAX:
+            raise ValueError(f"{value!r} is not a number from 1 to {cls.MAX}, such as 6, nor a range, such as 2..8")
+        return cls(least, most)
+
+    def clamp(self, number: int) -> int:
+        """Returns the nearest number within the bounds."""
+        return max(self.least, min(self.most, number))
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplersStatus:
+    """The sampler replicas of a policy as a whole."""
+
+    bounds: SamplerBounds
+    wanted: int
+    """Number of replicas that the policy should have now."""
+    running: int
+    """Completions that replicas have."""
+    waiting: int
+    """Completions that wait for a place at a replica."""
 
 
 @dataclass(frozen=True, slots=True)

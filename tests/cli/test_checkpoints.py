@@ -178,6 +178,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert up.compute.learned == [], "nothing that was undone is learned again"
         counts = swarm.queries.status_counts()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
+        assert swarm.queries.dropped() == {"rolled_back": 13}
         assert counts["finished"] == before["finished"]
         undone = swarm.queries.recent_episodes(5)[-1]
         assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")
@@ -442,6 +443,9 @@ async def test_what_cannot_be_branched(tmp_path: Path) -> None:
     await trained(data, 1)
     with pytest.raises(ConfigError, match="d exists: move it away"):
         branch(data, "1", data)
+    for inside in (data / "new", folder(data) / "new"):
+        with pytest.raises(ConfigError, match=r"new would be inside the data dir .*d: give a folder outside it"):
+            branch(data, "1", inside)
     with pytest.raises(CheckpointError, match="has no checkpoint '5'; it has versions 1"):
         branch(data, "5", tmp_path / "new")
     with pytest.raises(ConfigError, match="'d' is not of the form DATA_DIR@VERSION"):

@@ -24,7 +24,7 @@ from agentjet.errors import (
     Unreachable,
 )
 from agentjet.protocol import EpisodeTree
-from tests.server.serving import TOKEN, Served
+from tests.server.serving import TOKEN, Served, in_thread, serving
 
 
 def run(*arguments: str) -> str:
@@ -162,6 +162,17 @@ def test_eval_of_any_agent(served: Served, tmp_path: Path) -> None:
     assert (score["tasks"], score["success"], score["letters"]) == (2, 0.5, 9.5)
     only = json.loads(run("eval", served.url, "--token", TOKEN, *arguments, "--tasks", "1", "--json"))
     assert (only["tasks"], only["success"], only["letters_interval"]) == (1, 1.0, [None, None])
+
+
+def test_eval_of_a_run_with_several_policies(tmp_path: Path) -> None:
+    file = tmp_path / "team.py"
+    kept = AGENT.partition("    return Reward")[0].replace("episode.model", "'coder'")
+    file.write_text(kept + "    return {'planner': 0.5, 'coder': 1.0}\n")
+    with in_thread(serving(tmp_path / "data", policies={"planner": {}, "coder": {}})) as (served, _):
+        with pytest.raises(ConfigError, match="has the policies planner, coder, and the default agent asks one"):
+            run("eval", served.url, "--token", TOKEN, "--tasks", "3")
+        printed = run("eval", served.url, "--token", TOKEN, "--agent", f"{file}:agent", "--task-file", f"{file}:tasks")
+        assert "mean@1 0.750" in printed, printed
 
 
 def test_eval_with_repeats(served: Served) -> None:

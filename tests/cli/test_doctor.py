@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,21 @@ from agentjet.cli.main import app
 from agentjet.cli.sampler_venv import STAMP, Packages, install
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
-from tests.cluster.test_memory import LLAMA_8B
+from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
 from tests.test_architecture import loaded_by
 
-VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "ray": "2.60.0", "vllm": "0.32.0"}
-EIGHT = Machine(memory=1000 * GB, gpus=(80 * GB,) * 8, shared_memory=500 * GB, versions=VERSIONS, file_system="nfs4")
+VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "ray": "2.60.0"}
+VLLM = {sys.executable: "0.32.0"}
+EIGHT = Machine(
+    memory=1000 * GB,
+    gpus=(80 * GB,) * 8,
+    shared_memory=500 * GB,
+    versions=VERSIONS,
+    vllm=VLLM,
+    file_system="nfs4",
+    is_ray_node=True,
+)
+LAPTOP = Machine(memory=25 * GB, shared_memory=12 * GB, versions=VERSIONS, vllm=VLLM)
 
 
 @pytest.fixture
@@ -32,7 +43,7 @@ def settings(model: Path, **compute: object) -> ServeConfig:
     return parse_config(
         {
             "model": {"name": str(model)},
-            "compute": {"backend": "cluster", **compute},
+            "compute": {"backend": "cluster", "sampler_python": sys.executable, **compute},
             "server": {"port": 0, "data_dir": str(model)},
         }
     )
@@ -54,31 +65,97 @@ def test_auto_is_gathered_if_that_fits(model: Path) -> None:
     large = Machine(10**12, (200 * GB,) * 2, 10**12, VERSIONS)
     assert "each of 1 ranks (sharded): " in lines(settings(model), EIGHT)
     assert "each of 2 ranks (gathered): " not in lines(settings(model, ranks=2), EIGHT)
-    assert "each of 1 ranks (gathered): 144.5 GB" in lines(settings(model), Machine(10**12, (250 * GB,) * 2))
+    assert "each of 1 ranks (gathered): 144.6 GB" in lines(settings(model), Machine(10**12, (250 * GB,) * 2))
     assert "each of 2 ranks (gathered): 96.4 GB" in lines(settings(model, ranks=2), large)
 
 
 def test_what_does_not_fit(model: Path) -> None:
     text = lines(settings(model, ranks=1, sharding="gathered"), EIGHT)
-    assert "problem policy: each of 1 ranks (gathered): 144.5 GB" in text
+    assert "problem policy: each of 1 ranks (gathered): 144.6 GB" in text
     assert "does not fit; 4 sharded ranks fit (compute.ranks)" in text
 
 
 def test_fewer_gpus_than_wanted(model: Path) -> None:
     text = lines(settings(model, ranks=4, samplers=6), EIGHT)
-    assert "need 10 GPUs and this machine has 8: set them to fit, such as ranks = 4, samplers = 4" in text
+    assert "need 10 GPUs, and 8 are free; would fit: ranks = 4 with samplers = 4" in text
+    assert "tensor_parallel = 2 needs GPUs and there are none: set it to 1" in lines(
+        settings(model, tensor_parallel=2), LAPTOP
+    )
+
+
+def test_a_second_policy_gets_the_gpus_that_the_first_leaves(model: Path) -> None:
+    config = parse_config(
+        {
+            "model": {"name": str(model)},
+            "server": {"port": 0, "data_dir": str(model)},
+            "compute": {"backend": "cluster", "ranks": 3, "samplers": 2},
+            "policies": {"one": {}, "two": {}},
+        }
+    )
+    text = lines(config, EIGHT)
+    assert "need 5 GPUs of 8" in text and "need 5 GPUs, and 3 are free" in text
 
 
 def test_missing_packages(model: Path) -> None:
-    text = lines(settings(model, address="auto"), Machine(memory=10**12, versions={"torch": "2.13.0"}))
+    bare = Machine(memory=10**12, versions={"torch": "2.13.0"})
+    text = lines(settings(model, address="auto", sampler_python=""), bare)
     assert "problem ray is not installed: pip install 'agentjet[cluster]'" in text
-    assert "problem vllm is not installed in the samplers' environment: agentjet cluster install" in text
+    assert "note vllm is not installed in the samplers' environment: agentjet cluster install" in text
+    assert "Only the nodes of replicas need it" in text
     assert "problem transformers is not installed: pip install 'agentjet[server]'" in text
+    assert "problem vllm is not installed" in lines(settings(model, sampler_python=""), bare)
+
+
+def test_a_wrong_sampler_python(model: Path) -> None:
+    text = lines(settings(model, sampler_python="/nowhere/python"), EIGHT)
+    assert "problem compute.sampler_python: /nowhere/python is not a program: set it to the Python of" in text
+    without = Machine(memory=10**12, versions=VERSIONS, vllm={sys.executable: ""})
+    assert f"problem compute.sampler_python: {sys.executable} has no vllm: set it" in lines(settings(model), without)
+
+
+def test_the_address_of_a_ray_cluster(model: Path) -> None:
+    text = lines(settings(model, address="ray://10.0.0.1:10001"), EIGHT)
+    assert "problem compute.address = 'ray://10.0.0.1:10001' is not an address of a Ray cluster: give HOST:PORT" in text
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert f"ok compute.address = '{address}'" in lines(settings(model, address=address), EIGHT)
+        assert f"no Ray node runs here: run `ray start --address={address}`" in lines(
+            settings(model, address=address), LAPTOP
+        )
+    assert f"problem compute.address = '{address}': nothing listens there" in lines(
+        settings(model, address=address), EIGHT
+    )
+    assert "no Ray node runs here: run `ray start --head`" in lines(settings(model, address="auto"), LAPTOP)
+
+
+def test_without_gpus_processes_share_the_memory(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(SMOLLM2))
+    text = lines(settings(model, samplers=50), LAPTOP)
+    assert "problem policy: each of 50 replicas: 5.6 GB (weights 0.5, cache 3.0, workspace 2.1) of 0.4 GB" in text
+    assert "does not fit; samplers = 3 fits" in text
+    assert "problem" not in lines(settings(model, samplers=3), LAPTOP)
+
+
+def test_the_embedded_backend(model: Path) -> None:
+    """Weights of 2 bytes, gradients of 4, masters and moments of 12, and keys and values of 65,536 tokens."""
+    text = lines(settings(model, backend="embedded"), EIGHT)
+    worker = "policy: the worker: 153.2 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 8.6) of 48.0 GB usable"
+    assert f"problem {worker}: does not fit; train an adapter (model.lora.rank), " in text
+    assert "vllm" not in text and "ranks" not in text
+
+
+def test_a_model_without_attention(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 768}))
+    text = lines(settings(model), EIGHT)
+    assert "is of type 'mamba', whose config.json has no attention heads, so its memory is unknown here" in text
+    assert "problem" not in text
+    (model / "config.json").write_text("{")
+    assert "problem policy: " in lines(settings(model), EIGHT)
 
 
 def test_a_file_system_of_this_machine(model: Path) -> None:
     config = settings(model, address="auto")
-    local = Machine(10**12, versions=VERSIONS, file_system="ext4")
+    local = Machine(10**12, versions=VERSIONS, vllm=VLLM, file_system="ext4")
     assert "note server.data_dir" in lines(config, local) and "ranks must see it at the same path" in lines(
         config, local
     )
@@ -93,7 +170,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments = ["--set", f"model.name={json.dumps(str(model))}", "--set", "compute.backend=cluster"]
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
-    assert result.exit_code == 1 and "problem  vllm is not installed" in result.output
+    assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
     assert not loaded_by("agentjet.cli.doctor, agentjet.cli.sampler_venv, agentjet.compute.cluster.memory") & {
         "torch",
         "ray",

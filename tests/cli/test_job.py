@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from agentjet.client.inputs import edited
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Forbidden, InvalidRequest
 from tests.cli.test_commands import at, run
-from tests.server.serving import ADMIN, Served
+from tests.server.serving import ADMIN, Served, in_thread, serving
 
 
 def test_one_setting_is_changed_and_the_others_stay(served: Served) -> None:
@@ -64,10 +65,15 @@ def test_a_key_has_one_finite_value(served: Served) -> None:
     assert served.run.gateway.swarm.job_revision == 1
 
 
-def test_python_changes_a_setting_too(served: Served) -> None:
-    with Swarm(served.url, ADMIN) as swarm:
-        assert swarm.change_job({"job.seed": 7}).job["seed"] == 7
-    assert served.run.gateway.swarm.job.seed == 7
+def test_python_changes_a_setting_too(tmp_path: Path) -> None:
+    with in_thread(serving(tmp_path / "data")) as (served, loop):
+        with Swarm(served.url, ADMIN) as swarm:
+            assert swarm.change_job({"job.seed": 7}).job["seed"] == 7
+        assert served.run.gateway.swarm.job.seed == 7
+        loop.run(served.run.batch())
+        for steps, is_reached in ((1, True), (2, False), (0, False)):
+            printed = run("job", "set", f"max_steps={steps}", "--url", served.url, "--token", ADMIN)
+            assert ("job.max_steps = 1 is reached at version 1: raise it" in printed) is is_reached
 
 
 def test_editing_leaves_the_original_alone() -> None:

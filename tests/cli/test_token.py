@@ -54,6 +54,9 @@ def test_the_tokens_of_a_run(tmp_path: Path) -> None:
     said = token("rotate", "client", "--run", "other", data_dir=tmp_path)
     assert "--run other" in said and "AGENTJET_TOKEN" not in said
     assert token("show", "client", "--run", "other", data_dir=tmp_path).strip() not in said
+    (tmp_path / "runs" / "other" / "journal.sqlite").touch()
+    with pytest.raises(ConfigError, match="has no run 'nope'; its runs are other"):
+        token("show", "client", "--run", "nope", data_dir=tmp_path)
     with pytest.raises(InvalidRequest, match="is not the name of a run"):
         token("show", "client", "--run", "..", data_dir=tmp_path)
 

@@ -294,3 +294,10 @@ def test_what_is_no_address_is_refused_by_name(address: Any) -> None:
     with pytest.raises(ConfigError, match="is not a server's address") as refused:
         load_settings(address, environ={})
     assert repr(address) in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/swarm/v1"])
+def test_the_address_of_an_api_is_not_that_of_the_server(path: str) -> None:
+    with pytest.raises(ConfigError, match="the server's is 'http://a/runs/b', without") as refused:
+        load_settings(f"http://a/runs/b{path}", environ={})
+    assert repr(path.rstrip("/")) in str(refused.value)

@@ -59,12 +59,12 @@ def test_runs_are_listed_started_and_ended_at_the_server(server: FakeRuns, url: 
     async def scenario() -> None:
         swarm = connect(server, url)
         assert [run.name for run in await swarm.runs()] == ["default", "study"]
-        started = await swarm.start_run("study", job={"batch_size": 2}, policies={"planner": {"lora": {"rank": 4}}})
+        started = await swarm.start_run("study", job={"optimizer.lr": 1.0}, policies={"planner": {"lora": {"rank": 4}}})
         assert (started.path, (await swarm.end_run("study")).name) == ("/runs/study", "study")
         await swarm.start_run("study")
 
     asyncio.run(scenario())
-    settings = {"job": {"batch_size": 2}, "policies": {"planner": {"lora": {"rank": 4}}}}
+    settings = {"job": {"optimizer": {"lr": 1.0}}, "policies": {"planner": {"lora": {"rank": 4}}}}
     assert server.requests == [
         ("GET", "/swarm/v1/runs", "t", None),
         ("PUT", "/swarm/v1/runs/study", "t", settings),

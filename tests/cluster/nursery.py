@@ -88,13 +88,14 @@ class Nursery:
                 raise WorkerDied(f"{name} ended before it connected")
         return connection.result()
 
-    async def stop(self, name: str) -> None:
+    async def stop(self, name: str) -> str:
         """See `fleet.Stop`."""
         self.hub.forget(name)
         self.signal(name, signal.SIGKILL)
         self.pids.pop(name, None)
         if (peer := self.peers.pop(name, None)) is not None:
             peer.close()
+        return "ended by SIGKILL"
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a replica, unless it ended."""

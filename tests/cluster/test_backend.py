@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 
 from agentjet.compute.channel import Answer, Request, encode, read
-from agentjet.compute.cluster import learner_group
-from agentjet.compute.cluster.backend import ClusterCompute, SamplingMeter, StepMeter, check_gpus, sampler_python
+from agentjet.compute.cluster import autoscaler, backend, learner_group
+from agentjet.compute.cluster.backend import ClusterCompute, check_gpus, sampler_python
 from agentjet.compute.cluster.launcher import LocalLauncher
 from agentjet.compute.cluster.link import Link, dial
+from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
-from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
 from tests.cluster.fake_replica import INFO, publication
 from tests.fakes import Clock
 
@@ -45,6 +46,7 @@ class ThreadProcess:
 
     def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
         self.requests: list[Request] = []
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._where = [environment[name] for name in Link.VARIABLES]
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -69,8 +71,17 @@ class ThreadProcess:
                 if request.op != "cancel" and (request.op == "sample" or answer.result is not NotImplemented):
                     self.connection.sendall(encode(answer))
 
-    def die(self) -> None:
-        with contextlib.suppress(OSError):
+    @property
+    def place(self) -> str:
+        return f"thread {self._where[1]}"
+
+    async def stop(self) -> None:
+        self.end("was stopped")
+
+    def end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+        with contextlib.suppress(AttributeError, OSError):  # It has not connected yet, or it closed already.
             self.connection.shutdown(2)
 
 
@@ -84,44 +95,28 @@ class ThreadLauncher:
         self.special: dict[str, Handler] = {}
         """Handlers of processes by name."""
         self.version = 0
-        self._ends: dict[str, asyncio.Future[str]] = {}
 
-    async def free_gpus(self) -> int | None:
+    async def num_gpus(self) -> int | None:
         return self.gpus
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
-    ) -> None:
-        self._ends[name] = asyncio.get_running_loop().create_future()
+    ) -> ThreadProcess:
         handler = self.special.get(name, self._rank if "rank" in name else self._replica)
-        self.running[name] = self.all[name] = ThreadProcess(environment, handler)
-
-    def ended(self, name: str) -> asyncio.Future[str]:
-        return self._ends[name]
-
-    def place(self, name: str) -> str:
-        return f"thread {name}"
-
-    async def stop(self, name: str) -> None:
-        if (process := self.running.pop(name, None)) is not None:
-            process.die()
-        self._end(name, "was stopped")
+        process = self.running[name] = self.all[name] = ThreadProcess(environment, handler)
+        process.ended.add_done_callback(lambda _: self.running.pop(name))
+        return process
 
     async def close(self) -> None:
-        for name in list(self.running):
-            await self.stop(name)
+        for process in list(self.running.values()):
+            await process.stop()
 
     def kill(self, name: str) -> None:
         """As SIGKILL."""
-        self._end(name, "ended by SIGKILL")
-        self.running.pop(name).die()
+        self.running[name].end("ended by SIGKILL")
 
     def ops(self, name: str) -> list[str]:
         return [request.op for request in self.all[name].requests]
-
-    def _end(self, name: str, reason: str) -> None:
-        if name in self._ends and not self._ends[name].done():
-            self._ends[name].set_result(reason)
 
     def _rank(self, request: Request) -> Any:
         if request.op == "publish":
@@ -149,7 +144,8 @@ async def cluster(tmp_path: Path, gpus: int | None = None) -> AsyncIterator[tupl
 
 
 def settings(**changed: Any) -> ComputeConfig:
-    return ComputeConfig(**{"backend": "cluster", "ranks": 2, "sampler_python": "/bin/sh", **changed})
+    values = {"backend": "cluster", "ranks": 2, "sampler_python": "/bin/sh", **changed}
+    return ComputeConfig.model_validate(values)
 
 
 async def sampled(compute: ClusterCompute) -> list[Sampled]:
@@ -331,14 +327,58 @@ async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> No
 
 
 async def test_samplers_are_scaled_within_the_gpus(tmp_path: Path) -> None:
-    async with cluster(tmp_path, gpus=3) as (compute, launcher):
+    async with cluster(tmp_path, gpus=4) as (compute, _):
         await compute.add(POLICY, ModelConfig(), settings=settings())
-        launcher.gpus = 1
-        with pytest.raises(ConfigError, match="at most 2 fit"):
-            await compute.scale(POLICY, 4)
-        await compute.scale(POLICY, 2)
+        with pytest.raises(ConfigError, match="samplers = 4: at most 2 replicas fit the free GPUs"):
+            await compute.scale(POLICY, SamplerBounds(4, 4))
+        await compute.scale(POLICY, SamplerBounds(2, 2))
         await compute.publish(POLICY, 0)
         assert len([one for one in compute.processes(POLICY) if one.kind == "replica"]) == 2
+
+
+async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)  # The test observes.
+    monkeypatch.setattr(autoscaler, "FALL_SECONDS", 20)
+    async with cluster(tmp_path, gpus=6) as (compute, launcher):
+        release = threading.Event()
+
+        def hold(request: Request) -> Any:
+            if request.op == "sample":
+                release.wait()
+            return launcher._replica(request)
+
+        launcher.special = {f"default/policy/replica-{number}": hold for number in range(1, 9)}
+        await compute.add(POLICY, ModelConfig(), settings=settings(samplers="2..8"))
+        await compute.publish(POLICY, 0)
+        hosted = compute._policies[POLICY]
+
+        async def wait(seconds: int) -> int:
+            for _ in range(seconds):
+                await compute.observe(POLICY, hosted)
+            found = compute.samplers(POLICY)
+            assert found is not None and str(found.bounds) == "2..8"
+            return found.wanted
+
+        assert await wait(30) == 2
+        calls = [asyncio.create_task(sampled(compute)) for _ in range(3 * 64)]
+        await asyncio.sleep(0)
+        assert await wait(9) == 2 and await wait(1) == 3, "10 s of more completions"
+        calls += [asyncio.create_task(sampled(compute)) for _ in range(9 * 64)]
+        await asyncio.sleep(0)
+        assert await wait(10) == 4, "6 GPUs are enough for 2 ranks and 4 replicas"
+        found = compute.samplers(POLICY)
+        assert found is not None and found.running + found.waiting == 12 * 64
+        launcher.kill("default/policy/rank-1.1")
+        await compute.died([POLICY])
+        release.set()
+        await asyncio.gather(*calls)
+        assert await wait(60) == 4, "a pause while ranks are replaced does not count"
+        await compute.add(POLICY, ModelConfig(), settings=settings(samplers="2..8"))
+        assert await wait(19) == 4 and await wait(1) == 2
+        metrics = await compute.publish(POLICY, 1)
+        assert metrics["sampler/replicas_wanted"] == 2 and metrics["sampler/waiting"] == 0
+        await compute.scale(POLICY, SamplerBounds(3, 3))
+        assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {3}
 
 
 def test_the_meters_measure_overlap_and_idle_time() -> None:
@@ -348,12 +388,14 @@ def test_the_meters_measure_overlap_and_idle_time() -> None:
     for _ in range(10):  # Ten seconds of sampling, then ten of learning, half of which is sampling.
         clock.advance(1.0)
         sampling.received(8)
+    meter.count_waiting(4)
+    meter.count_waiting(1)
     meter.start_learning()
     for _ in range(5):
         clock.advance(2.0)
         sampling.received(5)  # At most 0.2 s a token.
     metrics = meter.finish()
-    assert metrics["sampler/overlap"] == pytest.approx(0.5)
+    assert metrics["sampler/overlap"] == pytest.approx(0.5) and metrics["sampler/waiting"] == 2.5
     assert metrics["learner/idle"] == pytest.approx(0.5) and metrics["sampler/idle"] == pytest.approx(0.25)
     clock.advance(1.0)
     assert meter.finish() == {"sampler/idle": 1.0}
@@ -362,10 +404,11 @@ def test_the_meters_measure_overlap_and_idle_time() -> None:
 def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:
     async def scenario() -> None:
         launcher = LocalLauncher(lambda: ["0", "1"])
+        assert await launcher.num_gpus() == 2
         command = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
         logs = [tmp_path / "a.log", tmp_path / "b.log"]
-        await asyncio.gather(*(launcher.start(log.stem, command, {}, gpus=1, log_path=log) for log in logs))
-        await asyncio.gather(*(launcher.ended(log.stem) for log in logs))
+        started = await asyncio.gather(*(launcher.start(log.stem, command, {}, gpus=1, log_path=log) for log in logs))
+        await asyncio.gather(*(process.ended for process in started))
         assert sorted(log.read_text().strip() for log in logs) == ["0", "1"]
         await launcher.close()
 

@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from agentjet.compute.cluster.hub import Hub
-from agentjet.compute.cluster.ray_launcher import RayLauncher
-from agentjet.errors import ConfigError
+from agentjet.compute.cluster.ray_launcher import RayLauncher, RayProcess
+from agentjet.errors import ComputeError, ConfigError
 from tests.cluster.raylets import LocalCluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'agentjet[cluster]'")
@@ -62,15 +62,23 @@ async def launching(address: str, folder: Path) -> AsyncIterator[RayLauncher]:
         await hub.close()
 
 
-async def started(launcher: RayLauncher, name: str, folder: Path, gpus: int = 0) -> psutil.Process:
-    """Start a sleeper and return its process."""
+class Sleeper(psutil.Process):
+    """A process, and its handle."""
+
+    def __init__(self, pid: int, launched: RayProcess) -> None:
+        super().__init__(pid)
+        self.launched = launched
+
+
+async def started(launcher: RayLauncher, name: str, folder: Path, gpus: int = 0) -> Sleeper:
+    """Start a sleeper."""
     log = folder / f"{name}.log"
-    await launcher.start(name, SLEEPER, {"COLOUR": "green"}, gpus=gpus, log_path=log)
+    ray_process = await launcher.start(name, SLEEPER, {"COLOUR": "green"}, gpus=gpus, log_path=log)
     async with asyncio.timeout(60):
         while not (words := log.read_text().split()):
             await asyncio.sleep(0.05)
     assert words[-2] == "green"
-    return psutil.Process(int(words[-1]))
+    return Sleeper(int(words[-1]), ray_process)
 
 
 async def gone(*processes: psutil.Process) -> bool:
@@ -78,8 +86,8 @@ async def gone(*processes: psutil.Process) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive if process.is_running())
 
 
-async def reason(launcher: RayLauncher, name: str) -> str:
-    return await asyncio.wait_for(asyncio.shield(launcher.ended(name)), 60)
+async def reason(process: Sleeper) -> str:
+    return await asyncio.wait_for(asyncio.shield(process.launched.ended), 60)
 
 
 def actor_of(process: psutil.Process) -> psutil.Process:
@@ -89,13 +97,12 @@ def actor_of(process: psutil.Process) -> psutil.Process:
 
 async def test_start_stop_and_gpus(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
-        assert await launcher.free_gpus() == 1
+        assert await launcher.num_gpus() == 1
         process = await started(launcher, "one", tmp_path, gpus=1)
-        assert await launcher.free_gpus() == 0 and launcher.place("one")
+        assert process.launched.place
         assert process.environ()["CUDA_VISIBLE_DEVICES"] == "0"
-        await launcher.stop("one")
-        assert await gone(process) and "was stopped" in await reason(launcher, "one")
-        assert await launcher.free_gpus() == 1
+        await process.launched.stop()
+        assert await gone(process) and "was stopped" in await reason(process)
         again = await started(launcher, "again", tmp_path, gpus=1)
         other = await started(launcher, "two", tmp_path)
         assert other.environ()["CUDA_VISIBLE_DEVICES"] == ""
@@ -108,12 +115,12 @@ async def test_a_killed_process_and_a_killed_actor(ray_cluster: LocalCluster, tm
         second = await started(launcher, "second", tmp_path)
         killed = time.monotonic()
         first.kill()
-        assert "was killed by signal 9; see" in await reason(launcher, "first")
+        assert "was killed by signal 9; see" in await reason(first)
         print(f"process: {time.monotonic() - killed:.2f} s")
-        assert not launcher.ended("second").done() and await launcher.free_gpus() == 1
+        assert not second.launched.ended.done()
         killed = time.monotonic()
         actor_of(second).kill()
-        assert "lost its node or actor" in await reason(launcher, "second")
+        assert "lost its node or actor" in await reason(second)
         print(f"actor: {time.monotonic() - killed:.2f} s")
         assert await gone(second)
 
@@ -124,7 +131,7 @@ async def test_a_killed_conductor(ray_cluster: LocalCluster, tmp_path: Path) -> 
         pid = launcher.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        assert "ended with the conductor" in await reason(launcher, "one")
+        assert "ended with the conductor" in await reason(process)
         assert await gone(process)
         again = await started(launcher, "again", tmp_path)  # By a new conductor.
         assert launcher.pid != pid
@@ -135,7 +142,7 @@ GATEWAY = """
 import asyncio, sys
 from pathlib import Path
 from agentjet.compute.cluster.hub import Hub
-from agentjet.compute.cluster.ray_launcher import RayLauncher
+from agentjet.compute.cluster.ray_launcher import RayLauncher, RayProcess
 from tests.cluster.test_conductor import started
 
 async def main():
@@ -167,9 +174,12 @@ async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
         launcher.placement_seconds = 0.5
         with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
             await started(launcher, "big", tmp_path, gpus=4)
-        with pytest.raises(ConfigError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
+        with pytest.raises(ComputeError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
             await started(launcher, "two", tmp_path, gpus=1)
         assert await launcher.free_gpus() == 0
+        launcher.placement_seconds = 0.0
+        with pytest.raises(ComputeError, match="did not start within 0 s: the cluster is busy or lost nodes"):
+            await started(launcher, "late", tmp_path, gpus=0)
 
 
 async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) -> None:
@@ -177,13 +187,13 @@ async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) 
         waiting = asyncio.create_task(started(launcher, "big", tmp_path, gpus=2))
         node = ray_cluster.join()
         process = await waiting
-        assert await launcher.free_gpus() == 1
+        assert await launcher.num_gpus() == 3
         killed = time.monotonic()
         raylet = node.all_processes["raylet"][0].process
         raylet.kill()
         assert await gone(process)
         print(f"process on the dead node: {time.monotonic() - killed:.2f} s")
-        assert "the raylet of its node died" in await reason(launcher, "big")
+        assert "the raylet of its node died" in await reason(process)
         print(f"raylet: {time.monotonic() - killed:.2f} s")
         raylet.wait()
         ray_cluster.cluster.remove_node(node, allow_graceful=False)
@@ -224,7 +234,7 @@ async def test_the_head_goes_away(tmp_path: Path) -> None:
             process = await started(launcher, "one", tmp_path)
             killed = time.monotonic()
             made.cluster.head_node.kill_gcs_server()
-            assert "the head of the Ray cluster" in await reason(launcher, "one")
+            assert "the head of the Ray cluster" in await reason(process)
             print(f"head: {time.monotonic() - killed:.2f} s")
             assert await gone(process)
     finally:

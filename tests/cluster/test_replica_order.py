@@ -3,8 +3,9 @@
 1. tokens of the old weights are sent before the answer to `adopt`, with the old version;
 2. tokens of the new weights are sent after it, with the new version, also those that come before the probe is scored;
 3. a fetch that fails changes nothing, and completions go on;
-4. tokens whose version is uncertain, or whose log-probability is not finite, fail their completion;
-5. an environment without vLLM is named, with the command that makes one.
+4. a token has the version that the engine noted for it, also if it arrives late; no piece has two versions;
+5. tokens whose log-probability is not finite fail their completion;
+6. an environment without vLLM is named, with the command that makes one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,15 @@ class FakeDelta:
     tokens: list[int]
     logprobs: list[float]
     support: list[bytes]
+    versions: list[int]
     ended: bool
-    spans: list[tuple[int, int]]
 
 
-def delta(*tokens: int, logprob: float = -1.0, spans: tuple[tuple[int, int], ...] | None = None) -> FakeDelta:
-    return FakeDelta(list(tokens), [logprob] * len(tokens), [b""] * len(tokens), spans is not None, list(spans or ()))
+def delta(*tokens: int, logprob: float = -1.0, version: int = 0, new: int = 0) -> FakeDelta:
+    """Tokens of a version, the last `new` of them of version 7. Token 2 ends the completion."""
+    count = len(tokens)
+    versions = [version] * (count - new) + [7] * new
+    return FakeDelta(list(tokens), [logprob] * count, [b""] * count, versions, tokens[-1] == 2)
 
 
 class FakeEngine:
@@ -61,15 +65,21 @@ class FakeEngine:
             if found.ended:
                 return
 
-    async def score(self, tokens: Any, num_likeliest: int, *, is_probe: bool = False) -> list[TokenScore]:
-        self.done.append("score")
-        await self.may_score.wait()
-        return [TokenScore(-2.0)] * (len(tokens) - 1)
+    async def queue_score(
+        self, tokens: Any, num_likeliest: int, *, comes_first: bool
+    ) -> Coroutine[Any, Any, list[TokenScore]]:
+        self.done.append("queue probe")
+
+        async def scores() -> list[TokenScore]:
+            await self.may_score.wait()
+            return [TokenScore(-2.0)] * (len(tokens) - 1)
+
+        return scores()
 
     async def pause(self) -> None:
         self.done.append("pause")
 
-    async def load(self, path: Path) -> None:
+    async def load(self, path: Path, adapter: str) -> None:
         self.done.append("load")
 
     async def resume(self, version: int) -> None:
@@ -154,20 +164,20 @@ def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path) -> No
             await scene.yielded(delta(10, 11))
             assert scene.link.sent == []
             adopting = scene.ask("adopt", scene.publication(7))
-            while scene.engine.done.count("score") < 2:
+            while scene.engine.done.count("resume 7") < 1:
                 await asyncio.sleep(0)
-            await scene.yielded(delta(12, 13, 14, 15))
+            await scene.yielded(delta(12, 13, 14, 15, version=7))
             assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
             scene.engine.may_score.set()
             await scene.link.until(3)
-            await scene.yielded(delta(2, spans=((0, 0), (7, 2))))
+            await scene.yielded(delta(2, version=7))
             sent = await scene.link.until(4)
             assert sent[1] == Answer(adopting, [-2.0, -2.0])
             assert sent[2:] == [
                 (id, Sampled((12, 13, 14, 15), (-1.0,) * 4, 7)),
                 (id, Sampled((2,), (-1.0,), 7, "stop")),
             ]
-            assert scene.engine.done[-4:] == ["pause", "load", "resume 7", "score"]
+            assert scene.engine.done[-4:] == ["pause", "load", "queue probe", "resume 7"]
 
     asyncio.run(run())
 
@@ -176,7 +186,7 @@ def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
     async def run() -> None:
         async with Scene(tmp_path) as scene:
             id = scene.sample(piece_tokens=2)
-            await scene.yielded(delta(10, 11, 12, 13, 2, spans=((0, 0),)))
+            await scene.yielded(delta(10, 11, 12, 13, 2))
             sent = await scene.link.until(3)
             assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
             assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
@@ -195,27 +205,36 @@ def test_a_failed_fetch_changes_nothing(tmp_path: Path) -> None:
             answer = (await scene.link.until(2))[1]
             assert isinstance(answer.error, ComputeError) and "cannot be fetched" in str(answer.error)
             assert not answer.ends and scene.engine.done == done
-            await scene.yielded(delta(2, spans=((0, 0),)))
+            await scene.yielded(delta(2))
             assert (await scene.link.until(3))[2] == (id, Sampled((2,), (-1.0,), 0, "stop"))
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("deltas", "reason"),
-    [
-        ([delta(10), delta(2, spans=((0, 0), (1, 1)))], "uncertain"),
-        ([delta(10, logprob=float("nan"))], "diverged"),
-        ([delta(10, logprob=-float("inf"))], "diverged"),
-    ],
-)
-def test_uncertain_tokens_fail_their_completion(tmp_path: Path, deltas: list[FakeDelta], reason: str) -> None:
+def test_a_token_that_arrives_late_has_its_version(tmp_path: Path) -> None:
     async def run() -> None:
         async with Scene(tmp_path) as scene:
             id = scene.sample(piece_tokens=9)
-            await scene.yielded(*deltas)
+            adopting = scene.ask("adopt", scene.publication(7))
+            scene.engine.may_score.set()
+            assert (await scene.link.until(1)) == [Answer(adopting, [-2.0, -2.0])]
+            await scene.yielded(delta(10, 11, 12, new=1), delta(2, version=7))
+            assert (await scene.link.until(3))[1:] == [
+                (id, Sampled((10, 11), (-1.0, -1.0), 0)),
+                (id, Sampled((12, 2), (-1.0, -1.0), 7, "stop")),
+            ]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), -float("inf")])
+def test_a_diverged_policy_fails_its_completions(tmp_path: Path, logprob: float) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample(piece_tokens=9)
+            await scene.yielded(delta(10, logprob=logprob))
             (answer,) = await scene.link.until(1)
-            assert answer.id == id and reason in str(answer.error) and not answer.ends
+            assert answer.id == id and "diverged" in str(answer.error) and not answer.ends
 
     asyncio.run(run())
 

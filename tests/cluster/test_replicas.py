@@ -130,6 +130,19 @@ def test_a_replica_without_work_may_be_silent(server: ForkServer) -> None:
 # ---- how many -------------------------------------------------------------------------------------------------------
 
 
+def test_the_end_of_a_replica_is_logged_with_its_reason(server: ForkServer, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with scene(server, 2) as on:
+            await on.serve()
+            on.kill(f"{POLICY}/replica-1")
+            await on.until(lambda: on.born.num_started == 3)
+            await on.replicas.scale(1)
+            await on.until(lambda: len(on.born.pids) == 1)
+
+    run(test())
+    assert caplog.messages == [f"{POLICY}/replica-1 lost its connection: ended by SIGKILL"]
+
+
 def test_completions_of_ended_replicas_move(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 3, hooks=lambda number: Hooks(step_seconds=SLOW)) as on:
@@ -149,10 +162,13 @@ def test_waiting_completions_get_the_places_of_newcomers(server: ForkServer) -> 
     async def test() -> None:
         limits = SamplerConfig(max_concurrent=2)
         async with scene(server, 1, hooks=lambda number: Hooks(step_seconds=SLOW), limits=limits) as on:
-            tasks = on.begin(12, max_tokens=50)  # Before there is any replica.
+            endless = on.begin(12, max_tokens=4000)  # Before there is any replica.
             await on.replicas.publish(publication(3))
             await on.replicas.scale(4)
             await on.until(lambda: len(on.names("samples")) == 4)
+            tasks = on.begin(12, max_tokens=50)
+            for task in endless:
+                task.cancel()
             await on.replicas.scale(2)
             await on.replicas.scale(3)
             assert {piece.policy_version for pieces in await all_of(tasks) for piece in pieces} == {3}

@@ -1,9 +1,9 @@
 """Files of weights, written and fetched on one machine. Pinned here:
 
-1. a process of the same machine opens the file; another downloads it, and `release` removes the download;
+1. a process of the same machine links the file, which outlives its removal by rank 0; another downloads it;
 2. the files of the two newest versions stay; a fetch of an older one fails with the reason;
 3. a wrong secret, a damaged file and a learner that is gone fail with `ComputeError`;
-4. the folder of a process that was killed is removed by the next one.
+4. the folder and the segments of a process that was killed are removed by the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster import weights
+from agentjet.compute.cluster import shared_memory
 from agentjet.compute.cluster.weights import Publication, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
 
@@ -26,7 +26,7 @@ CONTENT = b"weights " * 400_000
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightsServer]:
-    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     server = WeightsServer("127.0.0.1", SECRET)
     yield server
     server.close()
@@ -46,12 +46,13 @@ def elsewhere(publication: Publication) -> Publication:
     return replace(publication, num_bytes=publication.num_bytes + 1)
 
 
-def test_the_file_of_this_machine_is_opened(server: WeightsServer) -> None:
-    publication = publish(server, 3)
-    path = fetch(publication, "replica 0", SECRET)
-    assert str(path) == publication.path and path.read_bytes() == CONTENT + b"\x03"
+def test_the_file_of_this_machine_is_linked(server: WeightsServer) -> None:
+    path = fetch(publish(server, 3), "replica 0", SECRET)
+    for version in (4, 5):
+        publication = publish(server, version)
+    assert path.read_bytes() == CONTENT + b"\x03"
     release(path)
-    assert path.exists()
+    assert not path.parent.exists() and Path(publication.path).exists()
 
 
 def test_another_machine_downloads_the_file(server: WeightsServer) -> None:
@@ -92,11 +93,16 @@ def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> Non
 
 def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from agentjet.compute.cluster import weights;"
-        "weights.SHARED_MEMORY = Path(sys.argv[1]); folder = weights.WeightsFolder(10);"
-        "(folder.path / 'file').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from agentjet.compute.cluster import shared_memory;"
+        "from multiprocessing import resource_tracker; from multiprocessing.shared_memory import SharedMemory;"
+        "shared_memory.SHARED_MEMORY = place = Path(sys.argv[1]); folder = shared_memory.SharedFolder(place);"
+        "(folder.path / 'file').write_bytes(b'x'); segment = SharedMemory(create=True, size=100);"
+        "resource_tracker.unregister(segment._name, 'shared_memory'); folder.own_segments([os.getpid()]);"
+        "os.symlink(f'/dev/shm/{segment.name}', place / segment.name); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    (abandoned,) = tmp_path.iterdir()
+    (abandoned,) = tmp_path.glob("agentjet-*")
+    (segment,) = tmp_path.glob("psm_*")
+    segment.resolve().unlink()
     kept = publish(server, 0)
-    assert not abandoned.exists() and Path(kept.path).exists()
+    assert not abandoned.exists() and not segment.is_symlink() and Path(kept.path).exists()

@@ -1,12 +1,18 @@
-"""Pins of CUDA, against the same on a CPU (attention itself: `test_flex.py`). Run by `bench/gpu.sh`, where a GPU is.
+"""Pins of CUDA, against the same on a CPU (attention itself: `test_flex_attention.py`). `bench/gpu.sh` runs them.
 
-1. a learner's step gives the CPU's weights within a tolerance, and the same weights bit by bit when repeated;
+1. a learner's step gives the CPU's weights within a tolerance, and the same weights bit by bit when repeated; those of
+   an adapter, and of a model that does not share prefixes, too;
 2. the sampler reports the log-probabilities that a plain forward pass on a CPU gives;
-3. without a GPU, the script that runs these refuses.
+3. the choice of a token under grammars, `top_k` and `top_p` is that of a CPU;
+4. without a GPU, the script that runs these refuses; in miniature it runs every piece on a CPU.
+
+With `GPU_TESTS_DEVICE=cpu` the first three run on a CPU, which shows that they are free of mistakes.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -21,16 +27,22 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
+from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative, row_logprobs
 from tests.compute.conftest import make_policy, run, sampled_rows, tokens
+from tests.tiny import make_model
 
+CHOICES = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.8), (1.3, 0, 1.0), (0.0, 0, 1.0), (0.9, 20, 0.9)]
+"""Temperature, top_k and top_p."""
 SCRIPT = Path(__file__).parent.parent.parent / "bench" / "gpu.sh"
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
+cuda = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
@@ -42,8 +54,12 @@ def deterministic() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-def on_cuda(folder: Path) -> Policy:
-    return load_policy(ModelConfig(name=str(folder), device="cuda", dtype="float32"))
+def on_device(folder: Path, device: str = DEVICE, rank: int = 0) -> Policy:
+    return load_policy(
+        ModelConfig.model_validate(
+            {"name": str(folder), "device": device, "dtype": "float32", "lora": {"rank": rank, "alpha": 8}}
+        )
+    )
 
 
 def learned(policy: Policy, rows: list[Row]) -> torch.Tensor:
@@ -62,20 +78,35 @@ def learned(policy: Policy, rows: list[Row]) -> torch.Tensor:
 @pytest.mark.gpu
 @cuda
 @pytest.mark.usefixtures("deterministic")
-def test_a_step_gives_the_weights_of_the_cpu(tiny_folder: Path) -> None:
-    policy = make_policy(tiny_folder)
+@pytest.mark.parametrize(("kind", "rank"), [("llama", 0), ("llama", 4), ("mistral", 0)])
+def test_a_step_gives_the_weights_of_the_cpu(tmp_path: Path, kind: str, rank: int) -> None:
+    folder = make_model(tmp_path) if kind == "llama" else make_architecture(tmp_path, kind)
+    policy = on_device(folder, "cpu", rank)
+    assert policy.info.shares_prefixes == (kind == "llama")
     before = torch.cat([p.detach().flatten().clone() for p in policy.trainable().values()])
     rows = sampled_rows(policy)
     wanted = learned(policy, rows)
-    found = learned(on_cuda(tiny_folder), rows)
+    found = learned(on_device(folder, rank=rank), rows)
     assert relative(found - before, wanted - before) < 1e-2
-    assert torch.equal(found, learned(on_cuda(tiny_folder), rows))
+    assert torch.equal(found, learned(on_device(folder, rank=rank), rows))
+
+
+@pytest.mark.gpu
+@cuda
+def test_the_choice_of_a_token_is_that_of_a_cpu() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(1, temperature=t, top_k=k, top_p=p) for t, k, p in CHOICES]
+    masks = [b"", b"", b"", np.packbits(np.arange(300) % 3 == 0, bitorder="little").tobytes(), b"", b""]
+    uniforms = np.random.default_rng(1).random(6).tolist()
+    found, wanted = (sample_tokens(logits.to(device), range(6), params, masks, uniforms) for device in (DEVICE, "cpu"))
+    assert found[0] == wanted[0] and found[2] == wanted[2]
+    assert found[1] == pytest.approx(wanted[1], abs=1e-4)
 
 
 @pytest.mark.gpu
 @cuda
 def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
-    policy = on_cuda(tiny_folder)
+    policy = on_device(tiny_folder)
     assert policy.info.shares_prefixes
     policy.end_tokens = frozenset()
     requests = {
@@ -95,3 +126,24 @@ def test_without_a_gpu_the_script_refuses(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(SCRIPT), str(tmp_path / "out")], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "needs a CUDA GPU" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.thorough
+def test_in_miniature_every_piece_runs_on_a_cpu(tmp_path: Path) -> None:
+    """`step` needs TRL, which `make setup` does not install. `ours` runs our side of it."""
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--quick", "--cpu", str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads((tmp_path / "gpu.json").read_text())
+    if importlib.util.find_spec("trl") is None:
+        step = report["runs"].pop("step")
+        assert step["exit_code"] == 2 and "pip install" in step["result"]
+    runs = {name: run["result"] for name, run in report["runs"].items()}
+    assert {name: run["exit_code"] for name, run in report["runs"].items()} == dict.fromkeys(runs, 0), done.stderr
+    assert " passed" in runs["tests"] and "failed" not in runs["tests"]
+    assert runs["large"]["sampled_tokens_s"] > 0 and runs["large"]["peak_gb"] > 0
+    assert runs["sampler"]["workloads"]["8"]["ratio"] > 0
+    assert runs["ours"]["device"] == "cpu" and runs["merge"]["grad_rel_err_fp64"] < 1e-9
+    assert runs["demo"]["steps"] == 1

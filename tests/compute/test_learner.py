@@ -248,6 +248,8 @@ def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Pat
         adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(input_ids=ids).logits
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(input_ids=ids).logits
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert len(settings["target_modules"]) > 5 and settings["target_modules"] == sorted(settings["target_modules"])
     assert torch.allclose(adapted, whole, atol=1e-4) and not torch.allclose(adapted, before, atol=1e-2)
 
 

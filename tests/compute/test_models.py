@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,12 @@ def test_an_exported_wrapper_is_whole(tmp_path: Path) -> None:
     assert {"preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= kept
 
 
-def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """`LlamaTokenizer` adds the dummy prefix to the first text only, in spite of its file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = make_architecture(tmp_path / "model", "llama")
     tiny.sentencepiece("prepend").save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -83,6 +87,10 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
         vocabulary = Vocabulary(load(folder).info.tokenizer_path)
         assert vocabulary.add_prefix("a", first=True) == " a"
         assert vocabulary.add_prefix("a", first=False) == second
+        (tmp_path / "cache").rename(tmp_path / second)
+        (tmp_path / "cache").touch()  # The second cache cannot be written.
+    assert "cache/agentjet cannot be written (XDG_CACHE_HOME)" in caplog.text
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.glob("agentjet-cache-*")] == [0o700]
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:

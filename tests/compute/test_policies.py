@@ -222,6 +222,19 @@ def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_fol
     assert kept[1]() is None and list(worker.policies) == [full]
 
 
+def test_a_free_place_goes_to_the_policy_with_the_fewest_completions(tiny_folder: Path) -> None:
+    worker = Worker(io.BytesIO())
+    for policy in (A, B):
+        worker.handle("add", policy, model_of(tiny_folder), SamplerConfig(cache_tokens=4096, max_concurrent=2))
+    sampler = worker.policies[A].sampler
+    for id, policy in enumerate([A, A, A, A, B, B]):
+        sample(worker, policy, id, max_tokens=2 if policy is A else 20)
+    order: list[int] = []
+    while not sampler.is_idle:
+        order += [new.id for new in sampler.step() if new.id not in order]
+    assert order == [0, 4, 1, 2, 3, 5]
+
+
 def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     worker = Worker(io.BytesIO())
     add(worker, A, model_of(tiny_folder))

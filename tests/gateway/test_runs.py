@@ -7,7 +7,9 @@
 5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
 6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
 7. A request that began before the end of its run and acts after it is refused with a 503.
-8. Files of a run directly in the data dir are refused with the way out, and stay.
+8. The policies of a run may be mistyped: they can change until its first episode, unless the run is up.
+9. Adapters of two runs on two base models do not get into one worker.
+10. Files of a run directly in the data dir are refused with the way out, and stay.
 """
 
 from __future__ import annotations
@@ -180,7 +182,7 @@ async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
     ("name", "settings", "error", "message"),
     [
         ("../a", {}, "run_name_invalid", "'../a'"),
-        ("default", {}, "default_run", "default"),
+        ("default", {}, "default_run", "agentjet job set"),
         ("a", {"policies": {"solo": {}}}, "run_policies_changed", "planner"),
         ("a", {"job": {"batch_sise": 3}}, "invalid_setting", r"job\.batch_sise"),
         ("b", {"policies": {"Planner": {}}}, "invalid_setting", "policies"),
@@ -213,6 +215,7 @@ async def test_a_run_that_cannot_be_opened_is_shown(tmp_path: Path, file: str) -
     async with running(tmp_path / "d") as run:
         _, view = run.runs.views()
         assert (view.is_open, view.state) == (False, "failed") and file in view.reason
+        assert "pydantic" not in view.reason and "\n" not in view.reason
         with pytest.raises(Conflict, match=file) as refused:
             await run.runs.put("a", RunSettings())
         assert refused.value.code == "run_unusable"
@@ -301,3 +304,36 @@ async def test_a_failed_run_starts_again_with_a_better_job(tmp_path: Path) -> No
             await opened(run, job={"max_tokens": 10**6})
         other = await opened(run, job={"max_tokens": 16})
         assert (other.gateway.engine.state, other.gateway.swarm.job.max_tokens) == ("sampling", 16)
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+async def test_a_run_whose_model_was_mistyped_is_created_again(tmp_path: Path, is_ended: bool) -> None:
+    async with running(tmp_path / "d") as run:
+        wrong = {"solo": {"model": "mistyped", "worker": "second"}}
+        run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
+        with pytest.raises(ConfigError, match="mistyped"):
+            await opened(run, policies=wrong)
+        if is_ended:
+            await run.runs.end("other")
+        other = await opened(run, policies={"planner": {}})
+        await other.batch()
+        assert json.loads((other.folder / "run.json").read_text())["policies"] == {"planner": {}}
+        if is_ended:
+            await run.runs.end("other")
+        with pytest.raises(Conflict) as refused:
+            await run.runs.put("other", RunSettings.model_validate({"policies": wrong}))
+        assert refused.value.code == "run_policies_changed"
+
+
+async def test_adapters_on_two_base_models_are_refused_before_the_run_is_created(tmp_path: Path) -> None:
+    def on(model: str, worker: str = "") -> RunSettings:
+        return RunSettings(policies={"solo": {"model": model, "worker": worker, "lora": {"rank": 4}}})
+
+    async with running(tmp_path / "d") as run:
+        await run.runs.put("a", on("first"))
+        with pytest.raises(InvalidRequest, match=r"'second'.* has adapters of 'first' for the run 'a'.*solo.worker"):
+            await run.runs.put("b", on("second"))
+        assert not (tmp_path / "d" / "runs" / "b").exists()
+        await run.runs.put("b", on("second", worker="own"))
+        await run.runs.end("a")
+        await run.runs.put("c", on("second"))

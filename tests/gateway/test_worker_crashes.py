@@ -4,18 +4,23 @@
 2. If a part of the answer was sent, it fails with a 503.
 3. The second worker that crashes during the call ends it, and nothing else.
 4. A worker that hung is replaced like one that crashed, and counted.
-5. An engine recovers and stops also if its policy cannot be removed from the worker.
+5. A journal that refuses writes while the policies are brought up is no failure of the worker.
+6. An engine recovers and stops also if its policy cannot be removed from the worker.
+7. A call that the backend cannot serve fails with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from agentjet.errors import Later, RequestError, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, Later, RequestError, WorkerHung
+from agentjet.gateway.engine import MAX_FAILURES
 from agentjet.protocol import BeginRequest
+from agentjet.types import SamplingParams
 from tests.fakes import running
 
 pytestmark = pytest.mark.anyio
@@ -79,6 +84,27 @@ async def test_a_worker_that_hung_is_replaced_and_counted(tmp_path: Path) -> Non
         assert (status.workers_started, status.workers_hung) == (2, 1)
 
 
+async def test_a_disk_that_refuses_while_the_worker_starts_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        refused: list[Later] = []
+        record = run.gateway.swarm.record_origin
+
+        def refuse() -> None:
+            if len(refused) <= MAX_FAILURES:
+                refused.append(Later("the disk is full", code="journal_unavailable", status=503, retry_after=2.0))
+                raise refused[-1]
+            record()
+
+        monkeypatch.setattr(run.gateway.swarm, "record_origin", refuse)
+        await run.gateway.stop_engine()
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        assert len(refused) > MAX_FAILURES
+        await run.batch()
+
+
 async def test_a_policy_that_cannot_be_removed_is_added_again(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.compute.fail_learn = [RuntimeError("a bug")]
@@ -91,3 +117,16 @@ async def test_a_policy_that_cannot_be_removed_is_added_again(tmp_path: Path) ->
         await run.gateway.start_engine()
         await run.gateway.ready()
         await run.batch()
+
+
+@pytest.mark.parametrize("kind", [ComputeError, ConfigError])
+async def test_a_call_that_the_backend_cannot_serve_fails_with_the_reason(
+    kind: type[AgentJetError], tmp_path: Path
+) -> None:
+    def fail(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        raise kind("no replica can start")
+
+    async with running(tmp_path / "d", script=fail) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        with pytest.raises(RequestError, match="The worker failed: no replica can start"):
+            await run.say(episode.id)

@@ -367,6 +367,8 @@ async def test_neutral_values_and_names_for_the_callers_use_are_accepted(tmp_pat
     }  # fmt: skip
     async with serving(tmp_path / "d") as served:
         client = served.openai(await served.begin())
+        unnamed: Any = {"role": "tool", "tool_call_id": "", "content": "x"}
+        await client.chat.completions.create(model="policy", messages=[*HELLO, unnamed])
         answer = await client.chat.completions.create(model="policy", messages=HELLO, extra_body=neutral)
         assert answer.choices[0].message.content == "hi"
 

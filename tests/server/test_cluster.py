@@ -9,10 +9,13 @@ from typer.testing import CliRunner
 
 from agentjet.cli.cluster import _samplers
 from agentjet.cli.main import app
+from agentjet.client.inputs import build_request
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, InvalidRequest
-from agentjet.types import PolicyId
+from agentjet.gateway.views import waiting_for_process
+from agentjet.protocol import ScaleRequest
+from agentjet.types import PolicyId, ProcessStatus, SamplerBounds
 from tests.server.serving import ADMIN, TOKEN, in_thread, serving
 
 
@@ -25,9 +28,13 @@ def run(*arguments: str) -> str:
 def test_status_and_scale(tmp_path: Path) -> None:
     with in_thread(serving(tmp_path / "data")) as (served, _):
         client, admin = ["--url", served.url, "--token", TOKEN], ["--url", served.url, "--token", ADMIN]
-        assert run("status", *client) == "replica-0  sampling  version 0  0 completions  here\n"
+        assert run("status", *client).splitlines() == [
+            "replica-0  sampling  version 0  0 completions  here",
+            "samplers: 1 wanted, 5 completions run, 2 wait for a place",
+        ]
         assert run("scale", "samplers=3", *admin).splitlines()[2].startswith("replica-2")
-        assert '"replica-2"' in run("status", "--json", *client)
+        assert "samplers: 2 of 2..8 wanted, 5 comp" in run("scale", "samplers=2..8", *admin)
+        assert '"replica-1"' in run("status", "--json", *client)
         with pytest.raises(Forbidden):
             run("scale", "samplers=3", *client)
         with pytest.raises(InvalidRequest, match=r"samplers = 9: the cluster has 8 GPUs"):
@@ -36,10 +43,40 @@ def test_status_and_scale(tmp_path: Path) -> None:
             run("scale", "samplers=2", "--policy", "other", *admin)
 
 
-@pytest.mark.parametrize("given", ["samplers=0", "samplers=many", "samplers=2.5", "ranks=2", "samplers"])
+@pytest.mark.parametrize(
+    "given",
+    ["samplers=0", "samplers=many", "samplers=2.5", "samplers=8..2", "samplers=1,samplers=2", "ranks=2", "samplers"],
+)
 def test_what_cannot_be_scaled(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"samplers|KEY=VALUE"):
-        _samplers([given])
+    with pytest.raises(ConfigError, match=r"such as samplers=6 or samplers=2\.\.8|give samplers=6 or samplers=2\.\.8"):
+        _samplers(given)
+    with pytest.raises(InvalidRequest, match=r"samplers.*such as 2\.\.8"):
+        build_request(ScaleRequest, samplers="8..2")
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"), [("samplers=50", "50"), ("samplers = '2..8'", "2..8"), ("samplers=3..3", "3")]
+)
+def test_what_can_be_scaled(given: str, bounds: str) -> None:
+    assert _samplers(given) == bounds
+
+
+def test_the_status_names_the_process_that_a_policy_waits_for() -> None:
+    def rank(state: str, *, is_ready: bool = True) -> ProcessStatus:
+        return ProcessStatus("rank-0", "rank", state, is_ready=is_ready)
+
+    def replica(number: int, state: str, *, is_ready: bool = True) -> ProcessStatus:
+        return ProcessStatus(f"replica-{number}", "replica", state, is_ready=is_ready)
+
+    starting, serving = replica(1, "starts", is_ready=False), replica(2, "samples")
+    expected = {
+        "": [rank("computes gradients"), starting, serving],
+        "rank-0, which loads the model": [rank("loads the model", is_ready=False), starting],
+        "a sampler replica: replica-1 starts": [rank("waits for a batch"), starting],
+        "a sampler replica": [rank("waits for a batch")],
+    }
+    assert {waiting_for_process(processes): processes for processes in expected.values()} == expected
+    assert waiting_for_process([ProcessStatus("worker", "worker", "running")]) == waiting_for_process([]) == ""
 
 
 @pytest.mark.anyio
@@ -47,4 +84,4 @@ async def test_the_embedded_backend_has_no_replicas() -> None:
     compute = EmbeddedCompute(ServeConfig())
     assert compute.processes(PolicyId()) == []
     with pytest.raises(ConfigError, match=r"compute.backend = 'cluster'"):
-        await compute.scale(PolicyId(), 2)
+        await compute.scale(PolicyId(), SamplerBounds(2, 2))

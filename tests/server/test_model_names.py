@@ -118,6 +118,7 @@ def test_names_that_no_policy_has(tmp_path: Path) -> None:
                     assert "no policy 'planer'; did you mean 'planner'? Its policies are planner, coder" in said
                 for model in ("", "policy", "gpt-4o", "tiny", "@planner", "planner/critic", "Planner", "x" * 10_000):
                     assert "Its policies are planner, coder." in await refused(path, model, 404)
+                assert "names no role after '@': use 'coder'" in await refused(path, "coder@", 400)
                 assert "has a '/'" in await refused(path, "planner@a/b", 400)
             assert (await served.http.get("/v1/models/planer", headers=headers)).status_code == 404
             assert (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()["num_calls"] == 0

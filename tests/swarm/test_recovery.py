@@ -312,6 +312,7 @@ class History:
         scored = sum(episode.status == "finished" and episode.mode == "train" for episode in episodes)
         assert counts["trained"] + counts["waiting"] + counts["dropped"] == scored
         assert counts["dropped"] == sum(bool(episode.dropped) for episode in episodes)
+        assert counts["dropped"] == sum(swarm.queries.dropped().values())
         assert len(self.trained) == len(set(self.trained))
         assert len(swarm.queries.groups) <= job.batch_size
         assert all(len(group.members) <= job.group_size for group in swarm.queries.groups)

@@ -115,4 +115,5 @@ def test_what_grew_too_old_is_dropped_and_counted(make_world: Make) -> None:
         world.finish(episode, reward)
     learn(world)
     assert world.swarm.last_step["batch/staleness_max"] == 0
+    assert world.swarm.queries.dropped() == {"stale": 1}
     assert world.swarm.last_step["groups/dropped_stale"] == 1 and world.swarm.last_step["episodes/stale"] == 1

@@ -197,14 +197,18 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
 def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -> int:
     """Makes a data dir that starts at a checkpoint of a run, by policy version or tag; returns the policy version.
 
-    `source` is the data dir of the run; it is only read. Raises `ConfigError` for a data dir that exists and for a
-    checkpoint of another origin. Raises `CheckpointError` for one that is missing, damaged, or not the journal's.
+    `source` is the data dir of the run; it is only read. Raises `ConfigError` for a data dir that exists or is inside
+    another one, and for a checkpoint of another origin. Raises `CheckpointError` for one that is missing, damaged, or
+    not the journal's.
     """
     from agentjet.gateway.checkpoints import CheckpointStore
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 
     folder = run_folder(source, run)
+    for parent in data_dir.resolve().parents:
+        if any(parent.glob(f"runs/*/{JOURNAL}")):
+            raise ConfigError(f"{data_dir} would be inside the data dir {parent}: give a folder outside it")
     store = CheckpointStore(folder)
     with closing(Journal.open_read_only(folder / JOURNAL)) as original:
         target = find_checkpoint(store, version)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, print_text
 from agentjet.errors import ConfigError
+from agentjet.types import SamplerBounds
 
 if TYPE_CHECKING:
-    from agentjet.protocol import ProcessView
+    from agentjet.protocol import ClusterView
 
 app = typer.Typer(
     name="cluster",
@@ -43,43 +44,44 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
         return
-    for line in _lines(found.processes):
+    for line in _lines(found):
         print_text(line)
 
 
 @app.command()
 def scale(
-    settings: Annotated[list[str], typer.Argument(metavar="samplers=N", help="Such as samplers=6.")],
+    setting: Annotated[str, typer.Argument(metavar="samplers=N", help="Such as samplers=6, or samplers=2..8.")],
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy, if the run has several.")] = "",
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Change the number of sampler replicas while a run trains; needs the admin token."""
-    samplers = _samplers(settings)
+    """Change the number of sampler replicas while a run trains; needs the token in `admin-token`.
+
+    Bounds such as 2..8 let the server choose by the completions in progress.
+    """
+    samplers = _samplers(setting)
     with connect(url, token, token_file) as swarm:
         found = swarm.scale(samplers, policy=policy)
-    for line in _lines(found.processes):
+    for line in _lines(found):
         print_text(line)
     typer.echo("A restart of the server begins with compute.samplers of its settings again.")
 
 
-def _samplers(settings: list[str]) -> int:
-    """The number in `samplers=N`. Raises `ConfigError`."""
-    from agentjet.cli.status import parse_setting
-
-    given: dict[str, Any] = dict(map(parse_setting, settings))
-    number = given.pop("samplers", None)
-    if given:
-        raise ConfigError(f"{next(iter(given))!r} cannot be scaled: only samplers can, such as samplers=6")
-    if type(number) is not int or number < 1:
-        raise ConfigError(f"samplers = {number!r} must be a number from 1 on, such as samplers=6")
-    return number
+def _samplers(setting: str) -> str:
+    """The number or the bounds in `samplers=N`. Raises `ConfigError`."""
+    name, _, value = (part.strip(" \"'") for part in setting.partition("="))
+    if name != "samplers":
+        raise ConfigError(f"{setting!r}: only samplers can be scaled, such as samplers=6 or samplers=2..8")
+    try:
+        return str(SamplerBounds.parse(value))
+    except ValueError as error:
+        raise ConfigError(f"{setting!r}: {error}; give samplers=6 or samplers=2..8") from None
 
 
-def _lines(processes: list[ProcessView]) -> list[str]:
-    """A line for each process. The names of policies are shown if there are several."""
-    several = len({process.policy for process in processes}) > 1
+def _lines(found: ClusterView) -> list[str]:
+    """A line for each process, then one for the samplers. The names of policies are shown if there are several."""
+    several = len({process.policy for process in found.processes}) > 1
     rows = [
         (
             *([process.policy] if several else []),
@@ -89,8 +91,14 @@ def _lines(processes: list[ProcessView]) -> list[str]:
             f"{process.completions} completions" if process.kind == "replica" else "",
             process.place,
         )
-        for process in processes
+        for process in found.processes
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for one in found.samplers:
+        wanted = one.bounds if one.bounds.isdigit() else f"{one.wanted} of {one.bounds}"
+        lines.append(
+            f"samplers{f' of {one.policy}' if several else ''}: {wanted} wanted, {one.running} completions run, "
+            f"{one.waiting} wait for a place"
+        )
     return lines or ["No process hosts weights of this run: its state is in `agentjet status`."]

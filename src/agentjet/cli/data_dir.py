@@ -92,4 +92,7 @@ def rotate(
 def _key_folder(data_dir: Path, run: str) -> Path:
     """The folder of a run's tokens; those of the default run are in the data dir."""
     check_run_name(run)
-    return data_dir if run == DEFAULT_RUN else data_dir / "runs" / run
+    folder = data_dir if run == DEFAULT_RUN else data_dir / "runs" / run
+    if run != DEFAULT_RUN and not folder.is_dir():
+        run_folder(data_dir, run)
+    return folder

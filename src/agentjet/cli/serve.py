@@ -39,7 +39,7 @@ def serve(
         str | None, typer.Option(help="Hugging Face id, local folder, or smollm2-135m. Short for --set model.name=…")
     ] = None,
     data_dir: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Folder of the journal, the checkpoints and the tokens; an existing one is continued."),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
@@ -64,7 +64,7 @@ def serve(
 
     short = {
         "model.name": model,
-        "server.data_dir": data_dir and str(data_dir),
+        "server.data_dir": data_dir,
         "server.port": port,
         "server.host": host,
         "server.insecure": insecure or None,

@@ -68,7 +68,7 @@ def status_lines(status: StatusResponse) -> Lines:
         ("step", steps),
         *([("branched", f"from {status.branched_from}")] if status.branched_from else []),
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
-        ("episodes", ", ".join(f"{count} {name}" for name, count in status.episodes.items() if count) or "none yet"),
+        ("episodes", _episodes(status)),
         ("calls", f"{status.calls_active} active"),
         ("clients", _clients(status)),
     ]
@@ -86,6 +86,14 @@ def status_lines(status: StatusResponse) -> Lines:
         metrics = [f"{n} {status.last_step[start + n]:.4g}" for n in SHOWN_METRICS if start + n in status.last_step]
         lines += [(f"  {owner}" if owner else "last step", ", ".join(metrics))] if metrics else []
     return [(name, one_line(value)) for name, value in lines]
+
+
+def _episodes(status: StatusResponse) -> str:
+    """Counts of episodes; those of dropped ones with their reasons."""
+    parts = [f"{count} {name}" for name, count in status.episodes.items() if count]
+    if status.dropped and parts and parts[-1].endswith(" dropped"):
+        parts[-1] += f" ({', '.join(f'{count} {reason}' for reason, count in status.dropped.items())})"
+    return ", ".join(parts) or "none yet"
 
 
 def _clients(status: StatusResponse) -> str:
@@ -176,6 +184,7 @@ def set_job(
         given[key] = value
     with connect(url, token, token_file) as swarm:
         before, after = swarm.job(), swarm.change_job(given)
+        version = swarm.status().policy_version if "max_steps" in given else 0
     if as_json:
         typer.echo(after.model_dump_json(indent=2))
         return
@@ -184,6 +193,8 @@ def set_job(
     for key, value in changed:
         print_text(f"{key}: {_json(old.get(key))} -> {_json(value)}")
     typer.echo(f"revision {after.revision}" + ("" if changed else ": every setting had its value already"))
+    if 0 < (end := after.job["max_steps"]) <= version:
+        typer.echo(f"job.max_steps = {end} is reached at version {version}: raise it to continue training.")
     typer.echo(RESTART_HINT)
 
 

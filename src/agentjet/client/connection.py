@@ -50,6 +50,7 @@ TOKEN_VARIABLE = "AGENTJET_TOKEN"
 PROCESS = uuid.uuid4().hex
 """Identifies this process to servers. Forked processes share it."""
 RUN_PATH = re.compile(r"/runs/[^/]+$")
+API_PATH = re.compile(r"((/swarm)?/v1)/*$")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 ERRORS: dict[int, type[RequestError]] = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge}
 GATEWAY_TROUBLE = frozenset({502, 503, 504})
@@ -92,6 +93,10 @@ def load_settings(
     address = url or environ.get(URL_VARIABLE) or DEFAULT_URL
     if not _is_address(address):
         raise ConfigError(f"{address!r} is not a server's address: expected something like {DEFAULT_URL}")
+    if found := API_PATH.search(address):
+        raise ConfigError(
+            f"{address!r} is the address of an API: the server's is {address[: found.start()]!r}, without {found[1]!r}"
+        )
     return ClientSettings(
         url=address.rstrip("/"),
         token=_checked_token(token if token is not None else environ.get(TOKEN_VARIABLE, "")),

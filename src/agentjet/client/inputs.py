@@ -181,7 +181,7 @@ def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
             if not isinstance(values, dict):
                 held = ".".join(["job", *sections[:depth]])
                 raise ConfigError(f"{key} = {value!r}: {held} is a value, {values!r}, not a section of settings")
-        values[name] = value
+        values[name] = copy.deepcopy(value)
     return edited
 
 

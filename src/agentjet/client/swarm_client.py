@@ -297,8 +297,8 @@ class AsyncSwarm:
         """The processes that host the weights of the run."""
         return await self._send(protocol.ClusterView, "GET", "/cluster")
 
-    async def scale(self, samplers: int, *, policy: str = "") -> protocol.ClusterView:
-        """Change the number of sampler replicas of a policy. New ones start in the background.
+    async def scale(self, samplers: int | str, *, policy: str = "") -> protocol.ClusterView:
+        """Change the number of sampler replicas of a policy, or its bounds: `"2..8"`. New ones start in the background.
 
         Needs the admin token. Raises `InvalidRequest` if the server has no replicas or not enough GPUs.
         """
@@ -319,7 +319,8 @@ class AsyncSwarm:
     ) -> protocol.RunView:
         """Create a run on the server, open it again, or change its job settings. `of_run` gives its client.
 
-        `job` and `policies` are as `[job]` and `[policies]` of a settings file. Without `job` the run keeps its
+        `job` and `policies` are as `[job]` and `[policies]` of a settings file; keys of `job` may be dotted, as in
+        `change_job`. Without `job` the run keeps its
         settings; a new run has those of the server. Raises `InvalidRequest` for a wrong name or setting, and `Conflict`
         if the run exists with other policies.
         """
@@ -327,7 +328,7 @@ class AsyncSwarm:
         check_finite(job or {})
         check_finite(policies or {}, "policies.")
         body = build_request(
-            protocol.RunSettings, policies=dict(policies or {}), job=None if job is None else dict(job)
+            protocol.RunSettings, policies=dict(policies or {}), job=None if job is None else edited({}, job)
         )
         return await self._send(protocol.RunView, "PUT", f"/runs/{name}", body=body, server_wait=CHECKPOINT_WAIT)
 

@@ -10,7 +10,18 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, Compute, LossSpec,
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import ConfigError, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import (
+    CheckpointStamp,
+    ModelInfo,
+    Op,
+    PolicyId,
+    ProcessStatus,
+    Sampled,
+    SamplerBounds,
+    SamplersStatus,
+    SamplingParams,
+    TokenScore,
+)
 
 
 class ChosenCompute:
@@ -81,10 +92,14 @@ class ChosenCompute:
         backend = self._chosen.get(policy)
         return [] if backend is None else backend.processes(policy)
 
-    async def scale(self, policy: PolicyId, samplers: int) -> None:
+    def samplers(self, policy: PolicyId) -> SamplersStatus | None:
+        backend = self._chosen.get(policy)
+        return None if backend is None else backend.samplers(policy)
+
+    async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
         if policy not in self._chosen:
             raise ConfigError(f"the policy {policy} is not loaded, so it has no samplers to scale: start it first")
-        await self._chosen[policy].scale(policy, samplers)
+        await self._chosen[policy].scale(policy, bounds)
 
     async def close(self) -> None:
         self._chosen.clear()

@@ -28,7 +28,18 @@ from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConf
 from agentjet.errors import ConfigError, WorkerDied
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import (
+    CheckpointStamp,
+    ModelInfo,
+    Op,
+    PolicyId,
+    ProcessStatus,
+    Sampled,
+    SamplerBounds,
+    SamplersStatus,
+    SamplingParams,
+    TokenScore,
+)
 
 EMBEDDED = ComputeConfig()
 
@@ -184,8 +195,12 @@ class Compute(Sampler, Learner, Protocol):
         """Returns the processes of a policy, ranks first. Empty for a policy that was not added."""
         ...
 
-    async def scale(self, policy: PolicyId, samplers: int) -> None:
-        """Change the number of replicas of a policy; new ones start in the background.
+    def samplers(self, policy: PolicyId) -> SamplersStatus | None:
+        """Returns the sampler replicas of a policy; None without replicas, or for a policy that was not added."""
+        ...
+
+    async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
+        """Change the number of replicas of a policy, or its bounds; new ones start in the background.
 
         Raises `ConfigError` if the backend has no replicas or not enough GPUs.
         """

@@ -90,7 +90,8 @@ class SideCallRule(Section):
     system: str = Field("", max_length=2000)
     """Condition: pattern for the whole system prompt, such as `You are a title generator*`. Empty: any prompt."""
     model: str = Field("", max_length=256)
-    """Condition: pattern for the model name in the request, such as `*haiku*`. Empty: any name."""
+    """Condition: pattern for the model name in the request, such as `*haiku*`; in a run with named policies, which are
+    the only names there, such as `planner` or `*@title`. Empty: any name."""
     tools: Literal["any", "none", "some"] = "any"
     """Condition: the call offers tools (`some`), offers no tools (`none`), or either (`any`)."""
     role: str = Field("", max_length=128)

@@ -21,6 +21,12 @@ from agentjet.config.schema import ServeConfig
 from agentjet.errors import ConfigError
 from agentjet.section import Section
 
+_SHAPES = {
+    "tuple_type": "input should be a list, such as [1, 2]",
+    "dict_type": "input should be a table, such as {name = 1}",
+    "model_type": "input should be a table, such as {name = 1}",
+}
+"""Messages in the words of TOML, by pydantic's type of error."""
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
 MIN_TOKEN_LENGTH = 16
 NAMED = ("recipe", "loss")
@@ -144,8 +150,13 @@ def _sentence(detail: ErrorDetails, origins: Mapping[str, str]) -> str:
         return f"{stated}: there is no such setting; {way_out}"
     if detail["type"] == "model_type" and (section := _sections_near(key).get(key)):
         return f"{stated}: this is a section; set what is in it, such as {key}.{next(iter(section.model_fields))}"
-    if isinstance(detail["input"], dict):  # a cross-check of a section, whose message names the keys and values
+    if detail["type"] == "missing":
+        return f"{key}: this setting is missing; set it"
+    if (
+        isinstance(detail["input"], dict) and detail["type"] == "value_error"
+    ):  # a cross-check of a section, whose message names the keys and values
         return f"{key.rstrip('.')}: {message}".removeprefix(": ")
+    message = _SHAPES.get(detail["type"], message)
     return f"{stated}: {message[0].lower()}{message[1:]}"
 
 

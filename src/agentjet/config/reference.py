@@ -13,9 +13,17 @@ from pydantic_core import PydanticUndefined
 from agentjet.config.job import JobConfig, SideCallRule
 from agentjet.config.schema import ServeConfig
 from agentjet.section import Section
+from agentjet.types import SamplerBounds
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+TYPES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    SamplerBounds: "integer or range",
+}
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:

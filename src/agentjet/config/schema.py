@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, field_validator, model_validator
 
 from agentjet.config.job import JobConfig, PolicyName, unknown_policy
 from agentjet.section import Int64, Section
-from agentjet.types import SOLE_POLICY
+from agentjet.types import SOLE_POLICY, SamplerBounds
+
+SamplerCount = Annotated[SamplerBounds, BeforeValidator(SamplerBounds.parse), PlainSerializer(str)]
 
 
 class LoraConfig(Section):
@@ -41,7 +43,7 @@ class ModelConfig(Section):
     """
     context_length: Int64 = Field(0, ge=0)
     """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""
-    threads: Int64 = Field(0, ge=0)
+    threads: Int64 = Field(0, ge=0, le=1024)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()
 
@@ -59,8 +61,10 @@ class ComputeConfig(Section):
     sharding: Literal["auto", "gathered", "sharded"] = "auto"
     """`gathered`: each rank holds all weights and a part of the optimiser's state. `sharded`: each rank holds a part of
     the layers, too. `auto`: `gathered` if that fits the memory of a rank."""
-    samplers: Int64 = Field(1, ge=1, le=4096)
-    """Replicas that sample."""
+    samplers: SamplerCount = SamplerBounds(1, 1)
+    """Replicas that sample: a number, or a range such as `"2..8"`. In a range, there is one for each
+    `sampler.max_concurrent` completions; their number rises after 10 s of more completions and falls after 5 minutes of
+    fewer."""
     tensor_parallel: Int64 = Field(1, ge=1, le=64)
     """GPUs of each replica."""
     address: str = ""
@@ -167,6 +171,13 @@ class ServerConfig(Section):
             raise ValueError("not a URL: use one such as 'http://127.0.0.1:4318/v1/traces'")
         return endpoint
 
+    @field_validator("data_dir", mode="before")
+    @classmethod
+    def _data_dir_has_a_name(cls, folder: object) -> object:
+        if folder == "":
+            raise ValueError("give the name of a folder, such as 'agentjet-data', or '.' for the present one")
+        return folder
+
     @field_validator("allowed_hosts")
     @classmethod
     def _hosts_are_names(cls, hosts: str) -> str:
@@ -226,19 +237,27 @@ class ServeConfig(Section):
                 raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")
         return self
 
-    @model_validator(mode="after")
-    def _adapters_share_a_base(self) -> Self:
-        bases: dict[tuple[str, str], tuple[str, str]] = {}
+    def base_models(self) -> dict[str, tuple[str, str]]:
+        """The base model of the adapters in each embedded worker: a policy that has it, and its name.
+
+        Raises `ValueError` if the adapters of a worker have several.
+        """
+        bases: dict[str, tuple[str, str]] = {}
         for policy in self.policy_names:
-            model = self.model_of(policy)
-            if not model.lora.rank:
+            model, worker = self.model_of(policy), self.worker_of(policy)
+            if not model.lora.rank or self.compute_of(policy).backend != "embedded":
                 continue
-            other, base = bases.setdefault(self.host_of(policy), (policy, model.name))
+            other, base = bases.setdefault(worker, (policy, model.name))
             if base != model.name:
                 raise ValueError(
                     f"policies.{policy}.model = {model.name!r} and policies.{other}.model = {base!r}: the adapters of "
                     f"one worker share one base model; set policies.{policy}.worker to another name"
                 )
+        return bases
+
+    @model_validator(mode="after")
+    def _adapters_share_a_base(self) -> Self:
+        self.base_models()
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from agentjet.errors import (
     ComputeError,
+    ConfigError,
     Conflict,
     ContextOverflow,
     GrammarError,
@@ -345,11 +346,11 @@ class CallPath:
             return ()
         with _request_errors(call.request):
             scores = await self._compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
-        texts = [call.model.renderer.token_bytes(token) for token in tokens]
+        token_bytes = call.model.renderer.token_bytes
+        texts = [token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
             likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
-            token_bytes = call.model.renderer.token_bytes
             named = tuple((token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
             shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
         return tuple(shown)
@@ -428,5 +429,5 @@ def _request_errors(request: CallRequest) -> Iterator[None]:
             code="unsupported_schema",
             param=request.constraint.schema_param,
         ) from error
-    except ComputeError as error:
+    except (ComputeError, ConfigError) as error:
         raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error

@@ -213,9 +213,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def remove_old_exports(folder: Path, keep: int) -> None:
-    """Removes all exports but the newest `keep`. Folders with other names belong to the user and stay."""
-    exports = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removesuffix("-adapter"))]
-    for path in sorted(exports, key=lambda path: path.stat().st_mtime)[:-keep]:
+    """Removes all exports but the `keep` of the highest policy versions.
+
+    Folders with other names belong to the user and stay.
+    """
+    found = ((NAME.fullmatch(path.name.removesuffix("-adapter")), path) for path in folder.iterdir())
+    exports = [(int(name[1]), path.stat().st_mtime, path) for name, path in found if name is not None]
+    for *_, path in sorted(exports)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 

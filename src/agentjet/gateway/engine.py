@@ -194,7 +194,9 @@ class Engine:
         """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started."""
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
         self.num_hung += isinstance(error, WorkerHung)
-        is_ours, version = not self.is_of_another_run(error), self._swarm.policy_version
+        # The journal refuses writes for a while: the worker is not to blame.
+        is_ours = not (isinstance(error, Later) or self.is_of_another_run(error))
+        version = self._swarm.policy_version
         self.training.worker_failed(error, is_ours=is_ours)
         if self.training.stopping:
             return False
@@ -208,7 +210,8 @@ class Engine:
             self._run.gate.hold()
         self._enter("loading", f"the worker failed and is started again: {error}")
         await self._remove_policies(keep_samplers=True)
-        await self._sleep(0.0 if self._failures <= 1 else min(30.0, 2.0 ** (self._failures - 2)))
+        pause = 0.0 if self._failures <= 1 else min(30.0, 2.0 ** (self._failures - 2))
+        await self._sleep(error.retry_after if isinstance(error, Later) else pause)
         return True
 
     def is_of_another_run(self, error: Exception) -> bool:

@@ -7,12 +7,12 @@ used in that event loop only.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -39,13 +39,14 @@ from agentjet.protocol import (
     FinishRequest,
     JobBody,
     ProcessView,
+    SamplersView,
     ScaleRequest,
     StatusResponse,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.groups import group_name
-from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, PolicyId, policy_of
+from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, PolicyId, SamplerBounds, policy_of
 
 log = logging.getLogger(__name__)
 
@@ -305,20 +306,20 @@ class Gateway:
 
     def cluster(self) -> ClusterView:
         """Returns the processes that host the weights of the run's policies."""
-        named = {policy: self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names}
-        return ClusterView(
-            processes=[
-                ProcessView(policy=policy, **dataclasses.asdict(process))
-                for policy, processes in named.items()
-                for process in processes
-            ]
-        )
+        processes: list[ProcessView] = []
+        samplers: list[SamplersView] = []
+        for policy in self.config.policy_names:
+            of = PolicyId(self.run, policy)
+            processes += [ProcessView(policy=policy, **asdict(one)) for one in self._compute.processes(of)]
+            if (found := self._compute.samplers(of)) is not None:
+                samplers.append(SamplersView(policy=policy, **{**asdict(found), "bounds": str(found.bounds)}))
+        return ClusterView(processes=processes, samplers=samplers)
 
     async def scale(self, request: ScaleRequest) -> ClusterView:
-        """Changes the number of replicas of a policy. Raises `InvalidRequest`."""
+        """Changes the number of replicas of a policy, or its bounds. Raises `InvalidRequest`."""
         policy = chosen_policy(self.config, request.policy)
         try:
-            await self._compute.scale(PolicyId(self.run, policy), request.samplers)
+            await self._compute.scale(PolicyId(self.run, policy), SamplerBounds.parse(request.samplers))
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="samplers") from None
         return self.cluster()
@@ -331,10 +332,12 @@ class Gateway:
 
     def status(self) -> StatusResponse:
         swarm, job, now = self.swarm, self.swarm.job, self._clock()
+        hosts = (self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names)
+        process = next(filter(None, map(views.waiting_for_process, hosts)), "")
         return StatusResponse(
             version=__version__,
             state=self.engine.state,
-            waiting_for=views.waiting_for(swarm, self.engine.state, self.engine.reason),
+            waiting_for=views.waiting_for(swarm, self.engine.state, self.engine.reason, process),
             run=self.run,
             policies=self.policies,
             model=self.model_name,
@@ -348,6 +351,7 @@ class Gateway:
             groups_complete=swarm.queries.num_groups("complete"),
             groups_open=swarm.queries.num_groups("open"),
             episodes=swarm.queries.status_counts(),
+            dropped=swarm.queries.dropped(),
             calls_active=self._calls.num_open,
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},

@@ -4,6 +4,7 @@ A run other than the default one has the file `run.json`: its policies, the job 
 whether it is open. Invariants:
 
 * `run.json` is written before a run is opened and before it is ended, so a restarted server has the same runs;
+* the policies of a run may be mistyped: before its first episode they can change, unless the run is up;
 * two requests for the same run have their effect one after the other;
 * a run that cannot be opened is logged and listed, and stops neither the server nor another run.
 """
@@ -16,7 +17,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFou
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
 from agentjet.gateway.observability import Tracing
-from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
+from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name, first_mistake
+from agentjet.swarm import Journal
 from agentjet.types import DEFAULT_RUN, RUN_NAME, EngineState
 
 log = logging.getLogger(__name__)
@@ -95,14 +97,19 @@ class Runs:
         """Creates or opens a run, changes its job settings if `settings` has some, starts it if it has failed.
 
         Idempotent. Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`;
-        `run_policies_changed` if the run has other policies; `run_unusable` if its files cannot be opened.
+        `run_policies_changed` if the run has other policies and was used; `run_unusable` if its files cannot be opened.
         """
         async with self._changing(name):
             if self._closing:
                 raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
             known = self._record(name)
+            if known is not None and settings.policies not in ({}, known.policies) and self._is_unused(name):
+                known = None  # Its policies were perhaps mistyped.
             record = known or self._new_record(settings)
             job = self._checked_job(record, settings, is_open=name in self._gateways)
+            self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
+            if known is None and name in self._gateways:
+                await self._gateways.pop(name).close()
             if name not in self._gateways:
                 record = record.model_copy(update={"policies": settings.policies or record.policies})
                 self._write(name, record, is_open=True)
@@ -158,7 +165,7 @@ class Runs:
         if name == DEFAULT_RUN:
             raise Conflict(
                 f"The run {DEFAULT_RUN!r} has the settings of the server and ends with it: change its job with "
-                "PUT /swarm/v1/job, or choose another run.",
+                "`agentjet job set` (PUT /swarm/v1/job), or choose another run.",
                 code="default_run",
             )
         async with self._locks[name]:
@@ -194,6 +201,33 @@ class Runs:
             )
         return config.job
 
+    def _is_unused(self, name: str) -> bool:
+        """True for a run without an episode that is not open, or whose start failed."""
+        if name in self._gateways and self._gateways[name].engine.state != "failed":
+            return False
+        try:
+            with closing(Journal.open_read_only(self._folder / name / JOURNAL)) as journal:
+                return journal.is_unused
+        except ConfigError:
+            return False
+
+    def _check_base_models(self, name: str, config: ServeConfig) -> None:
+        """Raises `InvalidRequest` if a worker has adapters of another run on another base model."""
+        bases = config.base_models()
+        for gateway in self.open_gateways():
+            theirs = {} if gateway.run == name or gateway.engine.state == "failed" else gateway.config.base_models()
+            for worker in bases.keys() & theirs.keys():
+                (ours, model), (_, other) = bases[worker], theirs[worker]
+                if model != other:
+                    raise InvalidRequest(
+                        f"policies.{ours}.model = {model!r}: the worker {worker!r} has adapters of {other!r} for the "
+                        f"run {gateway.run!r}, and the adapters of one worker share one base model; set "
+                        f"policies.{ours}.worker to another name.",
+                        code="invalid_setting",
+                        status=422,
+                        param="policies",
+                    )
+
     def _config_of(self, policies: Mapping[str, Any], job: Mapping[str, Any] | None) -> ServeConfig:
         """Returns the settings of the server with those of a run. Raises `ConfigError`."""
         served = self._config.model_dump(include={"model", "sampler", "compute", "server"})
@@ -225,8 +259,9 @@ class Runs:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else first_mistake(error)
             raise ConfigError(
-                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
+                f"{path} cannot be read as the settings of a run ({why}): restore it, or move the folder away"
             ) from None
 
     def _write(self, name: str, record: RunRecord, *, is_open: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from agentjet.gateway.observability import divergence
@@ -20,7 +20,7 @@ from agentjet.protocol import (
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.timeline.tree import orphans
-from agentjet.types import Call, EngineState, Message
+from agentjet.types import Call, EngineState, Message, ProcessStatus
 
 WAITING_FOR = {
     "offline": "a start of the engine",
@@ -59,13 +59,31 @@ def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
     )
 
 
-def waiting_for(swarm: SwarmState, state: EngineState, reason: str) -> str:
-    """Returns the cause that training waits for, or ''."""
+def waiting_for(swarm: SwarmState, state: EngineState, reason: str, process: str) -> str:
+    """Returns the cause that training waits for, or ''. `process`: see `waiting_for_process`."""
     if swarm.store.file.refusal:
         return f"the disk. {swarm.store.file.refusal}"
+    if state == "loading":
+        return "; ".join(filter(None, [reason, process or WAITING_FOR[state]]))
     if state not in ("sampling", "learning"):
         return reason or WAITING_FOR[state]
+    if state == "sampling" and process:
+        return process
     return divergence(swarm.last_step) or swarm.queries.waiting_for()
+
+
+def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:
+    """Returns the rank or replica without which a policy cannot learn or sample, or ''. `processes` are its own."""
+    ranks = [one for one in processes if one.kind == "rank"]
+    replicas = [one for one in processes if one.kind == "replica"]
+    for process in ranks:
+        if not process.is_ready:
+            return f"{process.name}, which {process.state}"
+    if not replicas and ranks:
+        return "a sampler replica"
+    if replicas and not any(one.is_ready for one in replicas):
+        return f"a sampler replica: {replicas[0].name} {replicas[0].state}"
+    return ""
 
 
 def _answer_text(response: Message) -> str:

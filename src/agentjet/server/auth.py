@@ -110,7 +110,7 @@ LEVELS: tuple[Bearer, ...] = ("viewer", "client", "admin")
 """Each token opens what those before it open."""
 TOO_LOW: dict[Bearer, str] = {
     "client": "The viewer token only reads: use the token in the file 'token' beside it.",
-    "admin": "Configuring, starting and stopping needs the token in the file 'admin-token', which is beside the file "
+    "admin": "Configuring, scaling, starting and stopping need the token in the file 'admin-token', beside the file "
     "'token'.",
 }
 Secret = str | Callable[[], str]
@@ -194,8 +194,8 @@ class Keys:
         if not token.startswith(KEY_PREFIX):
             why = "is missing" if not token else "is not a token of this server"
             raise Unauthorized(
-                f"The token {why}: send `Authorization: Bearer <token>` with the content of the file 'token' in the "
-                "server's data dir.",
+                f"The token {why}: send `Authorization: Bearer <token>` with the content of the file "
+                f"{SECRET_FILES['admin' if needed == 'admin' else 'client']!r} in the server's data dir.",
                 code="token_missing" if not token else "token_invalid",
             )
         own = self.episode(token, max_age)

@@ -237,6 +237,8 @@ def role_of(model: str, deps: AppDeps) -> str:
             message += "server.model_aliases lets it answer to other names."
         raise NotFound(message, code="model_not_found", param="model")
     role = model[len(name) + 1 :]
+    if model == f"{name}@":
+        raise InvalidRequest(f"The model {model!r} names no role after '@': use {name!r}, or add one.", param="model")
     if len(role) > MAX_ROLE:
         message = f"The role in the model's name has {len(role)} characters; the maximum is {MAX_ROLE}."
         raise InvalidRequest(message, param="model")

@@ -256,6 +256,7 @@ class Batches:
                     journal.put_episode(replace(episode, trained_in=None, dropped=ROLLED_BACK))
             store.state.counts["trained"] -= len(trained)
             store.state.counts["dropped"] += len(trained)
+            store.state.count_dropped(ROLLED_BACK, len(trained))
             store.state.count_lost("groups", version, ROLLED_BACK, sum(len(batch.groups) for batch in undone))
             store.steps = journal.recent_steps(RECENT_STEPS)
             live, waiting = store.live(), store.state.counts["waiting"]

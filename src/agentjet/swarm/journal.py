@@ -125,8 +125,7 @@ class Journal:
         if models is None:
             return journal
         try:
-            if not journal.read_state().num_episodes and BRANCHED_FROM not in journal.origin:
-                # A setting may be mistyped at the first start, so it counts only once an episode has begun.
+            if journal.is_unused:
                 journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
             elif journal.origin:  # Recorded before the first call. Without one, no policy was ever up.
                 origin.check_policies(journal.origin, origin.named_policies(models), path.parent)
@@ -166,6 +165,11 @@ class Journal:
     def origin(self) -> Origin:
         recorded: dict[str, str | int] = json.loads(self.file.meta("origin", "{}"))
         return recorded
+
+    @property
+    def is_unused(self) -> bool:
+        """True before the first episode. The origin may still change, because a setting may have been mistyped."""
+        return not self.read_state().num_episodes and BRANCHED_FROM not in self.origin
 
     def branch(self, recorded: Origin, branched_from: str) -> None:
         """Start a new journal with the origin of another one, and record which one."""

@@ -90,6 +90,10 @@ class Queries:
         """
         return dict(self._store.state.counts)
 
+    def dropped(self) -> dict[str, int]:
+        """The `dropped` ones of `status_counts`, by reason."""
+        return dict(self._store.state.dropped)
+
     def code_versions(self) -> dict[str, OutcomeCounts]:
         """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
         return dict(self._store.state.code_versions)

@@ -191,6 +191,8 @@ class State:
     """Groups owed to each task set since the newest batch."""
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     """Episodes since the data dir was made: by status, and the finished training ones by outcome."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """The dropped ones of `counts`, by reason."""
     code_versions: dict[str, OutcomeCounts] = field(default_factory=dict)
     """Outcomes of training episodes by version of the agent's code, the last used version last."""
     losses: dict[str, int] = field(default_factory=dict)
@@ -225,8 +227,14 @@ class State:
             self.counts[name] -= 1
         for name in after.categories:
             self.counts[name] += 1
+        if after.dropped and (before is None or not before.dropped):
+            self.count_dropped(after.dropped)
         if after.code_version and after.mode == "train":
             self._count_code_version(before, after)
+
+    def count_dropped(self, reason: str, number: int = 1) -> None:
+        """Count dropped episodes by reason; `counts` has their total."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + number
 
     def _count_code_version(self, before: Episode | None, after: Episode) -> None:
         versions, name = self.code_versions, after.code_version

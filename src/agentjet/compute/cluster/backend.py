@@ -9,93 +9,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import shutil
 import sys
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+from agentjet.compute.cluster.autoscaler import Autoscaler
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
 from agentjet.compute.cluster.learner_group import LearnerGroup
-from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
+from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
+from agentjet.compute.cluster.ray_launcher import RANK_MODULE, RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
+from agentjet.compute.cluster.site import Site, first_of
 from agentjet.compute.cluster.weights import Publication
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import (
+    CheckpointStamp,
+    ModelInfo,
+    Op,
+    PolicyId,
+    ProcessStatus,
+    Sampled,
+    SamplerBounds,
+    SamplersStatus,
+    SamplingParams,
+    TokenScore,
+)
 
-RANK_MODULE = "agentjet.compute.cluster.rank"
+log = logging.getLogger(__name__)
+
 REPLICA_MODULE = "agentjet.compute.cluster.replica"
-CONNECT_SECONDS = 300.0
-"""Time for a started process to connect. It imports torch or vLLM first."""
+OBSERVE_SECONDS = 1.0
+"""Seconds between two observations of the autoscalers."""
 LOAD_SECONDS = 1800.0
 """Time for a replica to load its model. Files may come from a hub or a slow disk."""
 DEATH_SECONDS = 5.0
 """Time in which the death of a learner is noticed whose weights could not be fetched."""
-TOKEN_SECONDS = 0.2
-"""Longest time before a received token that counts as sampling. The rest is a pause."""
-
-
-class SamplingMeter:
-    """Measures the time in which tokens of a policy were sampled, from the pieces as they arrive."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = 0.0
-        """Time so far in which at least one completion got tokens."""
-        self._clock = clock
-        self._until = clock()
-
-    def received(self, num_tokens: int) -> None:
-        """Count a piece: the time since the last one, but at most `TOKEN_SECONDS` per token."""
-        now = self._clock()
-        self.seconds += min(now - self._until, num_tokens * TOKEN_SECONDS)
-        self._until = now
-
-
-class StepMeter:
-    """Measures the step of a policy from one publish to the next: what waited for what."""
-
-    def __init__(self, sampling: SamplingMeter, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sampling = sampling
-        self._clock = clock
-        self._began = clock()
-        self._sampled_before = 0.0
-        self._learning: tuple[float, float] | None = None
-        """Time, and seconds of sampling, when the first operation of the step was requested."""
-
-    def start_learning(self) -> None:
-        """Call for every operation; the first one of a step counts."""
-        if self._learning is None:
-            self._learning = self._clock(), self._sampling.seconds
-
-    def finish(self) -> dict[str, float]:
-        """Returns the metrics of the step when its weights are published, and begins the next step."""
-        now, sampled = self._clock(), self._sampling.seconds
-        step = max(1e-9, now - self._began)
-        metrics = {"sampler/idle": max(0.0, 1 - (sampled - self._sampled_before) / step)}
-        if self._learning is not None:
-            since, sampled_before = self._learning
-            learning = max(1e-9, now - since)
-            metrics["learner/idle"] = max(0.0, 1 - learning / step)
-            metrics["sampler/overlap"] = min(1.0, (sampled - sampled_before) / learning)
-        self._began, self._sampled_before, self._learning = now, sampled, None
-        return metrics
-
-
-@dataclass(eq=False)
-class Site:
-    """Where processes are started and how they connect: one for each `compute.address` and `compute.host`."""
-
-    hub: Hub
-    launcher: Launcher
 
 
 @dataclass(eq=False)
@@ -114,10 +72,28 @@ class HostedPolicy:
     ranks: LearnerGroup | None = None
     num_groups: int = 0
     """Learner groups started so far."""
+    rank_state: str = ""
+    """State of the ranks while they have no request."""
     replicas: Replicas = field(init=False)
+    autoscaler: Autoscaler = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = StepMeter(self.sampling)
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if the learner group lives; it may be starting."""
+        return self.ranks is not None and not self.ranks.died.done()
+
+    @property
+    def is_learning(self) -> bool:
+        """True if the ranks do something, or are replaced. Calls may be held."""
+        return self.ranks is None or not self.has_ranks or bool(self.ranks.request or self.rank_state)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that its processes need, also those that are being replaced."""
+        return self.gpus * (self.settings.ranks + self.replicas.fleet.count * self.settings.tensor_parallel)
 
 
 def local_or_ray(hub: Hub, address: str, log_folder: Path) -> Launcher:
@@ -137,6 +113,7 @@ class ClusterCompute:
         self._log_folder = config.server.data_dir / "logs" / "cluster"
         self._sites: dict[tuple[str, str], Site] = {}
         self._policies: dict[PolicyId, HostedPolicy] = {}
+        self._autoscaling: asyncio.Task[None] | None = None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
         return Capabilities(support_sets=True, adapters=True, separate_samplers=True)
@@ -156,12 +133,11 @@ class ClusterCompute:
             await hosted.ranks.close()
         hosted.num_groups += 1
         hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
-        launcher = hosted.site.launcher
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
-        hosted.ranks = LearnerGroup(
-            policy, names, partial(self._start_rank, policy, hosted), launcher.stop, partial(_ended, launcher)
-        )
+        launch, site = partial(self._start_rank, policy, hosted), hosted.site
+        hosted.ranks, hosted.rank_state = LearnerGroup(policy, names, launch, site.stop, site.ended), STARTS
         info = await hosted.ranks.start(model, settings)
+        hosted.rank_state = ""
         if not hosted.info.done():
             hosted.info.set_result(info)
         return info
@@ -202,14 +178,16 @@ class ClusterCompute:
         if publication is None:
             return {}
         adoption = asyncio.create_task(hosted.replicas.publish(publication, one_by_one=one_by_one))
+        hosted.rank_state = "waits until the replicas have the weights"
         try:
-            await _first(adoption, ranks.died)
+            await first_of(adoption, ranks.died)
             if adoption.done() and isinstance(adoption.exception(), ComputeError):
                 await asyncio.wait([ranks.died], timeout=DEATH_SECONDS)
             if ranks.died.done() and not (adoption.done() and adoption.exception() is None):
                 raise copy.copy(ranks.died.result())  # The weights cannot be fetched from a rank that died.
             adoption.result()
         finally:
+            hosted.rank_state = ""
             adoption.cancel()
             await asyncio.gather(adoption, return_exceptions=True)
         return {**hosted.replicas.metrics(), **hosted.step.finish()}
@@ -232,36 +210,86 @@ class ClusterCompute:
         hosted = self._policies.get(policy)
         if hosted is None:
             return []
-        launcher, ranks = hosted.site.launcher, hosted.ranks
+        site, ranks = hosted.site, hosted.ranks
         found: list[ProcessStatus] = []
-        if ranks is not None and not ranks.died.done():
-            state = _RANK_STATES.get(ranks.request, ranks.request or "waits for a batch")
-            found = [ProcessStatus(name, "rank", state, place=launcher.place(name)) for name in ranks.names]
-        return [
-            *found,
-            *(replace(one, place=launcher.place(one.name)) for one in hosted.replicas.status()),
-        ]
+        if ranks is not None and hosted.has_ranks:
+            state = _RANK_STATES.get(ranks.request, ranks.request or hosted.rank_state or "waits for a batch")
+            is_ready = hosted.rank_state != STARTS and ranks.request != "load"
+            found = [
+                ProcessStatus(name, "rank", state, place=site.place(name), is_ready=is_ready) for name in ranks.names
+            ]
+        return [*found, *(replace(one, place=site.place(one.name)) for one in hosted.replicas.status())]
 
-    async def scale(self, policy: PolicyId, samplers: int) -> None:
+    def samplers(self, policy: PolicyId) -> SamplersStatus | None:
+        hosted = self._policies.get(policy)
+        if hosted is None:
+            return None
+        replicas = hosted.replicas
+        return SamplersStatus(
+            hosted.autoscaler.bounds, replicas.fleet.count, running=replicas.num_running, waiting=replicas.num_waiting
+        )
+
+    async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
         hosted = self._policies.get(policy)
         if hosted is None:
             raise ConfigError(f"the policy {policy} is not loaded, so it has no samplers to scale: start it first")
-        free = await hosted.site.launcher.free_gpus() if hosted.gpus else None
-        size, present = hosted.settings.tensor_parallel, len(hosted.replicas.status())
-        if free is not None and (samplers - present) * size > free:
-            raise ConfigError(
-                f"samplers = {samplers} needs {(samplers - present) * size} more GPUs and {free} are free: at most "
-                f"{present + free // size} fit"
-            )
-        await hosted.replicas.scale(samplers)
+        most = await self._most_samplers(hosted)
+        if bounds.least > most:
+            size = hosted.settings.tensor_parallel
+            needed = f" with {size} GPUs each" if size > 1 else ""
+            raise ConfigError(f"samplers = {bounds}: at most {most} replicas{needed} fit the free GPUs")
+        hosted.autoscaler = Autoscaler(bounds, self._config.sampler.max_concurrent)
+        await hosted.replicas.scale(bounds.clamp(hosted.replicas.fleet.count))
 
     async def close(self) -> None:
+        if self._autoscaling is not None:
+            self._autoscaling.cancel()
+            await asyncio.wait([self._autoscaling])
         await asyncio.gather(*(self.remove(policy) for policy in list(self._policies)))
         sites = list(self._sites.values())
         self._sites.clear()
         for site in sites:
-            await site.launcher.close()
-            await site.hub.close()
+            await site.close()
+
+    # ---- the number of replicas -------------------------------------------------------------------------------------
+
+    async def _autoscale(self) -> None:
+        """Boundary: a failure, such as that of a Ray cluster, ends one attempt."""
+        while True:
+            await asyncio.sleep(OBSERVE_SECONDS)
+            for policy, hosted in list(self._policies.items()):
+                try:
+                    await self.observe(policy, hosted)
+                except Exception:
+                    log.exception("the samplers of policy %s could not be scaled", policy)
+
+    async def observe(self, policy: PolicyId, hosted: HostedPolicy) -> None:
+        """Change the number of replicas of a policy to that of its autoscaler. Called once a second."""
+        replicas, present = hosted.replicas, hosted.replicas.fleet.count
+        completions = replicas.num_running + replicas.num_waiting
+        hosted.step.count_waiting(replicas.num_waiting)
+        if hosted.is_learning and not completions:
+            return
+        wanted = hosted.autoscaler.observe(present, completions)
+        if wanted > present:
+            wanted = max(present, min(wanted, await self._most_samplers(hosted)))
+        if wanted != present and not replicas.failed.done():
+            log.info("policy %s: %d samplers instead of %d, for %d completions", policy, wanted, present, completions)
+            await replicas.scale(wanted)
+
+    async def _most_samplers(self, hosted: HostedPolicy) -> int:
+        """Returns the most replicas that fit the GPUs that no other process needs."""
+        free = await self._free_gpus(hosted.site) if hosted.gpus else None
+        if free is None:
+            return SamplerBounds.MAX
+        return hosted.replicas.fleet.count + free // hosted.settings.tensor_parallel
+
+    async def _free_gpus(self, site: Site) -> int | None:
+        """Returns the number of GPUs of a site that no policy needs; None if there are no GPUs."""
+        total = await site.num_gpus()
+        if total is None:
+            return None
+        return total - sum(hosted.num_gpus for hosted in self._policies.values() if hosted.site is site)
 
     # ---- starting processes -----------------------------------------------------------------------------------------
 
@@ -269,17 +297,20 @@ class ClusterCompute:
         """Start the replicas of a policy. Raises `ConfigError` for settings that this place cannot honour."""
         python = sampler_python(settings)
         site = await self._site(settings)
-        free = await site.launcher.free_gpus() if model.device != "cpu" else None
+        free = await self._free_gpus(site) if model.device != "cpu" else None
         check_gpus(policy, settings, free, model)
         hosted = self._policies[policy] = HostedPolicy(model, settings, site, gpus=0 if free is None else 1)
+        hosted.autoscaler = Autoscaler(settings.samplers, self._config.sampler.max_concurrent)
         hosted.replicas = Replicas(
             policy,
             partial(self._start_replica, policy, hosted, python),
-            site.launcher.stop,
-            settings.samplers,
+            site.stop,
+            settings.samplers.least,
             self._config.sampler,
             timeout=self._config.server.worker_timeout,
         )
+        if self._autoscaling is None:
+            self._autoscaling = asyncio.create_task(self._autoscale())
         return hosted
 
     async def _site(self, settings: ComputeConfig) -> Site:
@@ -299,7 +330,7 @@ class ClusterCompute:
     async def _start_rank(self, policy: PolicyId, hosted: HostedPolicy, name: str, rank: int) -> Peer:
         command = (sys.executable, "-P", "-m", RANK_MODULE)
         log_path = self._log_folder / f"{policy.run}-{policy.policy}-rank-{rank}.log"
-        return await self._start(hosted.site, name, command, gpus=hosted.gpus, log_path=log_path)
+        return await hosted.site.start(name, command, gpus=hosted.gpus, log_path=log_path)
 
     async def _start_replica(self, policy: PolicyId, hosted: HostedPolicy, python: str, name: str) -> Peer:
         """See `fleet.Start`."""
@@ -307,7 +338,7 @@ class ClusterCompute:
         log_path = self._log_folder / f"{name.replace('/', '-')}.log"
         try:
             gpus = hosted.gpus * settings.tensor_parallel
-            peer = await self._start(hosted.site, name, command, gpus=gpus, log_path=log_path)
+            peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path)
         except WorkerDied as error:
             if "No module named" in str(error):
                 raise ConfigError(f"{error}. {_way_out(python)}") from None
@@ -324,22 +355,6 @@ class ClusterCompute:
             raise
         return peer
 
-    async def _start(self, site: Site, name: str, command: Sequence[str], *, gpus: int, log_path: Path) -> Peer:
-        """Start a process and wait until it connects. Raises `ConfigError`, or `WorkerDied` if it ends before."""
-        hub, launcher = site.hub, site.launcher
-        connection = hub.expect(name)
-        try:
-            variables = {**WORKER_VARIABLES, **hub.environment(name)}
-            await launcher.start(name, command, variables, gpus=gpus, log_path=log_path)
-            ended = launcher.ended(name)
-            await _first(connection, ended, timeout=CONNECT_SECONDS)
-            if connection.done():
-                return connection.result()
-            reason = ended.result() if ended.done() else f"did not connect for {CONNECT_SECONDS:g} s; see {log_path}"
-            raise WorkerDied(f"{name} {reason}")
-        finally:
-            hub.forget(name)
-
     def _hosted(self, policy: PolicyId) -> HostedPolicy:
         """Raises `PolicyRemoved` for a policy that was not added."""
         if policy not in self._policies:
@@ -353,6 +368,7 @@ class ClusterCompute:
         return ranks
 
 
+STARTS = "starts"
 _RANK_STATES = {
     "rendezvous": "meets the other ranks",
     "join": "meets the other ranks",
@@ -365,17 +381,6 @@ _RANK_STATES = {
     "export": "writes an export",
 }
 """The states of a rank, by request."""
-
-
-async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait until one of these is done."""
-    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _ended(launcher: Launcher, name: str) -> asyncio.Future[str] | None:
-    with contextlib.suppress(KeyError):
-        return launcher.ended(name)
-    return None
 
 
 def sampler_python(settings: ComputeConfig) -> str:
@@ -409,13 +414,14 @@ def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, mode
                 f"compute.tensor_parallel = {settings.tensor_parallel} needs GPUs and there are none: set it to 1"
             )
         return
-    wanted = settings.ranks + settings.samplers * settings.tensor_parallel
+    num_samplers = settings.samplers.least
+    wanted = settings.ranks + num_samplers * settings.tensor_parallel
     if wanted <= free:
         return
     ways = [
         f"ranks = {ranks} with samplers = {samplers}"
         for ranks in range(min(settings.ranks, free - settings.tensor_parallel), 0, -1)
-        if (samplers := min(settings.samplers, (free - ranks) // settings.tensor_parallel)) > 0
+        if (samplers := min(num_samplers, (free - ranks) // settings.tensor_parallel)) > 0
     ]
     fits = f"would fit: {ways[0]}" if ways else f"at least {1 + settings.tensor_parallel} are needed"
     raise ConfigError(

@@ -5,7 +5,7 @@ The gateway starts it and sends it requests over the connection of all processes
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
 * `ended(name) -> reason`: answered when the process has ended, for any reason;
-* `stop(name)`: kill it; `gpus() -> (all, own)`: GPUs of the cluster, and those of this conductor's processes.
+* `stop(name)`: kill it; `gpus()`: the number of GPUs of the cluster.
 
 Everything ends with its owner. The conductor ends with its connection. Ray ends the actors of a conductor that ended,
 and the guardian of each process ends that process with its actor. If Ray's head is gone, the conductor answers every
@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +31,12 @@ from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import guardian, keeper
 from agentjet.compute.cluster.keeper import Keeper, Launch
 from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.ray_launcher import accepts, check_address
 from agentjet.errors import AgentJetError, ComputeError, ConfigError
 
 log = logging.getLogger(__name__)
 
 MIN_RAY = (2, 60)
-PROBE_SECONDS = 5.0
-"""Limit of a connection to Ray's head."""
 WATCH_SECONDS = 1.0
 """Seconds between two connections to Ray's head."""
 MAX_FAILED_PROBES = 3
@@ -67,6 +65,8 @@ class Conductor:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The reason once the Ray cluster is gone; every process is then reported as ended."""
         self._placed: dict[str, Placed] = {}
+        self._largest = 0
+        """GPUs of the largest process placed so far: the cluster had such a node, and may have it again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._guardian = Path(guardian.__file__).read_text(encoding="utf-8")
 
@@ -87,7 +87,10 @@ class Conductor:
         self._spawn(self._watch_head(head))
 
     async def start(self, launch: Launch) -> str:
-        """Returns the place of the started process. Raises `ConfigError` if no node can run it."""
+        """Returns the place of the started process.
+
+        Raises `ConfigError` if no node can run it, and `ComputeError` if none can at the moment.
+        """
         await self.stop(launch.name)
         remote: Any = ray.remote(Keeper)
         strategy = "DEFAULT" if launch.gpus else "SPREAD"  # Ranks with GPUs lie close together.
@@ -98,6 +101,7 @@ class Conductor:
         try:
             node, pid, problem = await self._answer(actor.start.remote(), launch)
             placed.place = f"{node} process {pid}"
+            self._largest = max(self._largest, launch.gpus)
         except BaseException:
             self._forget(placed)
             raise
@@ -126,23 +130,24 @@ class Conductor:
                 await placed.actor.stop.remote()
         self._end(placed, "was stopped")
 
-    async def gpus(self) -> tuple[int, int]:
-        """Returns the GPUs of the cluster, and those that processes of this conductor have."""
-        nodes = await asyncio.to_thread(gpus_of_nodes)
-        return sum(count for _, count in nodes), self._own_gpus()
+    async def gpus(self) -> int:
+        """Returns the number of GPUs of the cluster."""
+        return sum(count for _, count in await asyncio.to_thread(gpus_of_nodes))
 
     def _own_gpus(self) -> int:
         return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
 
     async def _answer(self, reference: Any, launch: Launch) -> tuple[str, int, str]:
-        """Returns the answer of a new actor. Raises `ConfigError` if it finds no place in time."""
+        """Returns the answer of a new actor. Raises `ConfigError` if no node is large enough, else `ComputeError`."""
         try:
             async with asyncio.timeout(launch.placement_seconds):
                 answer: tuple[str, int, str] = await reference
                 return answer
         except TimeoutError:
             nodes = await asyncio.to_thread(gpus_of_nodes)
-            raise ConfigError(why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)) from None
+            reason = why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)
+            largest = max([self._largest, *(count for _, count in nodes)])
+            raise (ConfigError if launch.gpus > largest else ComputeError)(reason) from None
         except RayError as error:
             raise ComputeError(f"{launch.name} did not start: {first_line(error)}") from None
 
@@ -200,30 +205,6 @@ def check_version(version: str) -> None:
         raise ConfigError(f"Ray {version} is installed and AgentJet needs {needed} or newer: {INSTALL}")
 
 
-def check_address(address: str) -> None:
-    """Raises `ConfigError` unless `address` is `HOST:PORT` at which something listens."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdecimal():
-        raise ConfigError(
-            f"compute.address = {address!r} is not an address of a Ray cluster: give HOST:PORT of its head, such as "
-            "10.0.0.1:6379, or auto on one of its nodes"
-        )
-    if not accepts(address):
-        raise ConfigError(
-            f"compute.address = {address!r}: nothing listens there; `ray start --head` prints the address, and "
-            "`ray status` on a node shows the cluster"
-        )
-
-
-def accepts(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
 def why_not_joined(address: str, message: str) -> str:
     """Returns the sentence for an error of `ray.init`."""
     stated = f"compute.address = {address!r}: "
@@ -253,6 +234,8 @@ def why_not_placed(launch: Launch, nodes: list[tuple[str, int]], own: int) -> st
     counts = [count for _, count in nodes]
     largest, total = max(counts, default=0), sum(counts)
     listed = ", ".join(f"{address} {count}" for address, count in sorted(nodes)) or "none"
+    if not launch.gpus:
+        return f"{launch.name} did not start within {launch.placement_seconds:g} s: the cluster is busy or lost nodes"
     start = f"{launch.name} needs {launch.gpus} GPUs on one node"
     if launch.gpus > largest:
         return f"{start}, and the largest has {largest}: set compute.tensor_parallel to {max(1, largest)} ({listed})"

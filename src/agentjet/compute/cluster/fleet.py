@@ -18,6 +18,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from agentjet.compute.cluster.hub import Peer
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 
 Start = Callable[[str], Awaitable[Peer]]
 """Starts the replica of that name: launches, connects and loads it. Raises `ConfigError` if no retry can help."""
-Stop = Callable[[str], Awaitable[None]]
-"""Kills the process of that name. Idempotent."""
+Stop = Callable[[str], Awaitable[str]]
+"""Kills the process of that name; returns the reason why it ended, or "". Idempotent."""
 
 Cause = Literal["work", "replica", "unwanted"]
 """Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
@@ -80,18 +81,27 @@ def probe_error(publication: Publication, logprobs: Sequence[float]) -> float:
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a replica. Its requests fail with `reason`."""
+
+    reason: WorkerDied
+    cause: Cause
+    time: float
+    """By the event loop."""
+
+
 class Replica:
-    """One replica. `reason` is set when it ends; then it gets no more work."""
+    """One replica. From its end on it gets no more work."""
 
     def __init__(self, name: str, load: Load) -> None:
         self.name = name
         self.load = load
         self.peer: Peer | None = None
         """Its connection, when it is loaded."""
-        self.state: Literal["starting", "waiting", "adopting", "serving"] = "starting"
-        self.version: int | None = None
-        """The version that it serves."""
         self.publication: Publication | None = None
+        """The weights that it serves."""
+        self.is_adopting = False
         self.serial = 0
         """Number of the publish that it fulfils."""
         self.verified: set[int] = set()
@@ -100,19 +110,21 @@ class Replica:
         """Failed attempts to adopt the present publication."""
         self.problem = ""
         """The error of the last attempt, if it failed."""
-        self.reason: WorkerDied | None = None
-        self.cause: Cause = "work"
-        """Cause of the end."""
-        self.ended_at = 0.0
+        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.busy_since = 0.0
         """Time from which it has work. Times are those of the event loop."""
         self.watchdog = Watchdog(math.inf)
-        self.ended = asyncio.Event()
+
+    @property
+    def version(self) -> int | None:
+        """The version that it serves."""
+        return None if self.publication is None else self.publication.version
 
     @property
     def is_ready(self) -> bool:
         """True if it may get work."""
-        return self.state == "serving" and self.peer is not None and not self.peer.died.done()
+        is_alive = self.peer is not None and not self.peer.died.done() and not self.end.done()
+        return is_alive and self.publication is not None and not self.is_adopting
 
     def silence(self, now: float) -> float:
         """Returns the seconds for which it has had work and sent nothing."""
@@ -140,13 +152,14 @@ class Fleet:
         self._policy = policy
         self._start = start
         self._stop = stop
-        self._count = count
+        self.count = count
+        """Replicas that there should be."""
         self._settings = settings
         self._timeout = timeout
         self._lives: dict[Replica, asyncio.Task[None]] = {}
         self._num_started = 0
-        self._ends: deque[Replica] = deque(maxlen=MAX_ENDS)
-        """The replicas that ended last."""
+        self._ends: deque[End] = deque(maxlen=MAX_ENDS)
+        """The last ends of replicas that were wanted."""
         self._early_deaths = 0
         """Replicas that ended before they served, since the last adoption."""
         self._has_served = False
@@ -168,7 +181,7 @@ class Fleet:
     @property
     def replicas(self) -> list[Replica]:
         """The replicas that have not ended, oldest first."""
-        return [replica for replica in self._lives if replica.reason is None]
+        return [replica for replica in self._lives if not replica.end.done()]
 
     def check(self) -> None:
         """Raises the failure of the policy, or `PolicyRemoved` after `close`."""
@@ -216,22 +229,21 @@ class Fleet:
     async def confirm(self, replica: Replica, version: int) -> None:
         """Wait until the replica passed the probe of a version. Raises `WorkerDied` if it ends before."""
         while version not in replica.verified:
-            if replica.reason is not None:
-                raise copy.copy(replica.reason)
-            if replica.state != "adopting":
+            if replica.end.done():
+                raise copy.copy(replica.end.result().reason)
+            if not replica.is_adopting:
                 self.end(replica, f"reported tokens of version {version}, which it does not have", cause="replica")
                 continue
             await self._pulse.wait()
 
-    def ended_alone(self, replica: Replica, seconds: float) -> bool:
-        """True if no other replica ended within so many seconds of this one, before or after."""
-        ends = (other for other in self._ends if other is not replica and other.cause != "unwanted")
-        return all(abs(other.ended_at - replica.ended_at) > seconds for other in ends)
+    def ended_alone(self, end: End, seconds: float) -> bool:
+        """True if no other replica ended within so many seconds, before or after."""
+        return all(abs(other.time - end.time) > seconds for other in self._ends if other is not end)
 
     def scale(self, count: int) -> None:
         """Change the number of replicas. Ends those that do not serve yet, then those with the least work."""
         assert count >= 1
-        self._count = count
+        self.count = count
         by_use = sorted(self.replicas, key=lambda one: (one.version is not None, len(one.load.running)))
         for replica in by_use[: max(0, len(by_use) - count)]:
             self.end(replica, "was ended: fewer samplers are wanted", cause="unwanted")
@@ -240,16 +252,15 @@ class Fleet:
 
     def end(self, replica: Replica, why: str, *, cause: Cause, hung: bool = False) -> None:
         """End a replica: its requests fail at once, then it is killed and replaced. Idempotent."""
-        if replica.reason is not None:
+        if replica.end.done():
             return
-        replica.reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
-        replica.cause, replica.ended_at = cause, asyncio.get_running_loop().time()
-        self._ends.append(replica)
-        replica.ended.set()
+        reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
+        end = End(reason, cause, asyncio.get_running_loop().time())
+        replica.end.set_result(end)
+        if cause != "unwanted":
+            self._ends.append(end)
         if replica.peer is not None:
             replica.peer.close()
-        if self._failure is None:
-            log.warning("%s", replica.reason)
         if replica.version is None and cause != "unwanted":
             self._early_deaths += 1
             most = MAX_LATER_DEATHS if self._has_served else MAX_FIRST_DEATHS
@@ -271,7 +282,7 @@ class Fleet:
 
     def _fill(self) -> None:
         """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
-        while self._failure is None and len(self._lives) < self._count:
+        while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
             places = max(2, int(self._settings.max_concurrent * PLACES))
             replica = Replica(f"{self._policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens))
@@ -280,13 +291,17 @@ class Fleet:
     async def _live(self, replica: Replica) -> None:
         """Boundary: a failure ends this replica only. Its `reason` records the failure."""
         work = asyncio.create_task(self._serve(replica, delay=_backoff(self._early_deaths)))
-        await replica.ended.wait()
+        end = await asyncio.shield(replica.end)
         work.cancel()
         await asyncio.wait([work])
         try:
-            await self._stop(replica.name)
+            how = await self._stop(replica.name)
         except Exception:
             log.exception("%s could not be stopped", replica.name)
+            how = ""
+        if end.cause != "unwanted" and self._failure is None:
+            known = str(end.reason)
+            log.warning("%s", f"{known}: {how}" if how and how not in known else known)
         del self._lives[replica]
         self._fill()
         self._change()
@@ -297,16 +312,16 @@ class Fleet:
         try:
             await asyncio.sleep(delay)
             peer = await self._start(replica.name)
-            if replica.reason is not None:
+            if replica.end.done():
                 peer.close()
                 return
-            replica.peer, replica.state = peer, "waiting"
-            peer.died.add_done_callback(lambda died: self.end(replica, f"ended: {died.result()}", cause="work"))
+            replica.peer = peer
+            peer.died.add_done_callback(lambda died: self.end(replica, "lost its connection", cause="work"))
             watch = asyncio.create_task(self._watch(replica, peer))
             while True:
                 await self._keep_current(replica, peer)
         except WorkerDied as error:
-            self.end(replica, f"ended: {error}", cause="work")
+            self.end(replica, str(error).removeprefix(f"{replica.name} "), cause="work")
         except ConfigError as error:
             if not any(other.version is not None for other in self.replicas):
                 self._fail(error)
@@ -341,7 +356,7 @@ class Fleet:
 
     async def _adopt(self, replica: Replica, peer: Peer, publication: Publication) -> None:
         """Request one adoption and verify it. An error of the replica leaves it with its old version."""
-        replica.state, serial, began = "adopting", self._serial, time.monotonic()
+        replica.is_adopting, serial, began = True, self._serial, time.monotonic()
         replica.verified.discard(publication.version)
         replica.watchdog = Watchdog(self._timeout + publication.num_bytes / SLOWEST_BYTES_PER_SECOND)
         try:
@@ -357,7 +372,7 @@ class Fleet:
             if reason := probe_failure(publication, logprobs):
                 self._fail_probe(replica, f"failed the probe of version {publication.version}: {reason}")
                 return
-            replica.version, replica.publication, replica.serial = publication.version, publication, serial
+            replica.publication, replica.serial = publication, serial
             replica.verified.add(publication.version)
             replica.load.forget()
             replica.attempts, replica.problem = 0, ""
@@ -365,7 +380,7 @@ class Fleet:
             self.probe_error = max(self.probe_error, probe_error(publication, logprobs))
             self.pause_seconds = max(self.pause_seconds, time.monotonic() - began)
         finally:
-            replica.state = "waiting" if replica.version is None else "serving"
+            replica.is_adopting = False
             replica.watchdog = Watchdog(self._timeout)
             self._change()
 
@@ -376,7 +391,7 @@ class Fleet:
         others = [other for other in self.replicas if other.peer is not None]
         if self._failed_probes < MAX_FAILED_PROBES or any(other.serial == self._serial for other in others):
             return
-        if not others or self._failed_probes > self._count:
+        if not others or self._failed_probes > self.count:
             self._fail(ComputeError(f"{self._failed_probes} replicas in a row failed; the last: {replica.name} {why}"))
 
     async def _watch(self, replica: Replica, peer: Peer) -> None:

@@ -36,7 +36,7 @@ class Launch:
     """The gateway has created this file."""
     needs_shared_files: bool
     """True if the process works only where the gateway's files are visible."""
-    placement_seconds: float = 30.0
+    placement_seconds: float = 60.0
 
 
 class Keeper:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -29,32 +28,38 @@ MAX_LINE = 300
 """Characters of the log that the reason of an end quotes."""
 
 
-class Launcher(Protocol):
-    """Starts and ends processes by name. A name is not used twice."""
+class Process(Protocol):
+    """A process from its start on."""
 
-    async def free_gpus(self) -> int | None:
-        """Returns the number of GPUs without a process. None if there are no GPUs: processes run on the CPU."""
+    @property
+    def ended(self) -> asyncio.Future[str]:
+        """Done with the reason when the process has ended: its exit code or signal, its log and the last line there."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """The machine and the process id; "" if they are unknown."""
+        ...
+
+    async def stop(self) -> None:
+        """Kill the process with its children and wait for its end. Idempotent."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts processes, which end with it. A name is not used twice."""
+
+    async def num_gpus(self) -> int | None:
+        """Returns the number of GPUs that processes can get. None if there are none: processes run on the CPU."""
         ...
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
-    ) -> None:
+    ) -> Process:
         """Start a process with that many GPUs. `environment` is added to that of the machine.
 
         Raises `ConfigError` if it cannot be started.
         """
-        ...
-
-    def ended(self, name: str) -> asyncio.Future[str]:
-        """Returns the future reason why a started process ended: its exit code, its log and the last line there."""
-        ...
-
-    def place(self, name: str) -> str:
-        """Returns the machine and the process id of a started process; "" if unknown."""
-        ...
-
-    async def stop(self, name: str) -> None:
-        """Kill a process with its children and wait for its end. Idempotent."""
         ...
 
     async def close(self) -> None:
@@ -74,15 +79,35 @@ def visible_gpus() -> list[str]:
     return done.stdout.split() if done.returncode == 0 else []
 
 
-@dataclass(eq=False, slots=True)
-class _Process:
-    """A started process. `guardian` is its parent."""
+class LocalProcess:
+    """A process of this machine."""
 
-    guardian: asyncio.subprocess.Process
-    gpus: list[str]
-    log_path: Path
-    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    watch: asyncio.Task[None] | None = None
+    def __init__(self, guardian: asyncio.subprocess.Process, gpus: Sequence[str], log_path: Path) -> None:
+        """`guardian` is its parent. `gpus` are the ids of its GPUs."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.gpus = gpus
+        self._guardian = guardian
+        self._log_path = log_path
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def place(self) -> str:
+        with contextlib.suppress(psutil.Error):
+            if children := psutil.Process(self._guardian.pid).children():
+                return f"this machine, process {children[0].pid}"
+        return ""
+
+    async def stop(self) -> None:
+        if self._guardian.stdin is not None:
+            self._guardian.stdin.close()
+        await asyncio.wait([self.ended], timeout=STOP_SECONDS)
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._guardian.kill()
+            await asyncio.wait([self.ended])
+
+    async def _watch(self) -> None:
+        self.ended.set_result(end_of(await self._guardian.wait(), self._log_path))
 
 
 class LocalLauncher:
@@ -94,22 +119,19 @@ class LocalLauncher:
         """All GPUs, once known."""
         self._starting = asyncio.Lock()
         """Held from the choice of a process's GPUs until they are its own."""
-        self._processes: dict[str, _Process] = {}
+        self._processes: set[LocalProcess] = set()
+        """Those that have not ended."""
 
-    async def free_gpus(self) -> int | None:
+    async def num_gpus(self) -> int | None:
         if self._gpus is None:
             self._gpus = await asyncio.to_thread(self._find_gpus)
-        return len(self._free()) if self._gpus else None
+        return len(self._gpus) or None
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
-    ) -> None:
-        assert name not in self._processes, f"{name} was started before"
+    ) -> LocalProcess:
         async with self._starting:
-            await self.free_gpus()
-            chosen = self._free()[:gpus]
-            if len(chosen) < gpus:
-                raise ConfigError(f"{name} needs {gpus} GPUs, and {len(chosen)} of {len(self._gpus or ())} are free")
+            chosen = await self._choose_gpus(name, gpus)
             if shutil.which(command[0]) is None:
                 raise ConfigError(f"{name}: {command[0]} is not a program")
             log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,42 +148,22 @@ class LocalLauncher:
                     env={**os.environ, **environment, **devices},
                     start_new_session=True,  # Ctrl-C is for the gateway.
                 )
-            process = self._processes[name] = _Process(started, chosen, log_path)
-            process.watch = asyncio.create_task(self._watch(process))
-
-    def ended(self, name: str) -> asyncio.Future[str]:
-        return self._processes[name].ended
-
-    def place(self, name: str) -> str:
-        process = self._processes.get(name)
-        with contextlib.suppress(psutil.Error):
-            children = [] if process is None else psutil.Process(process.guardian.pid).children()
-            return f"this machine, process {children[0].pid}" if children else ""
-        return ""
-
-    async def stop(self, name: str) -> None:
-        if (process := self._processes.get(name)) is None or process.watch is None:
-            return
-        if process.guardian.stdin is not None:
-            process.guardian.stdin.close()
-        await asyncio.wait([process.watch], timeout=STOP_SECONDS)
-        if not process.watch.done():
-            with contextlib.suppress(ProcessLookupError):
-                process.guardian.kill()
-            await asyncio.wait([process.watch])
-        self._processes.pop(name, None)
+            process = LocalProcess(started, chosen, log_path)
+            self._processes.add(process)
+            process.ended.add_done_callback(lambda _: self._processes.discard(process))
+            return process
 
     async def close(self) -> None:
-        await asyncio.gather(*(self.stop(name) for name in list(self._processes)))
+        await asyncio.gather(*(process.stop() for process in self._processes))
 
-    def _free(self) -> list[str]:
-        used = {gpu for process in self._processes.values() for gpu in process.gpus}
-        return [gpu for gpu in self._gpus or () if gpu not in used]
-
-    async def _watch(self, process: _Process) -> None:
-        code = await process.guardian.wait()
-        process.gpus = []
-        process.ended.set_result(end_of(code, process.log_path))
+    async def _choose_gpus(self, name: str, number: int) -> list[str]:
+        """Returns the ids of free GPUs. Raises `ConfigError`."""
+        await self.num_gpus()
+        used = {gpu for process in self._processes for gpu in process.gpus}
+        free = [gpu for gpu in self._gpus or () if gpu not in used]
+        if len(free) < number:
+            raise ConfigError(f"{name} needs {number} GPUs, and {len(free)} of {len(self._gpus or ())} are free")
+        return free[:number]
 
 
 def end_of(code: int, log_path: Path) -> str:

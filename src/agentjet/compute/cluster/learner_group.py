@@ -21,7 +21,7 @@ from agentjet.types import ModelInfo, PolicyId
 
 Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
 """Starts the rank of that name and number; returns its connection. Raises `ConfigError` or `WorkerDied`."""
-Stop = Callable[[str], Awaitable[None]]
+Stop = Callable[[str], Awaitable[object]]
 """Kills the process of that name. Idempotent."""
 Ended = Callable[[str], "asyncio.Future[str] | None"]
 """Returns the future reason of a process's end; None if it was not started."""

@@ -28,6 +28,7 @@ import torch
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import checkpoint
+from agentjet.compute.cluster.adapters import publishes_adapter, write_adapter
 from agentjet.compute.cluster.group import Group, Rendezvous, join
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
 from agentjet.compute.cluster.link import Link
@@ -52,13 +53,16 @@ OF_POLICY = ("forward_backward", "optim_step", "publish", "save", "load", "expor
 class RankedPolicy:
     """Applies the requests of the policy on one rank, see `Learner`. All ranks apply the same ones."""
 
-    def __init__(self, learner: RankLearner, group: Group, server: WeightsServer | None) -> None:
-        """`server` is that of rank 0, which writes the weights of all ranks."""
+    def __init__(
+        self, learner: RankLearner, group: Group, server: WeightsServer | None, *, has_hot_adapter: bool
+    ) -> None:
+        """`server` is that of rank 0, which writes the weights of all ranks. `has_hot_adapter`: see `adapters`."""
         self.policy: Policy = learner.policy
         self.learner = learner
         self.version = 0
         self._group = group
         self._server = server
+        self._has_hot_adapter = has_hot_adapter
         self._is_published = True
         """False from an `optim_step` to the next `publish`."""
         self._publication: Publication | None = None
@@ -114,13 +118,23 @@ class RankedPolicy:
                 f"the weights of version {version} give log-probabilities that are not finite: the policy has "
                 "diverged; go back to an earlier checkpoint, with a lower job.optimizer.lr"
             )
-        weights = self.learner.whole_weights()
+        is_hot, policy = self._has_hot_adapter, self.policy
+        weights = self.learner.adapter_weights() if is_hot else self.learner.whole_weights()
+        adapter = ""
+
+        def save(path: Path) -> None:
+            nonlocal adapter
+            if is_hot:
+                adapter = write_adapter(policy.model, weights, path)
+            else:
+                write_weights(policy, weights or {}, path)
 
         def write() -> Publication | None:
             if self._server is None:
                 return None
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-            file = self._server.write(version, num_bytes, lambda path: write_weights(self.policy, weights, path))
+            sent = policy.trainable() if is_hot else weights or {}
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+            file = self._server.write(version, num_bytes, save)
             return Publication(
                 version,
                 self._server.address,
@@ -130,6 +144,7 @@ class RankedPolicy:
                 self.policy.info.dtype,
                 tuple(tokens.tolist()),
                 tuple(logprobs.tolist()),
+                adapter,
             )
 
         return self._group.agreed(write)
@@ -218,7 +233,8 @@ class Rank:
         sharding = chosen_sharding(compute.sharding, policy, group)
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
         learner = group.agreed(lambda: RankLearner(policy, group, sharding))
-        self._policy = RankedPolicy(learner, group, self._server)
+        is_hot = publishes_adapter(model.lora, policy.config.architectures)
+        self._policy = RankedPolicy(learner, group, self._server, has_hot_adapter=is_hot)
         return policy.info
 
 

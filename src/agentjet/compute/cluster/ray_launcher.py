@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ CONNECT_SECONDS = 60.0
 """Limit of the conductor's start: it imports Ray."""
 STOP_SECONDS = 20.0
 """Time for the conductor to end with its connection. Then it is killed."""
+PROBE_SECONDS = 5.0
+"""Limit of a connection to Ray's head."""
 RANK_MODULE = "agentjet.compute.cluster.rank"
 """Ranks write and read checkpoints, so they need the files of the gateway."""
 NOBODY = PolicyId()
@@ -41,12 +44,60 @@ def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_
         )
 
 
+def check_address(address: str) -> None:
+    """Raises `ConfigError` unless `address` is `HOST:PORT` at which something listens."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ConfigError(
+            f"compute.address = {address!r} is not an address of a Ray cluster: give HOST:PORT of its head, such as "
+            "10.0.0.1:6379, or auto on one of its nodes"
+        )
+    if not accepts(address):
+        raise ConfigError(
+            f"compute.address = {address!r}: nothing listens there; `ray start --head` prints the address, and "
+            "`ray status` on a node shows the cluster"
+        )
+
+
+def accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+class RayProcess:
+    """A process on a node of the Ray cluster. `place` is the node and the process id."""
+
+    def __init__(self, conductor: Peer, name: str, place: str, lost: str) -> None:
+        """`lost` is the reason if the conductor ends first."""
+        self.place = place
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._conductor = conductor
+        self._name = name
+        self._watching = asyncio.create_task(self._watch(lost))
+
+    async def stop(self) -> None:
+        if not self.ended.done():
+            with contextlib.suppress(ComputeError):
+                await self._conductor.ask("stop", NOBODY, self._name)
+            await asyncio.wait([self.ended])
+
+    async def _watch(self, lost: str) -> None:
+        try:
+            self.ended.set_result(await self._conductor.ask("ended", NOBODY, self._name))
+        except ComputeError as error:
+            self.ended.set_result(f"ended with the conductor ({error}; {lost})")
+
+
 class RayLauncher:
     """Starts processes on the nodes of a Ray cluster."""
 
     def __init__(self, hub: Hub, address: str, log_folder: Path) -> None:
         """`address` as in `compute.address`. The conductor logs to `conductor.log` in `log_folder`."""
-        self.placement_seconds = 30.0
+        self.placement_seconds = 60.0
         """Seconds that a process waits for a node with enough free GPUs."""
         self._hub = hub
         self._address = address
@@ -55,22 +106,15 @@ class RayLauncher:
         self._process: asyncio.subprocess.Process | None = None
         self._peer: Peer | None = None
         self._num_started = 0
-        self._ends: dict[str, asyncio.Future[str]] = {}
-        self._places: dict[str, str] = {}
-        self._watches: set[asyncio.Task[None]] = set()
 
     @property
     def pid(self) -> int | None:
         """The process id of the conductor."""
         return None if self._process is None else self._process.pid
 
-    def place(self, name: str) -> str:
-        """Returns the node and process id of a started process; "" if it is unknown."""
-        return self._places.get(name, "")
-
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
-    ) -> None:
+    ) -> RayProcess:
         """Start a process on a node with that many free GPUs.
 
         Raises `ConfigError` if Ray is missing, the cluster cannot be joined, or no node can run it; else
@@ -88,26 +132,12 @@ class RayLauncher:
             needs_shared_files=RANK_MODULE in command,
             placement_seconds=self.placement_seconds,
         )
-        self._places[name] = await conductor.ask("start", NOBODY, launch)
-        end = self._ends[name] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._watch(conductor, name, end))
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
+        place: str = await conductor.ask("start", NOBODY, launch)
+        return RayProcess(conductor, name, place, f"see {self._log_path}")
 
-    def ended(self, name: str) -> asyncio.Future[str]:
-        """Returns the future reason for the end of a started process."""
-        return self._ends[name]
-
-    async def stop(self, name: str) -> None:
-        """Kill a process and wait for its end. Idempotent."""
-        if self._peer is not None and name in self._ends and not self._ends[name].done():
-            with contextlib.suppress(ComputeError):
-                await self._peer.ask("stop", NOBODY, name)
-
-    async def free_gpus(self) -> int | None:
-        """Returns the GPUs of the cluster that no process of this launcher has; None if the cluster has none."""
-        total, own = await (await self._conductor()).ask("gpus", NOBODY)
-        return int(total - own) if total else None
+    async def num_gpus(self) -> int | None:
+        """Returns the GPUs of the cluster; None if it has none."""
+        return await (await self._conductor()).ask("gpus", NOBODY) or None
 
     async def close(self) -> None:
         """End the conductor, and with it all processes. Idempotent."""
@@ -121,14 +151,6 @@ class RayLauncher:
                 self._process.kill()
                 await self._process.wait()
             self._process = None
-
-    async def _watch(self, conductor: Peer, name: str, end: asyncio.Future[str]) -> None:
-        try:
-            reason = str(await conductor.ask("ended", NOBODY, name))
-        except ComputeError as error:
-            reason = f"ended with the conductor ({error}; see {self._log_path})"
-        if not end.done():
-            end.set_result(reason)
 
     async def _conductor(self) -> Peer:
         """Returns the connection to the conductor; starts it if it does not run."""

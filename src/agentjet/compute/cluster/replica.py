@@ -30,13 +30,14 @@ from numpy.typing import NDArray
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.shared_memory import SharedFolder, places
 from agentjet.compute.cluster.weights import Publication, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
-    from agentjet.compute.cluster.vllm_engine import Engine
+    from agentjet.compute.cluster.vllm_engine import Delta, Engine
 
 log = logging.getLogger(__name__)
 
@@ -58,21 +59,19 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[bytes] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     num_sampled: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """Versions of its tokens: (version, first token)."""
     task: asyncio.Task[None] | None = None
 
-    def add(self, tokens: list[int], logprobs: list[float], support: list[bytes], version: int) -> None:
-        """Add tokens of a version. Raises `ComputeError` for a log-probability that is not finite."""
-        if not all(map(math.isfinite, logprobs)):
+    def add(self, delta: Delta) -> None:
+        """Add new tokens. Raises `ComputeError` for a log-probability that is not finite."""
+        if not all(map(math.isfinite, delta.logprobs)):
             raise ComputeError("the policy has diverged: its logits are not finite")
-        if tokens and (not self.spans or self.spans[-1][0] != version):
-            self.spans.append((version, self.num_sampled))
-        self.num_sampled += len(tokens)
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.support += support
+        self.num_sampled += len(delta.tokens)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.support += delta.support
+        self.versions += delta.versions
 
     def finish_reason(self) -> FinishReason | None:
         """Returns why the completion ends with its last token; None if it goes on."""
@@ -80,15 +79,18 @@ class Completion:
             return "stop"
         return "length" if self.num_sampled >= self.params.max_tokens else None
 
-    def pieces(self, version: int, reason: FinishReason | None) -> Iterator[Sampled]:
-        """Yields the tokens that are not sent yet. They are several pieces if the engine was ahead of this process."""
+    def pieces(self, reason: FinishReason | None) -> Iterator[Sampled]:
+        """Yields the tokens that are not sent yet, in pieces of one version and at most `params.piece_tokens`."""
         size, count = self.params.piece_tokens, len(self.tokens)
-        for start in range(0, count, size):
-            part = slice(start, start + size)
+        start = 0
+        while start < count:
+            version = self.versions[start]
+            stop = next((i for i in range(start, count) if self.versions[i] != version), count)
+            part = slice(start, start := min(stop, start + size))
             support = tuple(self.support[part]) if any(self.support[part]) else ()
-            last = reason if start + size >= count else None
+            last = reason if start == count else None
             yield Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), version, last, support)
-        self.tokens, self.logprobs, self.support = [], [], []
+        self.tokens, self.logprobs, self.support, self.versions = [], [], [], []
 
 
 class Outbox:
@@ -146,7 +148,7 @@ async def start_vllm(
 ) -> Engine:
     """Start vLLM, whose processes end with the connection. Raises `ConfigError`."""
     try:
-        from agentjet.compute.cluster.vllm_engine import Engine, end_children
+        from agentjet.compute.cluster.vllm_engine import Engine, end_children, processes
     except ImportError as error:
         raise ConfigError(
             f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "
@@ -157,8 +159,16 @@ async def start_vllm(
             f"the sampler's environment {sys.prefix} has llguidance {version('llguidance')}, whose grammars differ "
             "from the server's: run `agentjet cluster install`, or `pip install --no-deps 'llguidance>=1.9,<2'` there"
         )
-    link.before_exit = end_children
-    return await Engine.start(model, info, sampler, compute)
+    folder = SharedFolder(places()[0])  # It removes what killed replicas left, too.
+
+    def end() -> None:
+        end_children()
+        folder.close()
+
+    link.before_exit = end
+    engine = await Engine.start(model, info, sampler, compute)
+    folder.own_segments(processes())
+    return engine
 
 
 class Replica:
@@ -241,19 +251,27 @@ class Replica:
                 )  # fmt: skip
 
     async def _change_weights(self, engine: Engine, publication: Publication, path: Path) -> list[float]:
-        """Pause, load, resume, and score the probe; returns its log-probabilities. The outbox is held from then on."""
+        """Pause, load, resume, and score the probe; returns its log-probabilities. The outbox is held from then on.
+
+        The probe is requested during the pause, so the engine computes it before the contexts of running completions.
+        """
         started = time.monotonic()
         await engine.pause()
         for completion in self._completions.values():
-            if completion.tokens:
-                self._put(completion, None)
-        await engine.load(path)
+            self._put(completion, None)
+        paused = time.monotonic()
+        await engine.load(path, publication.adapter)
+        loaded = time.monotonic()
         self._outbox.hold()
         self._version = publication.version
+        probe = await engine.queue_score(np.array(publication.probe_tokens, np.int32), 0, comes_first=True)
         await engine.resume(publication.version)
-        log.info("version %d: sampling paused for %.2f s", publication.version, time.monotonic() - started)
-        scores = await engine.score(np.array(publication.probe_tokens, np.int32), 0, is_probe=True)
-        return [score.logprob for score in scores]
+        logprobs = [score.logprob for score in await probe]
+        log.info(
+            "version %d: paused in %.2f s, loaded in %.2f s, probe scored in %.2f s",
+            publication.version, paused - started, loaded - paused, time.monotonic() - loaded,
+        )  # fmt: skip
+        return logprobs
 
     async def _score(self, tokens: Any, num_likeliest: int) -> list[TokenScore]:
         engine = self._sampling_engine()
@@ -281,13 +299,7 @@ class Replica:
             await engine.check(prompt, completion.params, num_sampled)
             async with self._places:
                 async for delta in engine.sample(id, prompt, completion.params, num_sampled):
-                    assert self._version is not None
-                    completion.add(delta.tokens, delta.logprobs, delta.support, self._version)
-                    if delta.ended and delta.spans != completion.spans:
-                        raise ComputeError(
-                            f"the versions of a completion's tokens are uncertain: {completion.spans} by their "
-                            f"arrival, {delta.spans} by the engine"
-                        )
+                    completion.add(delta)
                     reason = completion.finish_reason()
                     assert (reason is not None) == delta.ended, (reason, delta)
                     if reason is not None or len(completion.tokens) >= completion.params.piece_tokens:
@@ -300,8 +312,7 @@ class Replica:
             self._completions.pop(id, None)
 
     def _put(self, completion: Completion, reason: FinishReason | None) -> None:
-        assert self._version is not None
-        for piece in completion.pieces(self._version, reason):
+        for piece in completion.pieces(reason):
             self._outbox.put((completion.id, piece))
 
     def _engine(self) -> Engine:

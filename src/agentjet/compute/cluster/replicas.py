@@ -119,11 +119,22 @@ class Replicas:
         serving = [replica for replica in self.fleet.replicas if replica.version is not None]
         return {
             "sampler/replicas": float(len(serving)),
+            "sampler/replicas_wanted": float(self.fleet.count),
             "sampler/resumed": float(self._num_resumed),
             "sampler/publish_seconds": self.fleet.publish_seconds,
             "sampler/pause_seconds": self.fleet.pause_seconds,
             "sampler/probe_error": self.fleet.probe_error,
         }
+
+    @property
+    def num_running(self) -> int:
+        """Completions and scorings that replicas have."""
+        return sum(len(replica.load.running) for replica in self.fleet.replicas)
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions and scorings that wait for a place at a replica."""
+        return len(self._waiting)
 
     def status(self) -> list[ProcessStatus]:
         """Returns the replicas, oldest first."""
@@ -135,7 +146,7 @@ class Replicas:
         """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
         while True:
             replica = await self._next_place(work)
-            if replica.is_ready and replica.reason is None:
+            if replica.is_ready:
                 return replica
             self._leave(replica, work)  # It died since it got the work.
 
@@ -194,26 +205,30 @@ class Replicas:
         """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
         self.fleet.check()
         self._num_resumed += 1
-        if has_progressed or replica.cause == "unwanted":
+        end = await asyncio.shield(replica.end)  # Its requests fail just before.
+        if has_progressed or end.cause == "unwanted":
             return
         work.losses += 1
         self._leave(replica, work)
         await asyncio.sleep(LOSS_SECONDS * min(2 * work.losses, MAX_WAIT))
-        work.blame += replica.cause == "work" and self.fleet.ended_alone(replica, LOSS_SECONDS)
+        work.blame += end.cause == "work" and self.fleet.ended_alone(end, LOSS_SECONDS)
         if work.blame >= MAX_BLAME or work.losses >= MAX_LOSSES:
             raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
 
 
 def _status(replica: Replica) -> ProcessStatus:
     running = len(replica.load.running)
-    states = {
-        "starting": "starts",
-        "waiting": replica.problem or "waits for weights",
-        "adopting": "loads weights",
-        "serving": replica.problem or ("samples" if running else "idle"),
-    }
+    if replica.peer is None:
+        state = "starts"
+    elif replica.is_adopting:
+        state = "loads weights"
+    elif replica.version is None:
+        state = replica.problem or "waits for weights"
+    else:
+        state = replica.problem or ("samples" if running else "idle")
     place = replica.peer.host if replica.peer is not None else ""
-    return ProcessStatus(replica.name, "replica", states[replica.state], place, replica.version, running)
+    is_ready = replica.version is not None
+    return ProcessStatus(replica.name, "replica", state, place, replica.version, running, is_ready)
 
 
 def derived_seed(seed: int, position: int) -> int:

@@ -3,6 +3,7 @@
 * vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
 * Log-probabilities are those of the sampled distribution. A restricted completion's sets come from `vllm_worker`.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
+* An adapter is read into the one adapter that vLLM has (`adapters`). vLLM keeps the keys of the old one: see above.
 
 Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
 """
@@ -16,7 +17,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 # The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
 from agentjet.compute.cluster import vllm_worker
+from agentjet.compute.cluster.adapters import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
 from agentjet.compute.grammars import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -41,23 +43,24 @@ BLOCK_TOKENS = 32
 """Tokens of a block of the cache. The CPU's attention needs a multiple of 32."""
 EXTRA_REQUESTS = 2
 """Places beside those of completions: one request scores tokens, one scores the probe."""
+ADAPTER = "policy"
+"""Name of the only adapter."""
 SEED_BITS = 2**63 - 1
 KV_BYTES = 2**28
 """Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
-SETTLE_SECONDS = 0.001
 CONNECT_SECONDS = 10.0
 RECEIVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of a completion, as `Sampled`. `spans` has (version, first token) of a completion that ended."""
+    """New tokens of a completion: as `Sampled`, with the version of each."""
 
     tokens: list[int]
     logprobs: list[float]
     support: list[bytes]
+    versions: list[int]
     ended: bool
-    spans: list[tuple[int, int]]
 
 
 class Sets:
@@ -128,6 +131,8 @@ class Engine:
         self._sets = sets
         self.max_tokens = max_tokens
         """Limit of a prompt and its completion together."""
+        self._adapter: Any = None
+        """The `LoRARequest` of every request, for weights that are an adapter."""
         self.vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
         self._grammars = Grammars(info, self.vocabulary)
         self._num_scores = 0
@@ -141,7 +146,6 @@ class Engine:
         set_environment(model, compute)
         sets = Sets()
         ours = {
-            "load_format": "dummy",  # Each version comes as a publication, also the first one.
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
             "worker_extension_cls": f"{vllm_worker.__name__}.WeightsLoader",
             "logits_processors": [f"{vllm_worker.__name__}:Restrictions"],
@@ -149,6 +153,10 @@ class Engine:
             "enable_log_requests": False,
         }
         settings = engine_settings(model, info, sampler, compute)
+        if not settings.get("enable_lora"):
+            ours["load_format"] = "dummy"  # Each version comes as a publication, also the first one.
+        if settings.get("enable_chunked_prefill") is False:
+            ours["scheduler_cls"] = f"{vllm_worker.__name__}.ShortSteps"
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
             sets.accept()
@@ -201,67 +209,116 @@ class Engine:
             extra_args={RESTRICTION: rule.as_dict()} if is_restricted else None,
         )
         self._sets.begin(id)
-        position = 0
+        name, position = f"sample-{id}", 0
         try:
-            async for output in self._engine.generate(tokens_input(prompt), wanted, f"sample-{id}"):
+            stream = self._engine.generate(tokens_input(prompt), wanted, name, lora_request=self._adapter)
+            async for output in stream:
                 (completion,) = output.outputs
                 new = list(completion.token_ids)
                 logprobs = [at[token].logprob for at, token in zip(completion.logprobs or [], new, strict=True)]
                 support = [EVERYTHING] * len(new)
                 if is_restricted:
                     support = [self._sets.take(id, position + i) for i in range(len(new))]
-                position += len(new)
                 if output.finished and completion.finish_reason not in ("stop", "length"):
                     raise ComputeError(f"the engine ended the completion: {completion.finish_reason}")
-                spans = [(int(span.version), span.start) for span in _spans(completion)]
-                yield Delta(new, logprobs, support, output.finished, spans)
+                starts = self._version_starts(name, completion if output.finished else None)
+                versions = [_version_at(starts, position + i) for i in range(len(new))]
+                position += len(new)
+                yield Delta(new, logprobs, support, versions, output.finished)
         finally:
             self._sets.end(id)
 
-    async def score(self, tokens: NDArray[np.int32], num_likeliest: int, *, is_probe: bool = False) -> list[TokenScore]:
+    async def score(self, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
         """Returns the score of each token except the first, given those before it. Raises `ComputeError`."""
+        return await (await self.queue_score(tokens, num_likeliest))
+
+    async def queue_score(
+        self, tokens: NDArray[np.int32], num_likeliest: int, *, comes_first: bool = False
+    ) -> Awaitable[list[TokenScore]]:
+        """As `score`, which begins here; returns its awaitable result. `comes_first`: before all other requests."""
         from vllm import SamplingParams as EngineParams
         from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
         self._check_tokens(tokens)
         if len(tokens) >= self.max_tokens:
             raise ComputeError(f"a replica scores at most {self.max_tokens - 1} tokens; the request has {len(tokens)}")
         self._num_scores += 1
-        wanted = EngineParams(max_tokens=1, temperature=0, prompt_logprobs=num_likeliest, detokenize=False)
-        name, priority = f"score-{self._num_scores}", -1 if is_probe else 0
-        found: Any = None
-        async for output in self._engine.generate(tokens_input(tokens.tolist()), wanted, name, priority=priority):
-            found = output.prompt_logprobs or found
-        scores = []
-        for token, at in zip(tokens[1:].tolist(), (found or [])[1:], strict=True):
-            best = sorted((one.rank, id, one.logprob) for id, one in at.items() if one.rank <= num_likeliest)
-            scores.append(TokenScore(at[token].logprob, tuple((id, logprob) for _, id, logprob in best)))
-        return scores
+        wanted = EngineParams(
+            max_tokens=1,
+            temperature=0,
+            prompt_logprobs=num_likeliest,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+        )
+        outputs = await self._engine.add_request(
+            f"score-{self._num_scores}",
+            tokens_input(tokens.tolist()),
+            wanted,
+            lora_request=self._adapter,
+            priority=-1 if comes_first else 0,
+        )
+
+        async def scores() -> list[TokenScore]:
+            after = (await outputs.get()).prompt_logprobs[1:]
+            return [
+                _token_score(token, at, num_likeliest) for token, at in zip(tokens[1:].tolist(), after, strict=True)
+            ]
+
+        return scores()
 
     async def pause(self) -> None:
-        """Stop all sampling and drop every cached key. Returns after the tokens sampled so far were yielded."""
+        """Stop all sampling and drop every cached key."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
-        # Pending outputs would get the next version. The last output of each completion has vLLM's own record.
-        while not self._engine.engine_core.outputs_queue.empty():
-            await asyncio.sleep(SETTLE_SECONDS)
-        await asyncio.sleep(SETTLE_SECONDS)
 
-    async def load(self, path: Path) -> None:
-        """Replace the weights while paused. Raises `ComputeError` if the file lacks some of them."""
+    async def load(self, path: Path, adapter: str) -> None:
+        """Replace the weights while paused. Raises `ComputeError` if the file lacks some of them.
+
+        `adapter`: the config of `Publication`.
+        """
+        if adapter:
+            await self._load_adapter(path, adapter)
+            return
         missing = [
             name for lacks in await self._engine.collective_rpc("agentjet_load", args=(str(path),)) for name in lacks
         ]
         if missing:
             raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
 
+    async def _load_adapter(self, path: Path, config: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        folder = str(as_folder(path, config))
+        # A request with `load_inplace` would read the file again at each step.
+        await self._engine.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+        self._adapter = LoRARequest(ADAPTER, 1, folder)
+
     async def resume(self, version: int) -> None:
         """Sample again; new tokens have this version."""
         await self._engine.update_weight_version(str(version))
         await self._engine.resume_generation()
 
+    def _version_starts(self, name: str, ended: Any | None) -> list[tuple[str, int]]:
+        """Returns vLLM's record of a request's versions: (version, first token). `ended` is its last output, if it is.
+
+        vLLM gives a completion's versions with its last output only, but they are noted step by step.
+        """
+        if ended is not None:
+            return [(span.version, span.start) for span in ended.weight_versions]
+        known = self._engine.output_processor
+        (id,) = known.external_req_ids[name]
+        found: list[tuple[str, int]] = known.request_states[id].weight_version_starts
+        return found
+
     def _check_tokens(self, tokens: NDArray[np.int32]) -> None:
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.vocabulary:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.vocabulary - 1}")
+
+
+def processes() -> list[int]:
+    """Returns the ids of this process and of vLLM's."""
+    own = psutil.Process()
+    return [one.pid for one in (own, *own.children(recursive=True))]
 
 
 def end_children() -> None:
@@ -271,12 +328,19 @@ def end_children() -> None:
             child.kill()
 
 
-def _spans(completion: Any) -> Sequence[Any]:
-    return completion.weight_versions or ()
+def _token_score(token: int, at: Mapping[int, Any], num_likeliest: int) -> TokenScore:
+    """Returns a token's score from vLLM's log-probabilities at its position."""
+    best = sorted((one.rank, id, one.logprob) for id, one in at.items() if one.rank <= num_likeliest)
+    return TokenScore(at[token].logprob, tuple((id, logprob) for _, id, logprob in best))
+
+
+def _version_at(starts: Sequence[tuple[str, int]], position: int) -> int:
+    """Returns the version of the token at a position."""
+    return next(int(version) for version, start in reversed(starts) if start <= position)
 
 
 def _model_folder(model: ModelConfig) -> str:
-    """Returns the folder or hub id with the model's `config.json`. Only this file is read: weights are published."""
+    """Returns the folder or hub id with the model's `config.json`. Its weights are read if an adapter is published."""
     from agentjet.compute.embedded.policy import BUNDLED, locate_model
 
     folders = [Path(model.name)]
@@ -290,12 +354,14 @@ def engine_settings(
     model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
 ) -> dict[str, Any]:
     """Returns arguments of vLLM's engine: those that do not depend on how a replica uses it."""
+    from transformers import AutoConfig
     from vllm.platforms import current_platform
 
+    folder = _model_folder(model)
     limit = min(info.context_length, sampler.cache_tokens)
     places = sampler.max_concurrent + EXTRA_REQUESTS
     settings: dict[str, Any] = {
-        "model": _model_folder(model),
+        "model": folder,
         "dtype": info.dtype,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # The model's own defaults would change the distribution.
@@ -309,13 +375,20 @@ def engine_settings(
         "async_scheduling": False,  # A restriction needs the token before.
         "disable_log_stats": True,
     }
+    if publishes_adapter(model.lora, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures):
+        settings |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": size_in_engine(model.lora.rank),
+            "lora_target_modules": list(MODULES),
+        }
     if current_platform.is_cpu():
         settings |= {
             "enforce_eager": True,
             "kv_cache_memory_bytes": KV_BYTES,
             # A seeded request whose prompt is computed in chunks ends the engine.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(limit, places),
+            "max_num_batched_tokens": limit + places,
         }
     return settings
 
@@ -328,7 +401,7 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if current_platform.is_cpu():
-        threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers)
+        threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers.most)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.

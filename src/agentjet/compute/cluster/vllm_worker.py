@@ -1,4 +1,4 @@
-"""The parts of a replica that run inside vLLM's worker processes: new weights, and restricted distributions.
+"""The parts of a replica that run inside vLLM's processes: new weights, restricted distributions, and steps on a CPU.
 
 vLLM imports this module by name (`vllm_engine`). Restrictions are ours, so that a set is exactly the embedded backend's
 and is known: `Restrictions` masks the logits of a completion with a grammar, `top_p` or `top_k` and sends each set to
@@ -21,6 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from agentjet.compute.grammars import Grammars, Guide
@@ -36,6 +38,8 @@ RESTRICTION = "agentjet"
 """Key of a `Restriction` in the `extra_args` of a request."""
 FRAME = struct.Struct("<QIBI")
 """Header of a message: id of the completion, position of the token, kind, length of the content that follows."""
+STEP_TOKENS = 256
+"""Tokens of a step on a CPU. More are not faster each, and all running completions wait for the step."""
 SET, ERROR = 0, 1
 """Kinds of content: an encoded set, or the reason why the grammar allows no token here."""
 
@@ -85,6 +89,19 @@ def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             yield name, file.get_tensor(name)
+
+
+class ShortSteps(Scheduler):  # type: ignore[misc]
+    """Spreads prompts over several steps, each prompt whole: on a CPU vLLM cannot compute one in chunks.
+
+    After a change of weights, completions go on one after another, and not when all contexts are computed again.
+    """
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        longest = self.waiting.peek_request().num_tokens if self.waiting else 0
+        wanted = max(STEP_TOKENS, len(self.running) + longest)
+        self.max_num_scheduled_tokens = min(wanted, self.scheduler_config.max_num_batched_tokens)
+        return super().schedule(throttle_prefills)
 
 
 class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]

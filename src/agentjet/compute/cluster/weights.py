@@ -2,7 +2,7 @@
 
 Rank 0 writes one safetensors file, into shared memory if it fits there. A replica on the same machine opens that file;
 any other fetches it over TCP, after the handshake. The two newest files stay, because replicas may adopt one
-after another. A process that was killed leaves its folder behind; the next one on that machine removes it.
+after another. A fetched file has a second name, so it stays readable after rank 0 removed the first.
 
 The connection is not encrypted: the weights can be read on the network between the machines.
 """
@@ -10,45 +10,39 @@ The connection is not encrypted: the weights can be read on the network between 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import socket
-import struct
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from safetensors import SafetensorError
 
+from agentjet.compute.channel import encode, read
 from agentjet.compute.cluster.handshake import dial, verify
+from agentjet.compute.cluster.shared_memory import SharedFolder, places
 from agentjet.errors import ComputeError
 
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "agentjet-weights-"
-LOCK = "lock"
+FETCHED = "model.safetensors"
 NUM_KEPT = 2
 """Files that stay: of the present version, and of the one before."""
 CHUNK_BYTES = 1 << 20
 STALL_SECONDS = 60.0
 """Limit of a fetch without a byte."""
-_downloads: dict[Path, WeightsFolder] = {}
-"""The folders of downloads that were not released."""
-_SIZE = struct.Struct("<Q")
-_NAME = struct.Struct("<H")
+_fetched: dict[Path, SharedFolder] = {}
+"""The folders of files that were not released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The weights of a policy version, with names and types of the base model's files; adapters are folded in."""
+    """The weights of a policy version: its adapter, or all weights with the names and types of the model's files."""
 
     version: int
     address: str
@@ -63,6 +57,8 @@ class Publication:
     """`PROBE_TOKENS` token ids, the same for every version."""
     probe_logprobs: tuple[float, ...]
     """Log-probabilities of the probe tokens except the first, at temperature 1, as the learner computes them."""
+    adapter: str = ""
+    """The adapter's config in JSON, as `peft` writes it. Empty for all weights, where an adapter is folded in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +70,6 @@ class WeightsFile:
     digest: str
 
 
-class WeightsFolder:
-    """A folder for files of weights, in shared memory or a temporary place. This process locks it until `close`."""
-
-    def __init__(self, num_bytes: int) -> None:
-        """`num_bytes` must fit. Raises `OSError`."""
-        _remove_abandoned()
-        parent = next((parent for parent in _parents() if shutil.disk_usage(parent).free > num_bytes), _parents()[-1])
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            self._lock = (self.path / LOCK).open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if (self.path / LOCK).exists():  # Else another process took it for abandoned before it was locked.
-                break
-
-    def close(self) -> None:
-        """Remove the folder. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
 class WeightsServer:
     """Writes the files of rank 0 and serves them to replicas that know the secret."""
 
@@ -101,7 +77,7 @@ class WeightsServer:
         """Listens on a free port of `host`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._secret = secret
-        self._folder: WeightsFolder | None = None
+        self._folder: SharedFolder | None = None
         self._files: list[WeightsFile] = []
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         port = self._listener.getsockname()[1]
@@ -117,7 +93,7 @@ class WeightsServer:
             while len(self._files) >= NUM_KEPT:
                 self._files.pop(0).path.unlink(missing_ok=True)
             if self._folder is None:
-                self._folder = WeightsFolder((NUM_KEPT + 1) * num_bytes)
+                self._folder = _folder_for((NUM_KEPT + 1) * num_bytes)
             path = self._folder.path / f"{version}-{os.urandom(4).hex()}.safetensors"
             save(path)
             path.chmod(0o600)
@@ -150,57 +126,68 @@ class WeightsServer:
                 verify(connection, self._secret)
                 connection.settimeout(STALL_SECONDS)
                 with connection.makefile("rb") as stream:
-                    (length,) = _NAME.unpack(_exactly(stream, _NAME.size))
-                    wanted = _exactly(stream, length).decode()
+                    wanted = read(stream)
                 file = next((file for file in self._files if str(file.path) == wanted), None)
                 if file is None:
-                    connection.sendall(_SIZE.pack(0))
+                    connection.sendall(encode(0))
                     return
                 with file.path.open("rb") as content:
-                    connection.sendall(_SIZE.pack(file.num_bytes))
+                    connection.sendall(encode(file.num_bytes))
                     connection.sendfile(content)
-            except (ComputeError, OSError, EOFError, ValueError, KeyError) as error:
+            except Exception as error:
                 log.warning("a fetch of weights failed: %s", error)
 
 
 def fetch(publication: Publication, name: str, secret: bytes) -> Path:
-    """Returns the file of a publication: the one of this machine, or a download; `release` it after use.
+    """Returns a file with the weights, linked on this machine or downloaded; `release` it after use.
 
     `name` is that of this process. Raises `ComputeError` if the file was removed or its learner is gone.
     """
-    local = Path(publication.path)
-    with contextlib.suppress(OSError):
-        if local.stat().st_size == publication.num_bytes:
-            return local
-    failure = f"the weights of version {publication.version} cannot be fetched from {publication.address}"
     try:
-        folder = WeightsFolder(publication.num_bytes)
-    except OSError as error:
-        raise ComputeError(f"{failure}: {error}") from error
-    try:
-        path = _download(publication, name, secret, folder.path)
+        folder = _linked(publication) or _downloaded(publication, name, secret)
     except (OSError, EOFError, ComputeError) as error:
-        folder.close()
-        raise ComputeError(f"{failure}: {error}") from error
-    _downloads[path] = folder
+        raise ComputeError(
+            f"the weights of version {publication.version} cannot be fetched from {publication.address}: {error}"
+        ) from error
+    path = folder.path / FETCHED
+    _fetched[path] = folder
     return path
 
 
 def release(path: Path) -> None:
-    """Remove the file that `fetch` returned, if it is a download."""
-    if (folder := _downloads.pop(path, None)) is not None:
+    """Remove the file that `fetch` returned."""
+    _fetched.pop(path).close()
+
+
+def _linked(publication: Publication) -> SharedFolder | None:
+    """Returns a folder with another name of the file, if that is on this machine; else None."""
+    for place in places():
+        folder = SharedFolder(place)
+        with contextlib.suppress(OSError):  # It is elsewhere, or on another file system than this place.
+            os.link(publication.path, folder.path / FETCHED)
+            if (folder.path / FETCHED).stat().st_size == publication.num_bytes:
+                return folder
         folder.close()
+    return None
 
 
-def _download(publication: Publication, name: str, secret: bytes, folder: Path) -> Path:
-    path = folder / "model.safetensors"
+def _downloaded(publication: Publication, name: str, secret: bytes) -> SharedFolder:
+    folder = _folder_for(publication.num_bytes)
+    try:
+        _download(publication, name, secret, folder.path / FETCHED)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def _download(publication: Publication, name: str, secret: bytes, path: Path) -> None:
     digest = hashlib.sha256()
     with dial(publication.address, name, secret) as connection, path.open("wb") as file:
         connection.settimeout(STALL_SECONDS)
-        wanted = publication.path.encode()
-        connection.sendall(_NAME.pack(len(wanted)) + wanted)
+        connection.sendall(encode(publication.path))
         with connection.makefile("rb") as stream:
-            (left,) = _SIZE.unpack(_exactly(stream, _SIZE.size))
+            left = read(stream)
             if left == 0:
                 raise ComputeError("it was removed, because two newer versions were published")
             while left:
@@ -212,26 +199,9 @@ def _download(publication: Publication, name: str, secret: bytes, folder: Path) 
                 left -= len(part)
     if digest.hexdigest() != publication.digest:
         raise ComputeError("its content does not agree with its digest")
-    return path
 
 
-def _exactly(stream: BinaryIO, length: int) -> bytes:
-    part = stream.read(length)
-    if len(part) < length:
-        raise EOFError("the connection ended")
-    return part
-
-
-def _parents() -> list[Path]:
-    """Returns the places for files of weights, best first."""
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
-
-
-def _remove_abandoned() -> None:
-    """Remove the folders of processes that were killed: those that no process locks."""
-    for parent in _parents():
-        for folder in parent.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+def _folder_for(num_bytes: int) -> SharedFolder:
+    """Returns a new folder in the first place with so much room, else in the last one. Raises `OSError`."""
+    found = places()
+    return SharedFolder(next((place for place in found if shutil.disk_usage(place).free > num_bytes), found[-1]))

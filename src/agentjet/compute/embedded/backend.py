@@ -25,7 +25,18 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import (
+    CheckpointStamp,
+    ModelInfo,
+    Op,
+    PolicyId,
+    ProcessStatus,
+    Sampled,
+    SamplerBounds,
+    SamplersStatus,
+    SamplingParams,
+    TokenScore,
+)
 
 WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment of a worker. The user's own variables take precedence.
@@ -297,7 +308,10 @@ class EmbeddedCompute:
         state, place = ("running", f"pid {process.pid}") if running else ("starting or ended", "")
         return [ProcessStatus("worker", "worker", state, place)]
 
-    async def scale(self, policy: PolicyId, samplers: int) -> None:
+    def samplers(self, policy: PolicyId) -> SamplersStatus | None:
+        return None
+
+    async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
         raise ConfigError(
             "compute.backend = 'embedded': one worker process samples and learns, so there are no replicas to scale; "
             "restart the server with compute.backend = 'cluster'"

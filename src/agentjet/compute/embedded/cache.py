@@ -243,8 +243,11 @@ class _Span:
         key, value = (
             x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2)[None, :, : self._stop] for x in (keys, values)
         )
+        is_cuda = query.device.type == "cuda"
+        if is_cuda:  # Fused kernels with a mask take no grouped heads there.
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key, value, attn_mask=self._mask, scale=scale, enable_gqa=True
+            query.transpose(0, 1)[None], key, value, attn_mask=self._mask, scale=scale, enable_gqa=not is_cuda
         )
         return out[0].transpose(0, 1)
 

@@ -28,6 +28,7 @@ from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_f
 from agentjet.compute.embedded.forest_attention import forest_plan
 from agentjet.compute.embedded.policy import (
     Policy,
+    cached_folder,
     find_logit_transform,
     first_line,
     load_pretrained,
@@ -41,7 +42,6 @@ from agentjet.compute.embedded.policy import (
     why_not_loaded,
 )
 from agentjet.config import LoraConfig, ModelConfig
-from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError
 from agentjet.rendering import template_for
 from agentjet.timeline.forest import Row, build_forest
@@ -217,10 +217,8 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
             "add a tokenizer.json to the model's folder"
         )
     text = backend.to_str()
-    target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if not target.exists():
-        save_once(target, tokenizer)
-    return str(target)
+    name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return str(cached_folder(name, lambda target: save_once(target, tokenizer)))
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

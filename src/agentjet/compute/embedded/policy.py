@@ -11,11 +11,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -68,10 +71,7 @@ def locate_model(name: str) -> str:
         return BUNDLED_ID
     gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     stamp = hashlib.sha256(f"{gguf.name}{gguf.stat().st_size}".encode()).hexdigest()[:12]
-    target = cache_dir() / f"{BUNDLED}-{stamp}"
-    if not (target / "config.json").exists():
-        _unpack_gguf(gguf, target)
-    return str(target)
+    return str(cached_folder(f"{BUNDLED}-{stamp}", lambda target: _unpack_gguf(gguf, target)))
 
 
 def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
@@ -113,6 +113,30 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
     save_once(target, cast(Any, plain).to(torch.bfloat16), tokenizer)
     del quantised, plain
     gc.collect()
+
+
+def cached_folder(name: str, write: Callable[[Path], None]) -> Path:
+    """Returns a folder of the cache, which `write` makes if it is missing.
+
+    If the cache cannot be written, the folder is among the user's temporary files. Raises `ConfigError` if those belong
+    to another user.
+    """
+    cache = cache_dir()
+    if (cache / name).exists():
+        return cache / name
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache, os.W_OK):
+        temporary = Path(tempfile.gettempdir(), f"agentjet-cache-{os.getuid()}")
+        log.warning("the cache folder %s cannot be written (XDG_CACHE_HOME): using %s", cache, temporary)
+        temporary.mkdir(0o700, exist_ok=True)
+        found = temporary.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"neither {cache} nor {temporary} can be used as a cache: set XDG_CACHE_HOME to a folder")
+        cache = temporary
+    if not (cache / name).exists():
+        write(cache / name)
+    return cache / name
 
 
 def save_once(target: Path, *parts: Any) -> None:
@@ -241,11 +265,21 @@ class Policy:
             model = model.get_base_model()
             weights = dict(merged_weights(model)) if weights is None else weights
         model.save_pretrained(path, state_dict=weights)
+        if (config := path / "adapter_config.json").exists():
+            _sort_modules(config)
         for name in TOKENIZER_FILES:
             if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(source, path / name)
         if not (path / "tokenizer.json").exists():
             shutil.copyfile(Path(self.info.tokenizer_path) / "tokenizer.json", path / "tokenizer.json")
+
+
+def _sort_modules(path: Path) -> None:
+    """Sorts the modules in the settings of an adapter: `peft` writes a set, whose order differs between processes."""
+    settings = json.loads(path.read_text())
+    if isinstance(settings["target_modules"], list):
+        settings["target_modules"].sort()
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 @torch.no_grad()

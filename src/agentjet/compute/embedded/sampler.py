@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -156,13 +157,15 @@ class ModelSampler:
         return self._sample(torch.cat(found), complete) if complete else []
 
     def _admit(self) -> None:
-        """Start waiting requests in order of arrival. No request overtakes one that waits for free blocks.
+        """Start waiting requests: of the policy with the fewest running completions, then in order of arrival.
 
-        A request is postponed while another row computes a prefix of its prompt.
+        No request overtakes one that waits for free blocks. A request is postponed while another row computes a prefix
+        of its prompt.
         """
         if not (self._waiting and self._may_admit):
             return
         self._may_admit = False
+        self._waiting = deque(self._fairly(self._waiting))
         same = {(row.owner, row.tokens[: row.length].tobytes()): row for row in self._running}
         num_free = self._max_concurrent - sum(map(len, self._running.values()))
         postponed: deque[RunningCompletion] = deque()
@@ -186,6 +189,15 @@ class ModelSampler:
             self._running.setdefault(row, []).append(completion)
             num_free -= 1
         self._waiting = postponed + self._waiting
+
+    def _fairly(self, waiting: Iterable[RunningCompletion]) -> list[RunningCompletion]:
+        """Returns the requests by the number of completions that their policy has when they start."""
+        started = Counter(c.policy for completions in self._running.values() for c in completions)
+        ranked = []
+        for completion in waiting:
+            ranked.append((started[completion.policy], completion))
+            started[completion.policy] += 1
+        return [completion for _, completion in sorted(ranked, key=lambda pair: pair[0])]
 
     def _spans(self, rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
         """Returns the number of tokens that a step computes for each row.

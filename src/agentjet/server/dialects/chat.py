@@ -78,7 +78,8 @@ class MessageBody(Body):
     reasoning_content: str | None = None
     """The reasoning of an assistant, as the answers of this server have it."""
     tool_calls: Items[HistoryToolCall] | None = None
-    tool_call_id: Annotated[str, Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    """May be empty, because the `id` of a tool call may be. vLLM accepts both, too."""
     name: str | None = None
 
     @property

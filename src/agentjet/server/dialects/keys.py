@@ -89,6 +89,10 @@ class Body(BaseModel):
         """The note about a part that the policy does not read, whose keys do not matter; else empty."""
         return ""
 
+    def omission_of(self, part: Body) -> str:
+        """The `omission` of a part of this part."""
+        return part.omission
+
 
 class RequestBody(Body):
     """A request for an answer of the policy."""
@@ -124,9 +128,6 @@ def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[st
 
     Raises `InvalidRequest` for the first key that is unknown, missing or refused.
     """
-    if part.omission:
-        yield part.omission
-        return
     if part.keys_of_kind is not None and part.kind not in part.keys_of_kind:
         raise refusal(where[:-1], f" is of type {part.kind!r}: {part.unknown_kind}", "unsupported_content")
     declared = part.__dict__
@@ -147,7 +148,10 @@ def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[st
             yield part.place + key
         if isinstance(value, list):
             for i, item in enumerate(value if value and isinstance(value[0], Body) else ()):
-                yield from request_notes(item, keys, f"{where}{key}.{i}.")
+                if note := part.omission_of(item):
+                    yield note
+                else:
+                    yield from request_notes(item, keys, f"{where}{key}.{i}.")
         elif not isinstance(value, str) and isinstance(value, Body):  # The second check is slow.
             yield from request_notes(value, keys, f"{where}{key}.")
     for key in required:

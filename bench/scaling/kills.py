@@ -1,0 +1,154 @@
+"""Kills the processes of a cluster by order, from within the gateway, which has the state of each.
+
+An order waits for its moment: a request that the ranks work on, replicas that adopt a version, or replicas that sample.
+After the kill of a replica, each of its completions is watched until its next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from agentjet.compute.chosen import ChosenCompute
+from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy
+from agentjet.compute.cluster.fleet import Replica
+from agentjet.compute.cluster.ray_launcher import RayLauncher
+from agentjet.compute.cluster.routing import Work
+
+POLL_SECONDS = 0.002
+GONE_SECONDS = 10.0
+"""A completion that no replica has for so long, and that does not wait for one, has ended."""
+PROCESS = re.compile(r"process (\d+)")
+STARTING = ("rendezvous", "join", "add")
+"""Requests to ranks that start."""
+
+
+class Kills:
+    """Carries out the order `kill`, one at a time."""
+
+    def __init__(self, compute: ChosenCompute, say: Callable[..., None]) -> None:
+        """`say` sends a fact to the bench."""
+        cluster = compute._backends["cluster"]
+        assert isinstance(cluster, ClusterCompute)
+        self._cluster = cluster
+        self._say = say
+        self._present: asyncio.Task[None] | None = None
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def order(
+        self, kind: str = "", at: str = "", delay: float = 0.0, count: int = 1, raylet: int = 0, stops: bool = False
+    ) -> None:
+        """Kill `count` processes of a kind `delay` seconds after the moment `at`. Replaces the order before.
+
+        `at` is a request to the ranks, `start` or `adopt`; empty for now. `stops`: SIGSTOP instead of SIGKILL. `raylet`
+        is the process id for the kind `raylet`.
+        """
+        if self._present is not None:
+            self._present.cancel()
+        if kind:
+            self._present = asyncio.create_task(self._carry_out(kind, at, delay, count, raylet, stops))
+
+    async def _carry_out(self, kind: str, at: str, delay: float, count: int, raylet: int, stops: bool) -> None:
+        while not (self._is_moment(at) and self._victims(kind, at, count, raylet)):
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(delay)
+        while not (victims := self._victims(kind, at, count, raylet)):
+            await asyncio.sleep(POLL_SECONDS)
+        ended = [*victims, *(_descendants(raylet) if kind == "raylet" else ())]
+        cut = self._adopting() > 0
+        dead, hosted = self._replicas(ended), self._hosted()
+        fleet = hosted.replicas.fleet.replicas if hosted is not None else []
+        survives = any(one.version is not None and one not in dead for one in fleet)
+        watched = [] if stops else [(one, work) for one in dead for work in one.load.running]
+        self._say(killed=kind, at=at, pids=[*victims], cut=cut, completions=len(watched))
+        now = time.monotonic()
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+        for replica, work in watched:
+            watch = asyncio.create_task(self._watch(replica, work, now, survives))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+
+    async def _watch(self, dead: Replica, work: Work, killed_at: float, survives: bool) -> None:
+        """Report the time until the next token of a completion. `survives`: another replica served at the kill."""
+        while work in dead.load.running:  # Until then it may receive tokens that were sent before.
+            await asyncio.sleep(POLL_SECONDS)
+        received, had_place = len(work.sampled), time.monotonic()
+        while len(work.sampled) == received:
+            if time.monotonic() > had_place + GONE_SECONDS:
+                return
+            hosted = self._hosted()
+            if hosted is None:
+                return
+            runs = any(work in one.load.running for one in hosted.replicas.fleet.replicas)
+            if runs or work in hosted.replicas._waiting:
+                had_place = time.monotonic()
+            await asyncio.sleep(POLL_SECONDS)
+        self._say(failover=time.monotonic() - killed_at, survives=survives)
+
+    def _hosted(self) -> HostedPolicy | None:
+        return next(iter(self._cluster._policies.values()), None)
+
+    def _adopting(self) -> int:
+        hosted = self._hosted()
+        return 0 if hosted is None else sum(one.state == "adopting" for one in hosted.replicas.fleet.replicas)
+
+    def _is_moment(self, at: str) -> bool:
+        hosted = self._hosted()
+        if hosted is None or hosted.ranks is None:
+            return False
+        if at == "adopt":
+            return any(one.state == "adopting" and one.version is not None for one in hosted.replicas.fleet.replicas)
+        request = hosted.ranks.request
+        return not at or request == at or (at == "start" and request in STARTING)
+
+    def _victims(self, kind: str, at: str, count: int, raylet: int) -> list[int]:
+        """Returns the process ids of those that an order ends now."""
+        if kind == "gateway":
+            return [os.getpid()]
+        if kind == "raylet":
+            return [raylet]
+        if (hosted := self._hosted()) is None:
+            return []
+        if kind == "conductor":
+            launcher = hosted.site.launcher
+            return [launcher.pid] if isinstance(launcher, RayLauncher) and launcher.pid else []
+        if kind == "rank":
+            pids = [pid for pid in self._pids("rank").values() if pid]
+            # Rank 0 has the weights; the other ranks have a part of the gradient and of the checkpoint.
+            return pids[-count:] if at in ("optim_step", "save") else pids[:count]
+        fleet = [one for one in hosted.replicas.fleet.replicas if one.version is not None]
+        if at == "adopt":
+            fleet.sort(key=lambda one: one.state != "adopting")
+        else:
+            fleet = [one for one in fleet if one.load.running]
+            fleet.sort(key=lambda one: -len(one.load.running))
+        known = self._pids("replica")
+        return [pid for one in fleet[:count] if (pid := known.get(one.name, 0))]
+
+    def _replicas(self, pids: Sequence[int]) -> list[Replica]:
+        hosted = self._hosted()
+        if hosted is None:
+            return []
+        known = self._pids("replica")
+        return [one for one in hosted.replicas.fleet.replicas if known.get(one.name) in pids]
+
+    def _pids(self, kind: str) -> dict[str, int]:
+        """Process ids of a kind by name; 0 if unknown."""
+        processes = [one for policy in self._cluster._policies for one in self._cluster.processes(policy)]
+        found = {one.name: PROCESS.search(one.place) for one in processes if one.kind == kind}
+        return {name: int(match[1]) if match else 0 for name, match in found.items()}
+
+
+def _descendants(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []

@@ -1,0 +1,28 @@
+"""`bench.scaling.faults`, shortened: one fault of each kind on this machine, and every promise kept."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench.scaling.faults import Fault, Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+
+FAULTS = (
+    Fault("replica", delay=0.5),
+    Fault("replica", next_replica="paused"),
+    Fault("rank", at="adopt", delay=0.1),
+    Fault("gateway", at="publish"),
+)
+
+
+def test_a_cluster_keeps_every_promise(tmp_path: Path) -> None:
+    found = asyncio.run(Run(tmp_path, 0, FAULTS, ()).figures())
+    assert (found["faults"], found["missed"]) == (len(FAULTS), 0), found
+    zero = ("calls_failed", "lost", "trained_twice", "failures_scored", "two_effects", "wrong_versions")
+    assert {key: found[key] for key in zero} == dict.fromkeys(zero, 0), found
+    assert found["weights_equal"] and found["unexpected_ends"] == [], found
+    assert found["tokens_checked"] > 0 and found["batches"] > 2, found
