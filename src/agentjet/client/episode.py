@@ -256,7 +256,9 @@ def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> R
         by_turn |= {f"{name}/{role}" if role else name: rewards for role, rewards in _turns(reward).items()}
         by_call |= reward.by_call
         metrics |= reward.metrics
-    return Reward(math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics, by_turn, by_call)
+    return Reward(
+        math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics, by_turn or (), by_call
+    )
 
 
 def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:

@@ -89,11 +89,14 @@ def base_value(name: str, settings: Setting) -> Value:
     """Value of a setting that no arm changes: the subject's, or the default."""
     if name in settings:
         return settings[name]
-    value: Any = parse_config({part: settings[part] for part in PARTS if part in settings}).model_dump()
+    config = parse_config({part: settings[part] for part in PARTS if part in settings})
+    value: Any = config.model_dump()
     for part in name.split("."):
         if part not in value:
             raise ConfigError(f"{name}: the recipe of this study has no such parameter")
         value = value[part]
+    if name == "job.recipe.aggregation" and value == "auto":
+        value = vars(config.job.recipe)["loss"].aggregation
     assert isinstance(value, bool | int | float | str), name
     return value
 
