@@ -50,12 +50,12 @@ class Piece:
 
 def pieces(out: Path) -> list[Piece]:
     """The pieces on a GPU, the most important first."""
-    workloads = ("turns12", "turns40", "shared_prompt", "subagents")
+    workloads = ("turns12", "shared_prompt", "subagents")
     return [
         Piece("tests", 180, ("pytest", "-q", "-m", "gpu", "tests/compute")),
-        Piece("large", 240, ("bench.large",)),
+        Piece("large", 180, ("bench.large",)),
         Piece("sampler", 240, ("bench.sampler", "--new-tokens", "64", "--workloads", "8", "32", "64", "mixed")),
-        Piece("step", 180, ("bench.step", "--without-shared")),
+        Piece("step", 240, ("bench.step", "--without-shared", "--only", "bf16")),
         Piece("merge", 180, ("bench.merge", "--dtype", "bfloat16", "--workloads", *workloads)),
         Piece("demo", 180, ("agentjet.cli", "demo", "--out", str(out / "demo"), "--set", "model.device=cuda")),
     ]
@@ -71,7 +71,7 @@ def quick_pieces(out: Path, model: str) -> list[Piece]:
         Piece("large", 900, ("bench.large", "--size", "tiny", "--new-tokens", "4")),
         Piece("sampler", 900, ("bench.sampler", "--model", model, "--new-tokens", "3", "--workloads", "8")),
         Piece("ours", 900, ("bench.ours", "--workload", small.to_json())),
-        Piece("step", 900, ("bench.step", "--without-shared", "--model", model, "--only", "plain", *step)),
+        Piece("step", 900, ("bench.step", "--without-shared", "--model", model, "--only", "generate, bf16", *step)),
         Piece("merge", 900, ("bench.merge", "--quick", "--threads", "1", "--workloads", "shared_prompt")),
         Piece("demo", 900, ("agentjet.cli", "demo", "--out", str(out / "demo"), *demo)),
     ]

@@ -17,8 +17,9 @@ import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
+from agentjet.compute.embedded.policy_host import trim_malloc
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
+from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.job import OptimizerConfig
 from agentjet.recipes.shelf.grpo import Grpo

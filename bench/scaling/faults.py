@@ -39,7 +39,7 @@ from bench.breaking.audit import Audit, audit
 from bench.breaking.plan import RUNS
 from bench.breaking.records import Books, read
 from bench.breaking.scene import Scene, make_clients
-from bench.breaking.victims import GivenUp, Server, ServerEnded
+from bench.breaking.victims import GivenUp, Server, ServerEnded, Statuses
 from bench.breaking.wire import Wire
 from bench.chaos import finish
 from bench.gatewaying.report import percentile
@@ -60,7 +60,8 @@ NOTICE_SECONDS = 10.0
 MAX_TRIES = 3
 ALL = 9
 """More than there are replicas."""
-HOOKS = Hooks(step_seconds=0.01, adopt_seconds=0.1)
+HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1)
+"""Completions last longer than the gateway is late on a busy machine."""
 JOB = {
     "batch_size": 2,
     "group_size": GROUP_SIZE,
@@ -142,19 +143,28 @@ class Stage:
     def __init__(self, scene: Scene, raylets: Raylets | None = None) -> None:
         self.scene = scene
         self.raylets = raylets
+        self._since: Statuses | None = None
+        """The statuses at the last fault after which a batch must be learned."""
 
     @property
     def server(self) -> Server:
         return self.scene.server
 
-    async def ready(self, num_replicas: int) -> None:
-        """Wait until the server learns, and so many replicas sample."""
+    async def ready(self, fault: Fault) -> None:
+        """Wait until the fault may come: two replicas sample for one of them, else a batch was learned since the last.
+
+        So replicas die also while the ranks are started again.
+        """
+        is_quick = fault.kind == "replica" and not fault.at and not fault.next_replica
         while True:
             with contextlib.suppress(ServerEnded, httpx.TransportError):
                 await self.scene.steady(sampling=False)
-                await self.server.wait(lambda found: found[DEFAULT_RUN].state in ("sampling", "learning"))
-                while await self._num_serving() < num_replicas:
+                while await self._num_serving() < (2 if is_quick else 1):
+                    await self.server.wait(lambda found: found[DEFAULT_RUN].state != "failed")
                     await asyncio.sleep(POLL_SECONDS)
+                if self._since is not None and not is_quick:
+                    await self.server.learned(self._since)
+                    self._since = None
                 return
 
     async def _num_serving(self) -> int:
@@ -163,9 +173,9 @@ class Stage:
         return sum(one["kind"] == "replica" and one["version"] is not None for one in processes)
 
     async def inject(self, fault: Fault) -> bool:
-        """Let a fault happen, and wait until a batch was learned, or tokens came again. False if it did not happen."""
+        """Let a fault happen, and start again what does not do so by itself. False if its moment did not come."""
         server, said = self.server, len(self.server.said)
-        await self.ready(2 if fault.kind == "replica" else 1)
+        await self.ready(fault)
         statuses = await server.up()
         if fault.next_replica:
             self._hook(fault.next_replica, statuses[DEFAULT_RUN])
@@ -186,7 +196,7 @@ class Stage:
         elif fault.kind == "raylet" and self.raylets is not None:
             await self.raylets.join()
         if fault.kind != "replica" or fault.next_replica or fault.at:
-            await server.learned(statuses)
+            self._since = statuses
         return True
 
     def _hook(self, point: str, status: StatusResponse) -> None:

@@ -12,7 +12,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Self
 
 import psutil
 
@@ -23,11 +25,26 @@ from agentjet.compute.cluster.ray_launcher import RayLauncher
 from agentjet.compute.cluster.routing import Work
 
 POLL_SECONDS = 0.002
-GONE_SECONDS = 10.0
-"""A completion that no replica has for so long, and that does not wait for one, has ended."""
 PROCESS = re.compile(r"process (\d+)")
 STARTING = ("rendezvous", "join", "add")
 """Requests to ranks that start."""
+
+
+class Resumed(list[int]):
+    """The tokens of a completion whose replica was killed. Calls `report` at the first ones of another replica."""
+
+    def __init__(self, work: Work, dead: Replica, report: Callable[[], None]) -> None:
+        super().__init__(work.sampled)
+        self.is_waiting = True
+        self._work = work
+        self._dead = dead
+        self._report = report
+
+    def __iadd__(self, tokens: Iterable[int]) -> Self:
+        if self.is_waiting and self._work not in self._dead.load.running:  # Else they were sent before the kill.
+            self.is_waiting = False
+            self._report()
+        return super().__iadd__(tokens)
 
 
 class Kills:
@@ -40,7 +57,6 @@ class Kills:
         self._cluster = cluster
         self._say = say
         self._present: asyncio.Task[None] | None = None
-        self._watches: set[asyncio.Task[None]] = set()
 
     def order(
         self, kind: str = "", at: str = "", delay: float = 0.0, count: int = 1, raylet: int = 0, stops: bool = False
@@ -73,25 +89,11 @@ class Kills:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
         for replica, work in watched:
-            watch = asyncio.create_task(self._watch(replica, work, now, survives))
-            self._watches.add(watch)
-            watch.add_done_callback(self._watches.discard)
+            if not (isinstance(work.sampled, Resumed) and work.sampled.is_waiting):
+                work.sampled = Resumed(work, replica, partial(self._resumed, now, survives))
 
-    async def _watch(self, dead: Replica, work: Work, killed_at: float, survives: bool) -> None:
-        """Report the time until the next token of a completion. `survives`: another replica served at the kill."""
-        while work in dead.load.running:  # Until then it may receive tokens that were sent before.
-            await asyncio.sleep(POLL_SECONDS)
-        received, had_place = len(work.sampled), time.monotonic()
-        while len(work.sampled) == received:
-            if time.monotonic() > had_place + GONE_SECONDS:
-                return
-            hosted = self._hosted()
-            if hosted is None:
-                return
-            runs = any(work in one.load.running for one in hosted.replicas.fleet.replicas)
-            if runs or work in hosted.replicas._waiting:
-                had_place = time.monotonic()
-            await asyncio.sleep(POLL_SECONDS)
+    def _resumed(self, killed_at: float, survives: bool) -> None:
+        """A completion got its first token after a kill. `survives`: another replica served at the kill."""
         self._say(failover=time.monotonic() - killed_at, survives=survives)
 
     def _hosted(self) -> HostedPolicy | None:
@@ -99,14 +101,14 @@ class Kills:
 
     def _adopting(self) -> int:
         hosted = self._hosted()
-        return 0 if hosted is None else sum(one.state == "adopting" for one in hosted.replicas.fleet.replicas)
+        return 0 if hosted is None else sum(one.is_adopting for one in hosted.replicas.fleet.replicas)
 
     def _is_moment(self, at: str) -> bool:
         hosted = self._hosted()
         if hosted is None or hosted.ranks is None:
             return False
         if at == "adopt":
-            return any(one.state == "adopting" and one.version is not None for one in hosted.replicas.fleet.replicas)
+            return any(one.is_adopting and one.version is not None for one in hosted.replicas.fleet.replicas)
         request = hosted.ranks.request
         return not at or request == at or (at == "start" and request in STARTING)
 
@@ -119,7 +121,7 @@ class Kills:
         if (hosted := self._hosted()) is None:
             return []
         if kind == "conductor":
-            launcher = hosted.site.launcher
+            launcher = hosted.site._launcher
             return [launcher.pid] if isinstance(launcher, RayLauncher) and launcher.pid else []
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
@@ -127,7 +129,7 @@ class Kills:
             return pids[-count:] if at in ("optim_step", "save") else pids[:count]
         fleet = [one for one in hosted.replicas.fleet.replicas if one.version is not None]
         if at == "adopt":
-            fleet.sort(key=lambda one: one.state != "adopting")
+            fleet.sort(key=lambda one: not one.is_adopting)
         else:
             fleet = [one for one in fleet if one.load.running]
             fleet.sort(key=lambda one: -len(one.load.running))

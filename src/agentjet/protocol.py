@@ -22,7 +22,7 @@ from agentjet.types import (
     FinishReason,
     Fork,
     Mode,
-    SamplerBounds,
+    SamplersStatus,
 )
 
 PREFIX = "/swarm/v1"
@@ -399,16 +399,11 @@ class StatusResponse(Response):
     uptime: float
 
 
-def _is_sampler_count(value: int | str) -> int | str:
-    SamplerBounds.parse(value)
-    return value
-
-
 class ScaleRequest(Request):
     """Change the number of sampler replicas of a policy."""
 
-    samplers: Annotated[int | str, AfterValidator(_is_sampler_count)]
-    """A number such as 6, or bounds such as `2..8`."""
+    samplers: int | Annotated[str, Field(max_length=64)]
+    """A number such as 6, or a range such as `2..8`."""
     policy: Annotated[str, Field(max_length=64)] = ""
     """The policy, if the run has several."""
 
@@ -427,30 +422,14 @@ class ProcessView(Response):
     """Policy version that it samples with."""
     completions: int = 0
     """Completions that it samples now."""
-    is_ready: bool = True
-    """False while it starts or loads, and before its first weights."""
-
-
-class SamplersView(Response):
-    """The sampler replicas of a policy as a whole."""
-
-    policy: str
-    bounds: str
-    """A number, or the bounds of an automatic one, such as `2..8`."""
-    wanted: int
-    """Number of replicas that the policy should have now."""
-    running: int
-    """Completions that replicas have."""
-    waiting: int
-    """Completions that wait for a place at a replica."""
 
 
 class ClusterView(Response):
     """The processes of a run, by policy, ranks before replicas."""
 
     processes: list[ProcessView]
-    samplers: list[SamplersView] = []
-    """One for each policy that has replicas."""
+    samplers: dict[str, SamplersStatus] = {}
+    """By policy, of those that have replicas."""
 
 
 class Problem(Response):

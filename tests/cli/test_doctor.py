@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,22 @@ def test_what_does_not_fit(model: Path) -> None:
     assert "does not fit; 4 sharded ranks fit (compute.ranks)" in text
 
 
+def test_activations_that_do_not_fit_have_a_way_out(model: Path) -> None:
+    text = lines(settings(model), EIGHT)
+    assert "note policy: a micro-batch of 8192 tokens (job.micro_batch_tokens) keeps 48.3 GB of activations" in text
+    assert (
+        "of 32.0 GB left; a longer conversation keeps more: model.activation_checkpointing = true keeps 3.7 GB" in text
+    )
+    config = settings(model)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"activation_checkpointing": True})})
+    assert "ok policy: a micro-batch of 8192 tokens (job.micro_batch_tokens) keeps 3.7 GB" in lines(config, EIGHT)
+
+
 def test_fewer_gpus_than_wanted(model: Path) -> None:
     text = lines(settings(model, ranks=4, samplers=6), EIGHT)
+    assert "ok policy: 4 ranks + 2..6 samplers x 1 GPUs (compute.tensor_parallel) need at least 6 GPUs of 8" in lines(
+        settings(model, ranks=4, samplers="2..6"), EIGHT
+    )
     assert "need 10 GPUs, and 8 are free; would fit: ranks = 4 with samplers = 4" in text
     assert "tensor_parallel = 2 needs GPUs and there are none: set it to 1" in lines(
         settings(model, tensor_parallel=2), LAPTOP
@@ -104,6 +119,8 @@ def test_missing_packages(model: Path) -> None:
     assert "Only the nodes of replicas need it" in text
     assert "problem transformers is not installed: pip install 'agentjet[server]'" in text
     assert "problem vllm is not installed" in lines(settings(model, sampler_python=""), bare)
+    for_cpus = replace(EIGHT, versions={**VERSIONS, "torch": "2.13.0+cpu"})
+    assert "problem torch is a build without CUDA" in lines(settings(model), for_cpus)
 
 
 def test_a_wrong_sampler_python(model: Path) -> None:
@@ -132,7 +149,7 @@ def test_without_gpus_processes_share_the_memory(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(SMOLLM2))
     text = lines(settings(model, samplers=50), LAPTOP)
     assert "problem policy: each of 50 replicas: 5.6 GB (weights 0.5, cache 3.0, workspace 2.1) of 0.4 GB" in text
-    assert "does not fit; samplers = 3 fits" in text
+    assert "does not fit; at most 3 samplers fit (compute.samplers)" in text
     assert "problem" not in lines(settings(model, samplers=3), LAPTOP)
 
 

@@ -32,16 +32,23 @@ Step = tuple[int, int]
 """Number of a batch of `test_locks`, and of an optimiser step of it."""
 Arrays = dict[str, np.ndarray]
 Case = tuple[str, Sharding]
+RECOMPUTED = " recomputed"
+"""Ending of a kind with activation checkpointing."""
 BEFORE, AFTER = (0, 9), (4, 15)
 """Batches that are learned before a checkpoint, and after it."""
 
 
 def policy_of(kind: str, folder: Path) -> Policy:
     """The model in `folder`, moved away from version 0, so that the reference differs from it."""
-    dtype, rank = "bfloat16" if kind.endswith("bfloat16") else "float32", 4 if kind.startswith("lora") else 0
-    policy = load_policy(
-        ModelConfig(name=str(folder), device="cpu", dtype=dtype, threads=1, lora=LoraConfig(rank=rank))
+    config = ModelConfig(
+        name=str(folder),
+        device="cpu",
+        dtype="bfloat16" if kind.endswith("bfloat16") else "float32",
+        threads=1,
+        activation_checkpointing=kind.endswith(RECOMPUTED),
+        lora=LoraConfig(rank=4 if kind.startswith("lora") else 0),
     )
+    policy = load_policy(config)
     if kind == "double":
         policy.model.double()
     generator = torch.Generator().manual_seed(3)
@@ -82,6 +89,7 @@ def gradients_of_ranks(group: Group, models: dict[str, Path], cases: dict[Case, 
 
 
 def gradients_of_one(kind: str, models: dict[str, Path], batches: tuple[int, ...]) -> Any:
+    kind = kind.removesuffix(RECOMPUTED)
     with Double() if kind == "double" else nullcontext():
         return gradients(PolicyLearner(policy_of(kind, models[kind])), batches)
 

@@ -329,11 +329,22 @@ async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> No
 async def test_samplers_are_scaled_within_the_gpus(tmp_path: Path) -> None:
     async with cluster(tmp_path, gpus=4) as (compute, _):
         await compute.add(POLICY, ModelConfig(), settings=settings())
-        with pytest.raises(ConfigError, match="samplers = 4: at most 2 replicas fit the free GPUs"):
+        with pytest.raises(ConfigError, match="samplers = 4: at most 2 replicas fit the free GPUs, 1 for each"):
             await compute.scale(POLICY, SamplerBounds(4, 4))
         await compute.scale(POLICY, SamplerBounds(2, 2))
         await compute.publish(POLICY, 0)
         assert len([one for one in compute.processes(POLICY) if one.kind == "replica"]) == 2
+
+
+async def test_samplers_are_scaled_within_the_cores_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    async with cluster(tmp_path) as (compute, _):
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        with pytest.raises(ConfigError, match="samplers = 50: at most 3 replicas fit the CPU cores of this machine"):
+            await compute.scale(POLICY, SamplerBounds(50, 50))
+        await compute.scale(POLICY, SamplerBounds(3, 50))
 
 
 async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,6 @@ async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
             await started(launcher, "big", tmp_path, gpus=4)
         with pytest.raises(ComputeError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
             await started(launcher, "two", tmp_path, gpus=1)
-        assert await launcher.free_gpus() == 0
         launcher.placement_seconds = 0.0
         with pytest.raises(ComputeError, match="did not start within 0 s: the cluster is busy or lost nodes"):
             await started(launcher, "late", tmp_path, gpus=0)

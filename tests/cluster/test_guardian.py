@@ -1,12 +1,17 @@
-"""The guardian: a command and its children end with the launcher, with each other, and with the guardian."""
+"""The guardian: a command and its children end with the launcher, with each other, and with the guardian.
+
+It removes the folder of weights of a command that was killed, and leaves that of a process that lives.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -82,3 +87,18 @@ def test_a_command_that_does_not_exist(started: list[subprocess.Popen[str]]) -> 
     process = guard(started, "/nowhere/python", "-c", "1")
     assert process.wait(30) == guardian.NOT_STARTED
     assert process.stderr is not None and "/nowhere/python: No such file" in process.stderr.read()
+
+
+def test_the_weights_of_a_killed_command_are_removed(
+    started: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned, kept = (tmp_path / f"{guardian.PREFIX}{name}" for name in ("abandoned", "kept"))
+    for folder in (abandoned, kept):
+        folder.mkdir()
+        (folder / guardian.LOCK).touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with (kept / guardian.LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = guard(started, sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        assert process.wait(30) == 128 + signal.SIGKILL
+    assert kept.exists() and not abandoned.exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.compute.cluster.memory import (
+    activation_bytes,
     adapter_parameters,
     fewest_ranks,
     model_size,
@@ -42,6 +43,13 @@ GB = 10**9
 def test_parameters_of_known_models() -> None:
     assert size_from_config(LLAMA_8B).num_parameters == 8_030_261_248
     assert size_from_config(SMOLLM2).num_parameters == 134_515_008
+
+
+def test_activations_as_measured() -> None:
+    """44,759 bytes a token and layer of SmolLM2 in float32, counted by `saved_tensors_hooks`."""
+    size = size_from_config(SMOLLM2)
+    assert activation_bytes(size, tokens=1, value_bytes=4) == pytest.approx(30 * 44_759, rel=0.01)
+    assert activation_bytes(size, tokens=1, value_bytes=4, recomputed=True) == 4 * (30 * 576 + 11_136)
 
 
 def test_a_folder_with_weights_is_exact(tmp_path: Path) -> None:

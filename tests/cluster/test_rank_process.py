@@ -1,101 +1,74 @@
-"""Two rank processes, with the requests that the gateway sends. Pinned here:
+"""A learner group of two rank processes, with the requests that the gateway sends. Pinned here:
 
 1. they meet, load, learn, publish, save and load; a repeated operation returns its stored result;
 2. the published file has the weights and the probe's log-probabilities of the checkpoint of the same version;
 3. a bad request is refused on both and changes nothing;
-4. after `kill -9` of one rank, the next request of the other fails and ends it; the folder of weights is removed.
+4. weights that are not finite are published, as the embedded backend does, and the metrics show it;
+5. after `kill -9` of one rank, the next request fails and the other ends; the folder of weights is removed;
+6. a rank that is stopped ends the group after `server.worker_timeout`, and the end of the group does not wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.launcher import LocalLauncher
+from agentjet.compute.cluster.learner_group import LearnerGroup
+from agentjet.compute.cluster.site import Site
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, OperationConflict
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
+from agentjet.errors import ConfigError, OperationConflict, WorkerDied, WorkerHung
+from agentjet.types import CheckpointStamp, Op, PolicyId
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.tiny import make_model
 
 POLICY = PolicyId()
-
-
-class Ranks:
-    """The gateway's end of a group."""
-
-    def __init__(self, peers: list[Peer], processes: list[subprocess.Popen[bytes]]) -> None:
-        self.peers = peers
-        self.processes = processes
-
-    async def ask(self, op: str, *args: Any) -> Any:
-        """The answer of rank 0, or the first error of any."""
-        answers = await self.answers(op, *args)
-        for answer in answers:
-            if isinstance(answer, AgentJetError):
-                raise answer
-        return answers[0]
-
-    async def answers(self, op: str, *args: Any) -> list[Any]:
-        asked = (peer.ask(op, POLICY, *args) for peer in self.peers)
-        return await asyncio.gather(*asked, return_exceptions=True)
+COMMAND = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
 
 
 @asynccontextmanager
-async def ranks(count: int) -> AsyncIterator[Ranks]:
+async def two_ranks(folder: Path, timeout: float = 120.0) -> AsyncIterator[tuple[LearnerGroup, list[psutil.Process]]]:
+    """A new group, and its processes."""
     hub = Hub()
     await hub.open()
-    names = [f"rank {rank}" for rank in range(count)]
-    expected = [hub.expect(name) for name in names]
-    command = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen(command, env={**environment, **hub.environment(name)}) for name in names]
-    peers: list[Peer] = []
+    site, names = Site(hub, LocalLauncher(list)), ["rank-0", "rank-1"]
+
+    async def launch(name: str, rank: int) -> Peer:
+        return await site.start(name, COMMAND, gpus=0, log_path=folder / f"{name}.log")
+
+    group = LearnerGroup(POLICY, names, launch, site.stop, site.ended, timeout=timeout)
+    compute = ComputeConfig(backend="cluster", ranks=2, sharding="gathered")
     try:
-        peers += await asyncio.gather(*expected)
-        yield Ranks(peers, processes)
+        info = await group.start(tiny(folder), compute)
+        assert info == load_policy(tiny(folder)).info
+        yield group, [psutil.Process(int(re.findall(r"\d+", site.place(name))[0])) for name in names]
     finally:
-        for peer in peers:
-            peer.close()
-        for process in processes:
-            process.kill()
-            process.wait()
-        await hub.close()
+        await group.close()
+        await site.close()
 
 
-async def join(group: Ranks, model: ModelConfig, sharding: str) -> ModelInfo:
-    address = await group.peers[0].ask("rendezvous", POLICY)
-    count = len(group.peers)
-    joins = (peer.ask("join", POLICY, rank, count, address) for rank, peer in enumerate(group.peers))
-    await asyncio.gather(*joins)
-    compute = ComputeConfig.model_validate({"backend": "cluster", "ranks": count, "sharding": sharding})
-    info: ModelInfo = await group.ask("add", model, compute)
-    return info
+def tiny(folder: Path) -> ModelConfig:
+    path = folder / "tiny"
+    return ModelConfig(name=str(path if path.exists() else make_model(path)), device="cpu", dtype="float32", threads=1)
 
 
 async def life_of_a_group(folder: Path) -> None:
-    name = make_model(folder / "tiny")
-    model = ModelConfig(name=str(name), device="cpu", dtype="float32", threads=1)
     batch, loss = training_batch(recorded_batch(4), 0), LossSpec.of(settings(4))
-    async with ranks(2) as group:
-        with pytest.raises(ComputeError, match="must join"):
-            await group.ask("add", model, ComputeConfig())
-        info = await join(group, model, "gathered")
-        assert info == load_policy(model).info
+    async with two_ranks(folder) as (group, processes):
         first: Publication = await group.ask("publish", 0)
         assert first.num_bytes == Path(first.path).stat().st_size and first.version == 0
 
@@ -122,12 +95,29 @@ async def life_of_a_group(folder: Path) -> None:
         again: Publication = await group.ask("publish", 1)
         assert again.digest == published.digest and again.probe_logprobs == published.probe_logprobs
 
-        group.processes[1].kill()
-        found = await group.answers("forward_backward", op.next().next(), batch, loss)
-        assert all(isinstance(answer, ComputeError) for answer in found)
-        group.processes[0].wait()
-        assert group.processes[0].returncode == 1
-        assert not Path(again.path).parent.exists()
+        op = op.next().next()
+        await group.ask("forward_backward", op, batch, loss)
+        metrics = await group.ask("optim_step", op.next(), OptimizerConfig(lr=1e38))
+        assert metrics["weights/finite"] == 0
+        diverged: Publication = await group.ask("publish", 2)
+        assert not np.isfinite(diverged.probe_logprobs).any()
+
+        processes[1].kill()
+        with pytest.raises(WorkerDied, match="rank-1 ended by SIGKILL"):
+            await group.ask("forward_backward", op.next().next(), batch, loss)
+        processes[0].wait()
+        assert not Path(diverged.path).parent.exists()
+
+
+async def a_rank_that_is_stopped(folder: Path) -> None:
+    batch, loss = training_batch(recorded_batch(4), 0), LossSpec.of(settings(4))
+    async with two_ranks(folder, timeout=10.0) as (group, processes):
+        processes[1].suspend()
+        with pytest.raises(WorkerHung, match=r"rank-1: .*server\.worker_timeout") as hung:
+            await group.ask("forward_backward", Op.of(POLICY, 0), batch, loss)
+        assert str(await group.died) == str(hung.value)
+        await group.close()
+        assert not any(process.is_running() for process in processes)
 
 
 def check_publication(publication: Publication, folder: Path) -> None:
@@ -146,3 +136,8 @@ def check_publication(publication: Publication, folder: Path) -> None:
 
 def test_two_processes_learn_publish_save_and_end_together(tmp_path: Path) -> None:
     asyncio.run(life_of_a_group(tmp_path))
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_stopped_ends_its_group(tmp_path: Path) -> None:
+    asyncio.run(a_rank_that_is_stopped(tmp_path))

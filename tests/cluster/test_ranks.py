@@ -24,7 +24,17 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.config import ModelConfig
 from bench.scaling.spawn import spawn
 from tests.cluster import rank_cases
-from tests.cluster.rank_cases import AFTER, BEFORE, Case, digest, gradients_of_one, learn, policy_of, state_of
+from tests.cluster.rank_cases import (
+    AFTER,
+    BEFORE,
+    RECOMPUTED,
+    Case,
+    digest,
+    gradients_of_one,
+    learn,
+    policy_of,
+    state_of,
+)
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
 from tests.compute.test_locks import RECIPES
@@ -40,6 +50,9 @@ GRADIENTS: dict[Case, tuple[int, ...]] = {
     ("double", "sharded"): (13,),
     ("lora", "gathered"): (9,),
     ("lora", "sharded"): (9,),
+    ("full recomputed", "gathered"): (9,),
+    ("full recomputed", "sharded"): (9,),
+    ("lora recomputed", "sharded"): (9,),
     ("full bfloat16", "gathered"): (4,),
     ("full bfloat16", "sharded"): (4,),
 }
@@ -56,7 +69,7 @@ MORE_REPLAYS: list[Case] = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tiny = make_model(tmp_path_factory.mktemp("models") / "tiny")
-    return dict.fromkeys(("full", "double", "lora", "full bfloat16", "lora bfloat16"), tiny)
+    return dict.fromkeys({kind for kind, _ in (*GRADIENTS, *REPLAYS, *MORE_REPLAYS)} | {"lora", "full"}, tiny)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +83,7 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
     gradients, metrics = found
     expected_gradients, expected_metrics = gradients_of_one(kind, models, batches)
     assert gradients.keys() == expected_gradients.keys()
+    kind = kind.removesuffix(RECOMPUTED)
     for step, expected in expected_gradients.items():
         error = relative(torch.from_numpy(gradients[step]), torch.from_numpy(expected))
         assert error <= LARGEST_ERROR[kind], (step, RECIPES[step[0]])

@@ -7,7 +7,8 @@
 5. after a publish all tokens have the new version and its log-probabilities, in running completions, too; a model with
    a tied head is not left with a part of its old weights;
 6. a request that would end vLLM's engine fails alone, and a cancelled one leaves no trace;
-7. a publication that lacks a weight ends the process, because the engine has half of it.
+7. weights that are not finite fail completions, and the replica lives;
+8. a publication that lacks a weight ends the process, because the engine has half of it.
 """
 
 from __future__ import annotations
@@ -275,6 +276,19 @@ def test_a_cancelled_completion_ends(world: World) -> None:
     for _ in range(20):  # More than there are places.
         world.replica.do(first_piece())
     wanted = Wanted(prompt(2, 8), SamplingParams(max_tokens=10))
+    check(world, world.replica.sample(wanted), wanted)
+
+
+def test_weights_that_are_not_finite_fail_completions_only(world: World) -> None:
+    diverged = perturbed(world.models[0], 1)
+    with torch.no_grad():
+        for parameter in diverged.parameters():
+            parameter.fill_(torch.nan)
+    assert not np.isfinite(world.replica.adopt(publish(diverged, world.folder, 8))).any()
+    with pytest.raises(ComputeError, match="diverged"):
+        world.replica.sample(Wanted(prompt(3, 8), SamplingParams(max_tokens=4)))
+    world.adopt(0)
+    wanted = Wanted(prompt(3, 8), SamplingParams(max_tokens=4))
     check(world, world.replica.sample(wanted), wanted)
 
 

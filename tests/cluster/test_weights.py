@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster import shared_memory
+from agentjet.compute.cluster import guardian
 from agentjet.compute.cluster.weights import Publication, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
 
@@ -26,7 +26,7 @@ CONTENT = b"weights " * 400_000
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightsServer]:
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(guardian, "SHARED_MEMORY", tmp_path)
     server = WeightsServer("127.0.0.1", SECRET)
     yield server
     server.close()
@@ -93,9 +93,10 @@ def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> Non
 
 def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from agentjet.compute.cluster import shared_memory;"
+        "import os, signal, sys; from pathlib import Path;"
+        "from agentjet.compute.cluster import guardian, shared_memory;"
         "from multiprocessing import resource_tracker; from multiprocessing.shared_memory import SharedMemory;"
-        "shared_memory.SHARED_MEMORY = place = Path(sys.argv[1]); folder = shared_memory.SharedFolder(place);"
+        "guardian.SHARED_MEMORY = place = Path(sys.argv[1]); folder = shared_memory.SharedFolder(place);"
         "(folder.path / 'file').write_bytes(b'x'); segment = SharedMemory(create=True, size=100);"
         "resource_tracker.unregister(segment._name, 'shared_memory'); folder.own_segments([os.getpid()]);"
         "os.symlink(f'/dev/shm/{segment.name}', place / segment.name); os.kill(os.getpid(), signal.SIGKILL)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.embedded.worker import trim_malloc
+from agentjet.compute.embedded.policy_host import trim_malloc
 
 MB = 2**20
 

@@ -9,6 +9,7 @@
 6. Without disk space for a checkpoint the last good one stays, training continues, and an event reports it.
 7. The engine gives up on a batch that kills every worker, and reports it.
 8. With separate samplers and `max_staleness`, calls are let in while a dead learner is replaced.
+9. A version names one batch: a batch that separate samplers may have is not given up, also after a restart.
 """
 
 from __future__ import annotations
@@ -454,3 +455,31 @@ async def test_separate_samplers_take_calls_while_the_learner_recovers(tmp_path:
         run.compute.may_start.set()
         await run.batch()
         assert run.compute.learned == [0, 1]
+
+
+async def test_a_batch_that_samplers_may_have_is_never_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def separate(compute: ScriptedCompute) -> None:
+        compute.declared = replace(compute.declared, separate_samplers=True)
+
+    def deadly(compute: ScriptedCompute) -> None:
+        separate(compute)
+        compute.deadly = {("default", 1)}
+
+    def cannot(batch: Batch, metrics: Any) -> Any:
+        raise OverflowError("after the samplers got the weights")
+
+    async with running(tmp_path / "d", prepare=separate) as run:
+        await run.batch()
+        monkeypatch.setattr(run.gateway.swarm.batches, "learned", cannot)
+        for i in range(4):
+            await run.episode(float(i % 2), task=f"t{i // 2}")
+        await run.until(lambda: run.gateway.engine.state == "failed")
+    async with running(tmp_path / "d", prepare=deadly, wait_ready=False) as run:
+        await run.until(lambda: run.gateway.engine.state == "failed")
+        assert "out of memory" in run.gateway.status().waiting_for
+        run.compute.deadly.clear()
+        await run.gateway.start_engine()
+        await run.until(lambda: run.gateway.swarm.policy_version == 2)
+        assert run.gateway.status().episodes["dropped"] == 0

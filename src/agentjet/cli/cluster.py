@@ -95,10 +95,10 @@ def _lines(found: ClusterView) -> list[str]:
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for one in found.samplers:
-        wanted = one.bounds if one.bounds.isdigit() else f"{one.wanted} of {one.bounds}"
+    for policy, one in found.samplers.items():
+        wanted = str(one.wanted) if one.bounds.least == one.bounds.most else f"{one.wanted} of {one.bounds}"
         lines.append(
-            f"samplers{f' of {one.policy}' if several else ''}: {wanted} wanted, {one.running} completions run, "
+            f"samplers{f' of {policy}' if several else ''}: {wanted} wanted, {one.running} completions run, "
             f"{one.waiting} wait for a place"
         )
     return lines or ["No process hosts weights of this run: its state is in `agentjet status`."]

@@ -110,6 +110,8 @@ def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             yield Finding("problem", f"{package} is not installed: {way_out}")
         else:
             yield Finding("ok", f"{package} {installed}")
+    if machine.gpus and machine.versions.get("torch", "").endswith("+cpu"):
+        yield Finding("problem", "torch is a build without CUDA and cannot use the GPUs: install PyTorch's CUDA build")
     yield from (_vllm(compute, machine) for compute in {one.sampler_python: one for one in computes}.values())
 
 
@@ -171,7 +173,8 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
     from agentjet.types import PolicyId
 
     text = f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers"
-    needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {_num_gpus(compute)} GPUs"
+    least = "at least " if compute.samplers.least < compute.samplers.most else ""
+    needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {least}{_num_gpus(compute)} GPUs"
     if compute.address:
         return Finding("note", f"{needed} of the Ray cluster (`ray status`); its nodes count as machines like this one")
     try:
@@ -212,6 +215,8 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     fit = _Fit(policy, size, 2 if narrow else 4, trained, settings.sampler.cache_tokens, machine, on_gpu)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
+    ranks = compute.ranks if compute.backend == "cluster" else 1
+    yield fit.activations(settings.job.micro_batch_tokens, ranks, is_recomputed=model.activation_checkpointing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +268,7 @@ class _Fit:
         else:
             left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
             most = max(0, left // replica.total)
-            way_out = f"samplers = {most} fits" if most else "lower sampler.cache_tokens"
+            way_out = f"at most {most} samplers fit (compute.samplers)" if most else "lower sampler.cache_tokens"
             share = max(0, left) // compute.samplers.most
             yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
         published = self.size.num_parameters * self.value_bytes * 3  # The present version, the one before, the next.
@@ -272,6 +277,26 @@ class _Fit:
             yield Finding(
                 "note", f"{self.policy}: {text} {published / GB:.1f} GB: they go to the temporary folder instead"
             )
+
+    def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Finding:
+        """Compares what a micro-batch keeps for its backward pass with the memory that is left beside the weights."""
+        from agentjet.compute.cluster.memory import USABLE, activation_bytes
+
+        left = (1 - USABLE) * (self.device if self.on_gpu else self.machine.memory // ranks)
+        kept, recomputed = (
+            activation_bytes(self.size, tokens=tokens, value_bytes=self.value_bytes, recomputed=choice)
+            for choice in (is_recomputed, True)
+        )
+        text = (
+            f"{self.policy}: a micro-batch of {tokens} tokens (job.micro_batch_tokens) keeps {kept / GB:.1f} GB of "
+            f"activations of {left / GB:.1f} GB left; a longer conversation keeps more"
+        )
+        if kept <= left:
+            return Finding("ok", text)
+        way_out = "lower job.micro_batch_tokens"
+        if not is_recomputed:
+            way_out = f"model.activation_checkpointing = true keeps {recomputed / GB:.1f} GB, or {way_out}"
+        return Finding("note", f"{text}: {way_out}")
 
     def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
         from agentjet.compute.cluster.memory import rank_need

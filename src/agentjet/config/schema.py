@@ -43,6 +43,9 @@ class ModelConfig(Section):
     """
     context_length: Int64 = Field(0, ge=0)
     """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""
+    activation_checkpointing: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them. Long conversations need
+    much less memory, and learning takes about a third longer. The gradients are the same."""
     threads: Int64 = Field(0, ge=0, le=1024)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()

@@ -39,14 +39,22 @@ from agentjet.protocol import (
     FinishRequest,
     JobBody,
     ProcessView,
-    SamplersView,
     ScaleRequest,
     StatusResponse,
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.groups import group_name
-from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, PolicyId, SamplerBounds, policy_of
+from agentjet.types import (
+    DEFAULT_RUN,
+    Conversation,
+    EpisodeStatus,
+    Message,
+    PolicyId,
+    SamplerBounds,
+    SamplersStatus,
+    policy_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -307,12 +315,12 @@ class Gateway:
     def cluster(self) -> ClusterView:
         """Returns the processes that host the weights of the run's policies."""
         processes: list[ProcessView] = []
-        samplers: list[SamplersView] = []
+        samplers: dict[str, SamplersStatus] = {}
         for policy in self.config.policy_names:
             of = PolicyId(self.run, policy)
             processes += [ProcessView(policy=policy, **asdict(one)) for one in self._compute.processes(of)]
             if (found := self._compute.samplers(of)) is not None:
-                samplers.append(SamplersView(policy=policy, **{**asdict(found), "bounds": str(found.bounds)}))
+                samplers[policy] = found
         return ClusterView(processes=processes, samplers=samplers)
 
     async def scale(self, request: ScaleRequest) -> ClusterView:
@@ -320,7 +328,7 @@ class Gateway:
         policy = chosen_policy(self.config, request.policy)
         try:
             await self._compute.scale(PolicyId(self.run, policy), SamplerBounds.parse(request.samplers))
-        except ConfigError as error:
+        except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="samplers") from None
         return self.cluster()
 

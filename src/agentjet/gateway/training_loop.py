@@ -9,7 +9,8 @@ Invariants:
   `job.max_staleness` is above 0;
 * no failure loses a batch, and none applies it twice. The journal has the batch and each of its operations before the
   operation is applied. After a crash all policies load the newest checkpoint and get the later operations again, with
-  the same numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
+  the same numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown;
+* a version names the weights of one batch: once separate samplers may have them, the batch is not quarantined.
 """
 
 from __future__ import annotations
@@ -162,10 +163,11 @@ class TrainingLoop:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
                 metrics, following = await self._apply(batch, training)
-                if self._has_separate_samplers():  # They may have the new weights already: not the batch's failure.
-                    self._learning = None
+                if self._has_separate_samplers() and not replay:
+                    self._swarm.batches.offered(batch)
+                    await self._run.commits.durable()
                 published = await self._publish(batch.id + 1, to_samplers=not replay)
-                self._learning, self._is_partial = batch.id, False
+                self._is_partial = False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
                     await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)})
@@ -249,8 +251,10 @@ class TrainingLoop:
         failed, self._learning = self._learning, None
         if failed is None or not is_ours:
             return
-        self._crashes[failed] += 1
         pending = self._swarm.pending
+        if pending is not None and self._swarm.batches.is_offered(pending):
+            return
+        self._crashes[failed] += 1
         if pending is not None and pending.id == failed and self._crashes[failed] >= MAX_CRASHES:
             log.error("%d workers failed on batch %d: it is quarantined", self._crashes[failed], failed)
             with suppress(Later):  # The journal refuses writes: the next failure quarantines the batch.

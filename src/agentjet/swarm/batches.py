@@ -119,6 +119,16 @@ class Batches:
         with self._store.transaction():
             self._journal.put_operation(policy, number, kind, batch.id)
 
+    def offered(self, batch: Batch) -> None:
+        """Record that separate samplers may get the weights of `batch` from now on. Then it is never given up."""
+        if batch.id + 1 > self._store.state.offered_version:
+            with self._store.transaction():
+                self._store.state.offered_version = batch.id + 1
+
+    def is_offered(self, batch: Batch) -> bool:
+        """True if separate samplers may have the weights of `batch`."""
+        return batch.id < self._store.state.offered_version
+
     def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Record that `batch` took the policies to version `batch.id + 1`. A replayed batch changes nothing.
 
@@ -154,6 +164,7 @@ class Batches:
         """
         store = self._store
         assert store.pending is not None and batch.id == store.pending.id, "only the pending batch can be given up"
+        assert not self.is_offered(batch), "its version would name two weights"
         with store.transaction():
             pending = self._pending_groups()
             self._journal.remove_batches(batch.id)

@@ -185,6 +185,8 @@ class State:
     """
     durable_version: int = 0
     """First policy version from which batches can be replayed. Tokens of older batches may be pruned."""
+    offered_version: int = 0
+    """Newest policy version that separate samplers may have. Its batch is never given up."""
     num_episodes: int = 0
     num_groups: int = 0
     carry: Mapping[str, float] = field(default_factory=dict)

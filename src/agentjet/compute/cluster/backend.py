@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import os
 import shutil
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -135,7 +136,9 @@ class ClusterCompute:
         hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
         launch, site = partial(self._start_rank, policy, hosted), hosted.site
-        hosted.ranks, hosted.rank_state = LearnerGroup(policy, names, launch, site.stop, site.ended), STARTS
+        timeout = self._config.server.worker_timeout
+        hosted.ranks = LearnerGroup(policy, names, launch, site.stop, site.ended, timeout=timeout)
+        hosted.rank_state = STARTS
         info = await hosted.ranks.start(model, settings)
         hosted.rank_state = ""
         if not hosted.info.done():
@@ -236,8 +239,8 @@ class ClusterCompute:
         most = await self._most_samplers(hosted)
         if bounds.least > most:
             size = hosted.settings.tensor_parallel
-            needed = f" with {size} GPUs each" if size > 1 else ""
-            raise ConfigError(f"samplers = {bounds}: at most {most} replicas{needed} fit the free GPUs")
+            places = f"the free GPUs, {size} for each" if hosted.gpus else "the CPU cores of this machine, one for each"
+            raise ConfigError(f"samplers = {bounds}: at most {most} replicas fit {places}")
         hosted.autoscaler = Autoscaler(bounds, self._config.sampler.max_concurrent)
         await hosted.replicas.scale(bounds.clamp(hosted.replicas.fleet.count))
 
@@ -278,11 +281,11 @@ class ClusterCompute:
             await replicas.scale(wanted)
 
     async def _most_samplers(self, hosted: HostedPolicy) -> int:
-        """Returns the most replicas that fit the GPUs that no other process needs."""
-        free = await self._free_gpus(hosted.site) if hosted.gpus else None
+        """Returns the most replicas that fit the GPUs that no other process needs, or the CPU cores of this machine."""
+        free, present = await self._free_gpus(hosted.site) if hosted.gpus else None, hosted.replicas.fleet.count
         if free is None:
-            return SamplerBounds.MAX
-        return hosted.replicas.fleet.count + free // hosted.settings.tensor_parallel
+            return SamplerBounds.MAX if hosted.settings.address else max(present, os.cpu_count() or 1)
+        return present + free // hosted.settings.tensor_parallel
 
     async def _free_gpus(self, site: Site) -> int | None:
         """Returns the number of GPUs of a site that no policy needs; None if there are no GPUs."""

@@ -70,15 +70,25 @@ def probe_failure(publication: Publication, logprobs: Sequence[float]) -> str:
     if publication.dtype == "float32":
         limit, kind = FLOAT32_ERROR, "largest"
     else:
-        error = sum(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) / max(1, len(expected))
+        error = sum(_errors(publication, logprobs)) / max(1, len(expected))
         limit, kind = MEAN_ERROR_16_BIT, "mean"
     return "" if error <= limit else f"the {kind} error of its log-probabilities is {error:.2g} (limit {limit:g})"
 
 
 def probe_error(publication: Publication, logprobs: Sequence[float]) -> float:
-    """Returns the largest difference to the learner's log-probabilities; infinite if one is not a number."""
-    errors = [abs(a - b) for a, b in zip(logprobs, publication.probe_logprobs, strict=False)]
-    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+    """Returns the largest difference to the learner's log-probabilities; infinite if only one is finite."""
+    return max(_errors(publication, logprobs), default=0.0)
+
+
+def _errors(publication: Publication, logprobs: Sequence[float]) -> list[float]:
+    """Returns the differences; 0 where neither value is finite, because the policy has diverged at both ends."""
+    errors = []
+    for ours, theirs in zip(logprobs, publication.probe_logprobs, strict=False):
+        if math.isfinite(ours) and math.isfinite(theirs):
+            errors.append(abs(ours - theirs))
+        else:
+            errors.append(math.inf if math.isfinite(ours) or math.isfinite(theirs) else 0.0)
+    return errors
 
 
 @dataclass(frozen=True, slots=True)

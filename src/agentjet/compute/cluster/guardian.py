@@ -3,22 +3,30 @@
 The launcher holds the other end of standard input and never writes. When that closes, the launcher has died, and the
 guardian kills the command and its children. When the command ends by itself, its children are killed, and the guardian
 ends with the same exit code, or with 128 and the number of the signal. If the guardian is killed, Linux kills the
-command.
+command. At the end the guardian removes the folders of weights that killed processes left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 NOT_STARTED = 127
 """Exit code if the command could not be started; the reason is on standard error."""
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "agentjet-weights-"
+LOCK, SEGMENTS = "lock", "segments"
+"""Files of a folder of weights: its process locks one; the other may name segments of shared memory of a library."""
 
 
 def main(command: list[str]) -> None:
@@ -34,7 +42,31 @@ def main(command: list[str]) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     _kill_group(process.pid)
     code = process.wait()
+    remove_abandoned()
     os._exit(code if code >= 0 else 128 - code)
+
+
+def places() -> list[Path]:
+    """Returns the places for folders of weights, best first."""
+    temporary = Path(tempfile.gettempdir())
+    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of weights of processes that were killed: those that no process locks."""
+    for place in places():
+        for folder in place.glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of weights, and the segments that it names."""
+    with contextlib.suppress(OSError):
+        for segment in (folder / SEGMENTS).read_text().split():
+            (SHARED_MEMORY / segment).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_with_the_guardian() -> None:

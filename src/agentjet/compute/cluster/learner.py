@@ -28,8 +28,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from agentjet.compute.cluster.group import Group
-from agentjet.compute.cluster.memory import USABLE
+from agentjet.compute.cluster.memory import USABLE, gathered_need
 from agentjet.compute.embedded.learner import Number, PolicyLearner, new_moments
+from agentjet.compute.embedded.model import decoder_layers
 from agentjet.compute.embedded.passes import Pass, PrefixPass, RowPass
 from agentjet.compute.embedded.policy import Policy, fingerprint, merged_weights
 from agentjet.errors import ConfigError
@@ -218,7 +219,7 @@ def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
 
     Trained bfloat16 weights become float32 masters, from which FSDP makes the bfloat16 weights of a pass.
     """
-    layers = decoder_layers(policy)
+    layers = decoder_layers(policy, "compute.sharding = 'sharded'")
     for layer in layers:
         types = {p.dtype for p in layer.parameters()}
         is_half = torch.bfloat16 in types
@@ -254,18 +255,6 @@ def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
     return layers
 
 
-def decoder_layers(policy: Policy) -> list[nn.Module]:
-    """Returns the decoder's list of layers. Raises `ConfigError` if it has none."""
-    lists = [module for module in policy.decoder.modules() if isinstance(module, nn.ModuleList)]
-    longest = max(lists, key=len, default=nn.ModuleList())
-    if len(longest) < policy.config.num_hidden_layers:
-        raise ConfigError(
-            f"compute.sharding = 'sharded': {policy.info.name!r} has no list of {policy.config.num_hidden_layers} "
-            "layers to divide: use 'gathered'"
-        )
-    return list(longest)
-
-
 def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: Group) -> Sharding:
     """Returns the mode of a group: `auto` is `gathered` if that fits the memory of every rank."""
     if wanted != "auto":
@@ -274,15 +263,15 @@ def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Poli
         memory = torch.cuda.get_device_properties(policy.device).total_memory
     else:
         memory = psutil.virtual_memory().total // group.num_ranks
-    fits = gathered_bytes(policy, group.num_ranks) <= USABLE * memory
+    numbers = [p.numel() for p in policy.model.parameters()]
+    need = gathered_need(
+        sum(numbers),
+        sum(p.numel() for p in policy.trainable().values()),
+        ranks=group.num_ranks,
+        value_bytes=policy.dtype.itemsize,
+    )
+    fits = need.total <= USABLE * memory
     return "gathered" if all(group.gather(fits)) else "sharded"
-
-
-def gathered_bytes(policy: Policy, num_ranks: int) -> int:
-    """Returns the bytes of a rank: all weights, gradients in float32, and its part of masters and moments."""
-    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    trained = sum(p.numel() for p in policy.trainable().values())
-    return weights + 4 * trained + 12 * trained // num_ranks
 
 
 def _own_part(tensor: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from typing import Any
 
 from agentjet.compute.channel import Request, encode
 from agentjet.compute.cluster.hub import Peer
+from agentjet.compute.embedded.backend import Watchdog
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied
+from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.types import ModelInfo, PolicyId
 
 Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
@@ -30,13 +31,16 @@ ANSWER_SECONDS = 10.0
 """Time for the other ranks to answer after one failed. One that waits for the failed rank would wait for ever."""
 REASON_SECONDS = 2.0
 """Time for the exit code of a rank whose connection ended."""
+HUNG = "the ranks did no work for {:g} s (server.worker_timeout); this one fell silent first"
 
 
 class LearnerGroup:
     """The ranks of a policy. `died` is done when they ended unexpectedly."""
 
-    def __init__(self, policy: PolicyId, names: Sequence[str], launch: Launch, stop: Stop, ended: Ended) -> None:
-        """`names` are those of the processes, by rank."""
+    def __init__(
+        self, policy: PolicyId, names: Sequence[str], launch: Launch, stop: Stop, ended: Ended, *, timeout: float
+    ) -> None:
+        """`names` are those of the processes, by rank. If none works for `timeout` seconds at a request, all end."""
         self.names = tuple(names)
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self.request = ""
@@ -45,6 +49,9 @@ class LearnerGroup:
         self._launch = launch
         self._stop = stop
         self._ended = ended
+        self._timeout = timeout
+        self._watching: asyncio.Task[None] | None = None
+        self._hung = False
         self._peers: list[Peer] = []
         self._fallen: Peer | None = None
         """The first rank that ended."""
@@ -67,10 +74,10 @@ class LearnerGroup:
             raise copy.copy(self._end)
         for peer in self._peers:
             peer.died.add_done_callback(partial(self._on_death, peer))
+        watchdog, count = Watchdog(self._timeout), len(self._peers)
+        self._watching = asyncio.create_task(self._watch(watchdog))
         address = await self._ask_all([self._request("rendezvous")])
-        await self._ask_all(
-            [self._request("join", rank, len(self._peers), address) for rank in range(len(self._peers))]
-        )
+        await self._ask_all([self._request("join", n, count, address, watchdog.interval) for n in range(count)])
         info: ModelInfo = await self.ask("add", model, settings)
         return info
 
@@ -82,8 +89,9 @@ class LearnerGroup:
         """End the ranks and wait for the end of their processes. Idempotent."""
         if self._end is None:
             self._end = PolicyRemoved(f"the policy {self._policy} was removed")
-        for launch in self._launches:
-            launch.cancel()
+        for task in (*self._launches, self._watching):
+            if task is not None:
+                task.cancel()
         for peer in self._peers:
             peer.close()
         await asyncio.gather(*(self._stop(name) for name in self.names))
@@ -135,6 +143,20 @@ class LearnerGroup:
         # A checkpoint that one rank cannot read is not damaged: other ranks read it.
         return copy.copy(self._end) if error is None or isinstance(error, CheckpointError) else error
 
+    async def _watch(self, watchdog: Watchdog) -> None:
+        """End the group if it hangs. Ranks wait for each other, so one that hangs makes all silent."""
+        now = asyncio.get_running_loop().time
+        while self._fallen is None:
+            checked = now()
+            await asyncio.sleep(watchdog.interval)
+            has_work = any(peer.pending for peer in self._peers)
+            if watchdog.hangs(now() - checked, self._num_messages, has_work=has_work):
+                self._hung = True
+                self._fall(min(self._peers, key=lambda peer: peer.heard_at))
+
+    def _num_messages(self) -> float:
+        return sum(peer.num_messages for peer in self._peers)
+
     def _on_death(self, peer: Peer, died: asyncio.Future[WorkerDied]) -> None:
         self._fall(peer)
 
@@ -149,10 +171,13 @@ class LearnerGroup:
         if fallen.died.done() and (ended := self._ended(fallen.name)) is not None:
             done, _ = await asyncio.wait([ended], timeout=REASON_SECONDS)
             reason = f"{fallen.name} {ended.result()}" if done else reason
+        elif self._hung:
+            reason = f"{fallen.name}: {HUNG.format(self._timeout)}"
         elif not fallen.died.done():
             reason = f"{fallen.name} failed alone, so the ranks do not agree"
         if self._end is None:
-            self._end = WorkerDied(reason, during=str(self._policy))
+            kind = WorkerHung if self._hung else WorkerDied
+            self._end = kind(reason, during=str(self._policy))
         for peer in self._peers:
             peer.close()
         if not self.died.done():

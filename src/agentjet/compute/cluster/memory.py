@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,13 +31,17 @@ class ModelSize:
     num_layers: int
     cache_values: int
     """Numbers in the key-value cache for each token."""
+    hidden: int
+    """Numbers between two layers for each token."""
+    activations: int
+    """Numbers that all layers keep of each token for the backward pass."""
     is_exact: bool
     """False if counted from the config: within a few percent for dense decoders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of one process, before activations."""
+    """Bytes of one process, before activations, see `activation_bytes`."""
 
     weights: int
     gradients: int = 0
@@ -60,7 +64,7 @@ def model_size(folder: Path) -> ModelSize:
     if files := sorted(folder.glob("*.safetensors")):
         total = sum(map(parameters_in, files))
         layers = max(0, total - (counted.num_parameters - counted.layer_parameters))
-        return ModelSize(total, layers, counted.num_layers, counted.cache_values, is_exact=True)
+        return replace(counted, num_parameters=total, layer_parameters=layers, is_exact=True)
     return counted
 
 
@@ -74,6 +78,7 @@ def size_from_config(config: dict[str, Any]) -> ModelSize:
     attention = 2 * hidden * heads * width + 2 * hidden * kv_heads * width
     experts = config.get("num_experts") or config.get("num_local_experts") or 1
     inner = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
+    active = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
     layer = attention + 3 * hidden * inner * experts + 2 * hidden + (hidden * experts if experts > 1 else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return ModelSize(
@@ -81,6 +86,8 @@ def size_from_config(config: dict[str, Any]) -> ModelSize:
         layer_parameters=layers * layer,
         num_layers=layers,
         cache_values=2 * layers * kv_heads * width,
+        hidden=hidden,
+        activations=layers * (7 * hidden + (heads + 2 * kv_heads) * width + 4 * inner * active),
         is_exact=False,
     )
 
@@ -102,7 +109,7 @@ def rank_need(
     """
     learned = trained or size.num_parameters
     if sharding == "gathered":
-        return Need(size.num_parameters * value_bytes, 4 * learned, 12 * learned // ranks)
+        return gathered_need(size.num_parameters, learned, ranks=ranks, value_bytes=value_bytes)
     rest = size.num_parameters - size.layer_parameters
     one_layer = size.layer_parameters // max(1, size.num_layers)
     if trained:
@@ -116,6 +123,23 @@ def rank_need(
         gradients=4 * rest + 4 * size.layer_parameters // ranks,
         optimizer=12 * size.num_parameters // ranks,
     )
+
+
+def activation_bytes(size: ModelSize, *, tokens: int, value_bytes: int = 2, recomputed: bool = False) -> int:
+    """Returns the bytes that a micro-batch of `tokens` keeps for its backward pass, without logits.
+
+    A longer single conversation is a micro-batch alone. `recomputed`: with `model.activation_checkpointing`, which
+    keeps the input of each layer, and all of one layer at a time. Measured in float32; norms keep more in 16 bits.
+    """
+    kept = (
+        size.hidden * size.num_layers + size.activations // max(1, size.num_layers) if recomputed else size.activations
+    )
+    return tokens * kept * value_bytes
+
+
+def gathered_need(num_parameters: int, trained: int, *, ranks: int, value_bytes: int) -> Need:
+    """Returns the bytes of a rank with all weights, of which it learns `trained`."""
+    return Need(num_parameters * value_bytes, 4 * trained, 12 * trained // ranks)
 
 
 def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:

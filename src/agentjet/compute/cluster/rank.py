@@ -4,9 +4,11 @@ The gateway sends every request to every rank. The answer of rank 0 counts, and 
 one after another, because each needs the others. A failure that is not an `AgentJetError` ends the process: the other
 ranks may wait for it, and the gateway then ends them all.
 
-    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address)
+    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address, interval)
     add(model, compute) -> ModelInfo          forward_backward, optim_step, save, load, export: see `Learner`
     publish(version, wanted) -> Publication, or None without `wanted`
+
+From `join` on, a rank sends a sign of work after each `interval` seconds in which it worked.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import queue
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from agentjet.compute.channel import Answer, Request
@@ -33,91 +38,70 @@ from agentjet.compute.cluster.group import Group, Rendezvous, join
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
 from agentjet.compute.cluster.link import Link
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, WeightsServer
+from agentjet.compute.embedded.backend import MIN_CPU_SECONDS
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
-from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
-from agentjet.compute.operations import OperationLog
-from agentjet.compute.protocol import LossSpec, Outputs
+from agentjet.compute.embedded.policy_host import PolicyHost
+from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
-from agentjet.errors import AgentJetError, ComputeError, OperationConflict, PolicyRemoved
-from agentjet.timeline.batch import TrainingBatch
+from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved
 from agentjet.timeline.forest import Row, build_forest
-from agentjet.types import CheckpointStamp, ModelInfo, Op
+from agentjet.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
+SIGN_OF_WORK = Answer(0)
+"""The answer to no request. The gateway counts it as a message."""
+
 OF_POLICY = ("forward_backward", "optim_step", "publish", "save", "load", "export")
-"""Requests that `RankedPolicy` handles."""
+"""Requests that `RankPolicyHost` handles."""
 
 
-class RankedPolicy:
-    """Applies the requests of the policy on one rank, see `Learner`. All ranks apply the same ones."""
+class RankPolicyHost(PolicyHost[RankLearner]):
+    """A policy on one rank. All ranks apply the same requests."""
 
     def __init__(
         self, learner: RankLearner, group: Group, server: WeightsServer | None, *, has_hot_adapter: bool
     ) -> None:
         """`server` is that of rank 0, which writes the weights of all ranks. `has_hot_adapter`: see `adapters`."""
-        self.policy: Policy = learner.policy
-        self.learner = learner
-        self.version = 0
+        super().__init__(learner)
         self._group = group
         self._server = server
         self._has_hot_adapter = has_hot_adapter
-        self._is_published = True
-        """False from an `optim_step` to the next `publish`."""
         self._publication: Publication | None = None
-        self._operations = OperationLog()
-
-    def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        body = ("forward_backward", batch, loss)
-        return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
-
-    def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        def apply() -> dict[str, float]:
-            self._is_published = False
-            metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
-            trim_malloc()
-            return {**metrics, "learner/ranks": float(self._group.num_ranks)}
-
-        return self._operations.apply(op, ("optim_step", optimizer), apply)
 
     def publish(self, version: int, wanted: bool = True) -> Publication | None:
         """Give the present weights this version; returns their publication on rank 0, if one is `wanted`. Idempotent.
 
-        Raises `ComputeError` for weights that nothing can be computed with, and for a file that cannot be written.
+        Raises `ComputeError` for a file that cannot be written.
         """
         if not self._is_published or version != self.version:
-            self._publication = None
-        self.version, self._is_published = version, True
+            self._change_version(version)
         if not wanted:
             return None
         if not all(self._group.gather(self._server is None or self._publication is not None)):
             self._publication = self._published(version)
         return self._publication
 
-    def save(self, path: Path) -> CheckpointStamp:
-        if self.learner.has_gradient or not self._is_published:
-            raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
-        state = {"policy_version": self.version, "operation": self._operations.next}
-        return self._stamp(checkpoint.save(path, self.learner, self._group, state))
-
-    def load(self, path: Path) -> CheckpointStamp:
-        state = checkpoint.load(path, self.learner, self._group)
-        self.version, self._is_published, self._publication = state["policy_version"], True, None
-        self._operations = OperationLog(state["operation"])
-        return self._stamp(state["digest"])
-
     def export(self, path: Path, adapter: bool) -> None:
         checkpoint.export(path, self.learner, self._group, adapter=adapter)
+
+    def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
+        return {**super()._update(optimizer), "learner/ranks": float(self._group.num_ranks)}
+
+    def _change_version(self, version: int) -> None:
+        super()._change_version(version)
+        self._publication = None
+
+    def _save(self, path: Path, state: dict[str, Any]) -> str:
+        return checkpoint.save(path, self.learner, self._group, state)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        return checkpoint.load(path, self.learner, self._group)
 
     def _published(self, version: int) -> Publication | None:
         tokens = probe_tokens(self.policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
         logprobs = self.learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
-        if not logprobs.isfinite().all():
-            raise ComputeError(
-                f"the weights of version {version} give log-probabilities that are not finite: the policy has "
-                "diverged; go back to an earlier checkpoint, with a lower job.optimizer.lr"
-            )
         is_hot, policy = self._has_hot_adapter, self.policy
         weights = self.learner.adapter_weights() if is_hot else self.learner.whole_weights()
         adapter = ""
@@ -149,9 +133,6 @@ class RankedPolicy:
 
         return self._group.agreed(write)
 
-    def _stamp(self, digest: str) -> CheckpointStamp:
-        return CheckpointStamp(self.version, digest, self._operations.next)
-
 
 def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) -> None:
     """Write all weights of a base model to one safetensors file, with the names of the model's own files."""
@@ -172,7 +153,7 @@ class Rank:
         self._rendezvous: Rendezvous | None = None
         self._place: tuple[int, int] | None = None
         self._server: WeightsServer | None = None
-        self._policy: RankedPolicy | None = None
+        self._policy: RankPolicyHost | None = None
 
     def run(self) -> None:
         """The main loop. Raises the first failure that is not an `AgentJetError`."""
@@ -212,7 +193,8 @@ class Rank:
             self._rendezvous = Rendezvous(self._link.local_host)
         return self._rendezvous.address
 
-    def _join(self, rank: int, num_ranks: int, address: str) -> None:
+    def _join(self, rank: int, num_ranks: int, address: str, interval: float) -> None:
+        threading.Thread(target=show_work, args=[self._link.send, interval], daemon=True).start()
         join(rank, num_ranks, address, self._rendezvous, self._link.local_host)
         self._place = rank, num_ranks
         if rank == 0:
@@ -234,8 +216,22 @@ class Rank:
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
         learner = group.agreed(lambda: RankLearner(policy, group, sharding))
         is_hot = publishes_adapter(model.lora, policy.config.architectures)
-        self._policy = RankedPolicy(learner, group, self._server, has_hot_adapter=is_hot)
+        self._policy = RankPolicyHost(learner, group, self._server, has_hot_adapter=is_hot)
         return policy.info
+
+
+def show_work(send: Callable[[Answer], object], interval: float) -> None:
+    """Send a sign of work after each interval in which this process used CPU time or waited for a disk.
+
+    The time of this thread does not count, so a rank that waits for another one is silent.
+    """
+    process, before = psutil.Process(), 0.0
+    while True:
+        time.sleep(interval)
+        used = time.process_time() - time.thread_time()
+        if used - before >= MIN_CPU_SECONDS or process.status() == psutil.STATUS_DISK_SLEEP:
+            send(SIGN_OF_WORK)
+        before = used
 
 
 def main() -> None:

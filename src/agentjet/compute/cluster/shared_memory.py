@@ -1,4 +1,4 @@
-"""Files in shared memory whose owner may be killed: the next process on that machine removes what it left. No torch.
+"""Files in shared memory whose owner may be killed: its guardian removes what it left. No torch.
 
 A process locks its folder while it lives, so an unlocked folder is abandoned. A folder may also name segments of shared
 memory that a library made for its process: they are removed with it.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "agentjet-weights-"
-LOCK, SEGMENTS = "lock", "segments"
+from agentjet.compute.cluster.guardian import LOCK, PREFIX, SEGMENTS, remove, remove_abandoned
+
 _SEGMENT = re.compile(r" /dev/shm/(psm_\w+)$", re.MULTILINE)
 """A mapped segment of `multiprocessing.shared_memory` in `/proc/PID/maps`."""
 
@@ -40,30 +38,8 @@ class SharedFolder:
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
-        _remove(self.path)
+        remove(self.path)
         self._lock.close()
-
-
-def places() -> list[Path]:
-    """Returns the places for files of weights, best first."""
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
-
-
-def remove_abandoned() -> None:
-    """Remove the folders of processes that were killed, and the segments that they name."""
-    for place in places():
-        for folder in place.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for segment in (folder / SEGMENTS).read_text().split():
-            (SHARED_MEMORY / segment).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mapped_segments(processes: Iterable[int]) -> set[str]:

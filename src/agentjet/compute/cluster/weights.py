@@ -23,8 +23,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from agentjet.compute.channel import encode, read
+from agentjet.compute.cluster.guardian import places
 from agentjet.compute.cluster.handshake import dial, verify
-from agentjet.compute.cluster.shared_memory import SharedFolder, places
+from agentjet.compute.cluster.shared_memory import SharedFolder
 from agentjet.errors import ComputeError
 
 log = logging.getLogger(__name__)

@@ -62,22 +62,23 @@ class Watchdog:
         """Seconds between two checks."""
         self._timeout = timeout
         self._silence = 0.0
-        self._cpu_seconds = 0.0
+        self._work = 0.0
 
     def reset(self) -> None:
         """Call for every message of the worker."""
         self._silence = 0.0
 
-    def hangs(self, elapsed: float, cpu_seconds: Callable[[], float | None], *, has_work: bool) -> bool:
+    def hangs(self, elapsed: float, work: Callable[[], float | None], *, has_work: bool) -> bool:
         """Check the worker, `elapsed` seconds after the last check; True if it was idle for `timeout` seconds.
 
         A late check counts as two intervals at most. A late check means that this process was stopped too, so messages
-        of that time may still be unread. `cpu_seconds` returns None if the process ended or waits for a disk.
+        of that time may still be unread. `work` returns the CPU seconds so far, or any count that grows with the work;
+        None if the process ended or waits for a disk.
         """
-        found = cpu_seconds() if has_work else None
-        if found is None or abs(found - self._cpu_seconds) >= MIN_CPU_SECONDS:
+        found = work() if has_work else None
+        if found is None or abs(found - self._work) >= MIN_CPU_SECONDS:
             self._silence = 0.0
-            self._cpu_seconds = found or 0.0
+            self._work = found or 0.0
             return False
         self._silence += min(elapsed, 2 * self.interval)
         return self._silence >= self._timeout

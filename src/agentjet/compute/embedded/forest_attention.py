@@ -152,16 +152,21 @@ class ForestPlan:
         """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them."""
         self._past = past or {}
         self._parts = _parts(forest, len(next(iter(self._past.values()))[0]) if self._past else 0)
-        self.computed: KeyValues = {}
-        """Keys and values of the forest's own nodes."""
+        self._computed: KeyValues | None = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
-        self.computed[layer] = key, value
+        if self._computed is not None:
+            self._computed[layer] = key, value
         if layer in self._past:
             key, value = (torch.cat(pair) for pair in zip(self._past[layer], (key, value), strict=True))
         out: Tensor = _ForestAttention.apply(query, key, value, scale, self._parts)  # type: ignore[no-untyped-call]
         return out
+
+    def take_computed(self) -> KeyValues:
+        """Returns keys and values of the forest's own nodes, and records no more: a layer may be computed again."""
+        computed, self._computed = self._computed or {}, None
+        return computed
 
 
 class _ForestAttention(torch.autograd.Function):

@@ -15,11 +15,13 @@ import dataclasses
 import hashlib
 import logging
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -81,6 +83,13 @@ class BaseModel:
         else:
             log.warning("%s: prefixes are not shared (%s): one row per timeline", config.name, reason)
 
+    def policy_of(self, config: ModelConfig) -> Policy:
+        """Returns the policy of these settings: a new adapter, or all weights of this model. Raises `ConfigError`."""
+        policy = self.adapted(config.lora) if config.lora.rank else self.policy
+        if config.activation_checkpointing:
+            recompute_activations(policy)
+        return policy
+
     def adapted(self, lora: LoraConfig) -> Policy:
         """Returns a new policy: an adapter over the weights of this model. Raises `ConfigError`.
 
@@ -108,8 +117,31 @@ class BaseModel:
 
 def load_policy(config: ModelConfig) -> Policy:
     """Load the configured model with its adapter, if any; raises `ConfigError`."""
-    base = BaseModel(config)
-    return base.adapted(config.lora) if config.lora.rank else base.policy
+    return BaseModel(config).policy_of(config)
+
+
+def decoder_layers(policy: Policy, setting: str) -> list[nn.Module]:
+    """Returns the decoder's layers. Raises `ConfigError`, which names the setting, if it has no list of them."""
+    count = policy.config.num_hidden_layers
+    for module in policy.decoder.modules():  # The decoder's list comes before those of its layers, such as experts.
+        if isinstance(module, nn.ModuleList) and len(module) >= count:
+            return list(module)
+    raise ConfigError(f"{setting}: {policy.info.name!r} has no list of {count} layers: use another value or model")
+
+
+def recompute_activations(policy: Policy) -> None:
+    """Make each layer keep its input only for the backward pass, in which it computes its activations again."""
+    for layer in decoder_layers(policy, "model.activation_checkpointing = true"):
+        cast(Any, layer).forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputing
 
 
 WITHOUT_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")

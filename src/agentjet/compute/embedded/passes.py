@@ -188,7 +188,8 @@ class PrefixPass(Pass):
         plan = forest_plan(forest, device, self._past(num_cached))
         states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
         hidden, rows = _predicting(states, forest.parent[forest.node])
-        computed = plan.computed if isinstance(plan, ForestPlan) and is_kept else {}
+        computed = plan.take_computed() if isinstance(plan, ForestPlan) else {}
+        computed = computed if is_kept else {}
         shared = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in computed.items()}
         self._last = _ForwardPass(num_cached, computed, shared, hidden)
         if is_kept:

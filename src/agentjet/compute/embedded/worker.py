@@ -8,7 +8,6 @@ process as soon as the gateway is gone. The worker stores no facts: they are all
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -31,14 +30,12 @@ from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.policy_host import PolicyHost, trim_malloc
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
-from agentjet.compute.operations import OperationLog
-from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, OperationConflict, PolicyRemoved
-from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, FinishReason, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
+from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 ARRIVAL_GAP_SECONDS = 0.004
 """Seconds for which the sampler waits for another request before its next step."""
@@ -49,72 +46,48 @@ _ENDING = ("forward_backward", "optim_step", "remove")
 _UNANSWERED = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
 _OF_WORKER = ("add", "remove", "sample", "cancel", "score")
-"""Requests that the worker handles itself. `HostedPolicy` handles the others."""
+"""Requests that the worker handles itself. `WorkerPolicyHost` handles the others."""
 
 
-class HostedPolicy:
-    """Applies the requests of one policy, see `Learner`. Its sampler may serve other policies, too."""
+class WorkerPolicyHost(PolicyHost[PolicyLearner]):
+    """A policy whose sampler shares its weights and may serve other policies, too."""
 
     def __init__(self, base: BaseModel, policy: Policy, sampler: ModelSampler, deliver: Callable[[], None]) -> None:
         """`deliver` sends the tokens of this policy that were sampled and not sent yet."""
+        super().__init__(PolicyLearner(policy))
         self.base = base
-        self.policy = policy
         self.sampler = sampler
-        self.learner = PolicyLearner(policy)
-        self.version = 0
-        self._is_published = True
-        """False from an `optim_step` to the next `publish`: sampling pauses, because it shares the weights."""
         self._deliver = deliver
-        self._operations = OperationLog()
-
-    def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        body = ("forward_backward", batch, loss)
-        return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
-
-    def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        def apply() -> dict[str, float]:
-            self._is_published = False
-            self.sampler.pause(self.policy)
-            metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
-            trim_malloc()
-            return metrics
-
-        return self._operations.apply(op, ("optim_step", optimizer), apply)
 
     def publish(self, version: int) -> None:
         if not self._is_published or version != self.version:
             self._change_version(version)
 
-    def save(self, path: Path) -> CheckpointStamp:
-        if self.learner.has_gradient or not self._is_published:
-            raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
-        state = {"policy_version": self.version, "operation": self._operations.next}
-        return self._stamp(checkpoint.save(path, self.policy, self.learner, state))
-
-    def load(self, path: Path) -> CheckpointStamp:
-        state = checkpoint.load(path, self.policy, self.learner)
-        self._change_version(state["policy_version"])
-        self._operations = OperationLog(state["operation"])
-        return self._stamp(state["digest"])
-
     def export(self, path: Path, adapter: bool) -> None:
         checkpoint.export(path, self.policy, adapter=adapter)
+
+    def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
+        self.sampler.pause(self.policy)  # Until the next `publish`, because it shares the weights.
+        return super()._update(optimizer)
 
     def _change_version(self, version: int) -> None:
         """Send the tokens of the old weights with the old version, then drop the cached keys of this policy."""
         self._deliver()
-        self.version, self._is_published = version, True
+        super()._change_version(version)
         self.sampler.invalidate(self.policy)
 
-    def _stamp(self, digest: str) -> CheckpointStamp:
-        return CheckpointStamp(self.version, digest, self._operations.next)
+    def _save(self, path: Path, state: dict[str, Any]) -> str:
+        return checkpoint.save(path, self.policy, self.learner, state)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        return checkpoint.load(path, self.policy, self.learner)
 
 
 @dataclass(slots=True)
 class _Piece:
     """Sampled tokens of a completion that are not sent yet. A piece is sent when it has `size` tokens."""
 
-    hosted: HostedPolicy
+    hosted: WorkerPolicyHost
     size: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -132,7 +105,7 @@ class Worker:
         self._output = output
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
-        self.policies: dict[PolicyId, HostedPolicy] = {}
+        self.policies: dict[PolicyId, WorkerPolicyHost] = {}
 
     def read_forever(self, stream: BinaryIO) -> None:
         """The loop of the reader thread."""
@@ -208,8 +181,8 @@ class Worker:
         else:
             base = BaseModel(model)
             sampler = ModelSampler(base.policy, settings.max_concurrent, settings.cache_tokens)
-        loaded = base.adapted(model.lora) if model.lora.rank else base.policy
-        self.policies[policy] = HostedPolicy(base, loaded, sampler, lambda: self._flush(policy))
+        loaded = base.policy_of(model)
+        self.policies[policy] = WorkerPolicyHost(base, loaded, sampler, lambda: self._flush(policy))
         return loaded.info
 
     def _remove(self, policy: PolicyId) -> None:
@@ -270,7 +243,7 @@ class Worker:
             if reason is None:
                 self._pieces[id] = _Piece(piece.hosted, piece.size)
 
-    def _hosted(self, policy: PolicyId) -> HostedPolicy:
+    def _hosted(self, policy: PolicyId) -> WorkerPolicyHost:
         if policy not in self.policies:
             raise PolicyRemoved(f"the worker has no policy {policy}")
         return self.policies[policy]
@@ -280,22 +253,11 @@ class Worker:
         self._output.flush()
 
 
-def _check_tokens(hosted: HostedPolicy, tokens: np.ndarray) -> None:
+def _check_tokens(hosted: WorkerPolicyHost, tokens: np.ndarray) -> None:
     """Raises `ComputeError` for an empty prompt, and for ids outside the vocabulary."""
     vocabulary = hosted.policy.vocabulary
     if not len(tokens) or tokens.min() < 0 or tokens.max() >= vocabulary:
         raise ComputeError(f"a prompt needs token ids between 0 and {vocabulary - 1}")
-
-
-def trim_malloc() -> None:
-    """Return freed memory to the system; does nothing if the C library is not glibc.
-
-    glibc keeps freed blocks of up to 32 MB in its heap. A learner's blocks have another size in every batch, so gaps
-    add up: 8 GB after twelve batches of long conversations.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def make_deterministic() -> None:

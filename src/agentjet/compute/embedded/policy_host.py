@@ -1,0 +1,86 @@
+"""`PolicyHost`: applies a policy's learning requests in a process that hosts it. Workers and ranks share it."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from agentjet.compute.embedded.learner import PolicyLearner
+from agentjet.compute.operations import OperationLog
+from agentjet.compute.protocol import LossSpec, Outputs
+from agentjet.config import OptimizerConfig
+from agentjet.errors import OperationConflict
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import CheckpointStamp, Op
+
+AnyLearner = TypeVar("AnyLearner", bound=PolicyLearner)
+
+
+class PolicyHost(ABC, Generic[AnyLearner]):
+    """Applies the requests of one policy, see `Learner`: each operation once, in order."""
+
+    def __init__(self, learner: AnyLearner) -> None:
+        self.policy = learner.policy
+        self.learner = learner
+        self.version = 0
+        self._is_published = True
+        """False from an `optim_step` to the next `publish`."""
+        self._operations = OperationLog()
+
+    def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        body = ("forward_backward", batch, loss)
+        return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
+
+    def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        return self._operations.apply(op, ("optim_step", optimizer), lambda: self._update(optimizer))
+
+    def save(self, path: Path) -> CheckpointStamp:
+        if self.learner.has_gradient or not self._is_published:
+            raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
+        state = {"policy_version": self.version, "operation": self._operations.next}
+        return self._stamp(self._save(path, state))
+
+    def load(self, path: Path) -> CheckpointStamp:
+        state = self._load(path)
+        self._change_version(state["policy_version"])
+        self._operations = OperationLog(state["operation"])
+        return self._stamp(state["digest"])
+
+    @abstractmethod
+    def export(self, path: Path, adapter: bool) -> None:
+        """Write the policy, or its `adapter`."""
+
+    def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
+        """Change the weights; returns metrics."""
+        self._is_published = False
+        metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
+        trim_malloc()
+        return metrics
+
+    def _change_version(self, version: int) -> None:
+        """Name the present weights with this version."""
+        self.version, self._is_published = version, True
+
+    @abstractmethod
+    def _save(self, path: Path, state: dict[str, Any]) -> str:
+        """Write a checkpoint with this state; returns its digest."""
+
+    @abstractmethod
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Restore weights and optimiser; returns the saved state."""
+
+    def _stamp(self, digest: str) -> CheckpointStamp:
+        return CheckpointStamp(self.version, digest, self._operations.next)
+
+
+def trim_malloc() -> None:
+    """Return freed memory to the system; does nothing if the C library is not glibc.
+
+    glibc keeps freed blocks of up to 32 MB in its heap. A learner's blocks have another size in every batch, so gaps
+    add up: 8 GB after twelve batches of long conversations.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
