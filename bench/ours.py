@@ -22,7 +22,7 @@ from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.job import OptimizerConfig
-from agentjet.recipes.advantages import grpo
+from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import Conversation, Message, SamplingParams
@@ -93,7 +93,9 @@ def _sample(sampler: ModelSampler, prompts: list[np.ndarray], workload: Workload
 def _forest(
     prompts: list[np.ndarray], completions: list[list[NewToken]], rewards: list[float], repeats: int, version: int
 ) -> Forest:
-    advantages = np.concatenate([grpo(np.array(rewards[at : at + repeats])) for at in range(0, len(rewards), repeats)])
+    advantages = np.concatenate(
+        [Grpo().group_advantages(np.array(rewards[at : at + repeats])) for at in range(0, len(rewards), repeats)]
+    )
     return build_forest(
         [
             call_row(

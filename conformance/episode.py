@@ -23,7 +23,7 @@ OTHER_ADVANTAGE = (OTHER_REWARD - REWARD) / 2
 ROLE_REWARD = 1.25
 """Reward of the agent role of the client, if it has one."""
 OTHER_TURN = Turn("Nothing to add.")
-JOB = {"batch_size": 1, "group_size": 2, "max_tokens": 10_000, "algorithm": {"advantage": "dr_grpo"}}
+JOB = {"batch_size": 1, "group_size": 2, "max_tokens": 10_000, "recipe": "dr_grpo"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from agentjet.compute.grammars import Grammars
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.errors import ComputeError
-from agentjet.recipes.recipe import Recipe
 from agentjet.timeline import Forest
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import Op, SamplingParams
@@ -83,7 +82,7 @@ class Policy:
         forward_backward = compute.forward_backward
 
         async def learn_and_keep(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-            self.learned.append(Recipe(loss.algorithm).prepared(batch)[0])
+            self.learned.append(loss.recipe.columns(batch, {})[0])
             return await forward_backward(op, batch, loss)
 
         compute.forward_backward = learn_and_keep  # type: ignore[method-assign]

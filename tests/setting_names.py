@@ -1,7 +1,9 @@
 """The names of all settings."""
 
+from agentjet.cli.recipes import parameters
 from agentjet.config import SideCallRule
 from agentjet.config.reference import sections, settings
+from agentjet.recipes import registry
 
 
 def setting_names() -> list[str]:
@@ -12,3 +14,8 @@ def setting_names() -> list[str]:
         if section is not SideCallRule and "NAME" not in prefix
         for name, _ in settings(section)
     ]
+
+
+def recipe_parameters() -> set[str]:
+    """Returns the dotted names of the parameters of all built-in recipes."""
+    return {f"job.recipe.{name}" for recipe in registry.built_in() for name, *_ in parameters(registry.find(recipe))}

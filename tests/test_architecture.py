@@ -47,12 +47,13 @@ VOCABULARY = "errors types"
 PACKAGES = {
     "errors": rule(""),
     "types": rule(""),
-    "config": rule(VOCABULARY, "pydantic pydantic_core"),
+    "section": rule("", "pydantic"),
     "protocol": rule(VOCABULARY, "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),
+    "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic", lazy="torch"),
+    "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "recipes": rule(f"{VOCABULARY} config timeline", "numpy", lazy="torch"),
-    "swarm": rule(f"{VOCABULARY} config protocol timeline", "numpy pydantic"),
+    "swarm": rule(f"{VOCABULARY} config protocol timeline recipes.recipe", "numpy pydantic"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",

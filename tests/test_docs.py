@@ -3,7 +3,8 @@
 1. Every `agentjet ...` command in them parses, with its options. Every `make ...` target exists. The output folders of
    commands are ignored by git.
 2. Python snippets compile; their imports exist, and their calls on a swarm or episode have valid arguments.
-3. `docs/settings.md` is the output of `make docs`; every setting has a description; settings named in prose exist.
+3. `docs/settings.md` and `docs/recipes.md` are the output of `make docs`; every setting has a description; settings
+   named in prose exist.
 4. Every metric of a step in the code has its line in `docs/operations.md`.
 5. Links lead somewhere; the table of packages is the enforced one; the tree in the README is the tree.
 6. Reports of the shipped studies are what their journals print.
@@ -29,12 +30,14 @@ import typer
 
 from agentjet import Episode, Swarm
 from agentjet.cli.main import app
+from agentjet.cli.recipes import parameters, recipes_reference
 from agentjet.config import load_config, settings_table
 from agentjet.config.reference import sections, settings
+from agentjet.recipes import registry
 from agentjet.research.journal import StudyJournal
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
-from tests.setting_names import setting_names
+from tests.setting_names import recipe_parameters, setting_names
 from tests.test_architecture import PACKAGES
 from tests.tiny import make_model
 
@@ -127,6 +130,18 @@ def test_settings_page_is_current() -> None:
     assert page.endswith(settings_table()), "run `make docs`"
 
 
+def test_recipes_page_is_current() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert page.endswith(recipes_reference()), "run `make docs`"
+    for name in registry.built_in():
+        recipe = registry.find(name)
+        assert recipe.model_fields["name"].default == name
+        assert [
+            word for word in ("Source:", "Confidence:", "Use:", "Cost:") if word not in (recipe.__doc__ or "")
+        ] == []
+        assert [one for one, _, _, meaning in parameters(recipe) if not meaning] == [], name
+
+
 def test_every_setting_has_a_meaning() -> None:
     for prefix, section in sections():
         assert section.__doc__, prefix
@@ -143,7 +158,7 @@ def test_folders_that_commands_write_to_are_ignored() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_named_in_prose_exist(page: Path) -> None:
-    known = {*setting_names(), *(name for name, _ in sections())}
+    known = {*setting_names(), *recipe_parameters(), *(name for name, _ in sections())}
     tops = {name.split(".")[0] for name in known}
     named = [code for code in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", code) and code.split(".")[0] in tops]
     assert [name for name in named if name not in {*known, "job.toml"}] == []
@@ -164,7 +179,7 @@ def test_every_metric_of_a_step_is_explained() -> None:
 def test_the_settings_file_of_the_readme_is_valid(tmp_path: Path) -> None:
     [text] = blocks(README, "toml")
     (tmp_path / "job.toml").write_text(text, encoding="utf-8")
-    assert load_config(tmp_path / "job.toml").job.algorithm.drop_zero_variance
+    assert load_config(tmp_path / "job.toml").job.recipe.drop_zero_variance
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -180,7 +195,7 @@ def test_table_of_packages_is_the_enforced_one() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", text, re.MULTILINE))
     assert rows.pop("cli") == "everything"
     enforced = {name: set(rules.ours) for name, rules in PACKAGES.items() if (SOURCE / name).is_dir()} | {
-        "protocol": set(PACKAGES["protocol"].ours)
+        name: set(PACKAGES[name].ours) for name in ("section", "protocol")
     }
     written = {name: set(filter(None, imports.split(", "))) for name, imports in rows.items()}
     assert written == {**enforced, "errors": set(), "types": set()}
@@ -192,7 +207,7 @@ def test_tree_in_the_readme_is_the_tree() -> None:
         name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()
     }
     folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert packages == {*folders, "errors.py", "types.py", "protocol.py"}
+    assert packages == {*folders, "errors.py", "types.py", "section.py", "protocol.py"}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
 
 

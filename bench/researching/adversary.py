@@ -32,7 +32,7 @@ from bench.researching.world import World
 
 WORLD = World(1)
 RATES = Knob("lr", (8.0, 16.0))
-TRAINED = (Arm("a"), Arm("b", {"job.algorithm.kl_coef": 0.02}))
+TRAINED = (Arm("a"), Arm("b", {"job.recipe.kl_coef": 0.02}))
 """Arms for a coding agent, as a server would take them."""
 STUDY = Study(
     topic="does the skill help?",

@@ -42,7 +42,7 @@ PASSES = 8
 """k of the pass@k that an evaluation reports beside its mean."""
 SERVER: Mapping[str, Value] = {
     "job.optimizer.lr": 0.1,
-    "job.algorithm.kl_coef": 0.0,
+    "job.recipe.kl_coef": 0.0,
     "job.group_size": 8,
     "job.max_staleness": 0,
     "job.max_tokens": 24,
@@ -246,7 +246,7 @@ class Run:
         self.understood: dict[str, Value] = {name: taken.get(name, value) for name, value in SERVER.items()}
         used = {name: SERVER[name] if name in self.plant.unused else value for name, value in self.understood.items()}
         self.lr, self.kl_coef, self.temperature = (
-            float(used[name]) for name in ("job.optimizer.lr", "job.algorithm.kl_coef", "job.temperature")
+            float(used[name]) for name in ("job.optimizer.lr", "job.recipe.kl_coef", "job.temperature")
         )
         self.group_size, self.max_staleness, self.max_tokens = (
             int(used[name]) for name in ("job.group_size", "job.max_staleness", "job.max_tokens")

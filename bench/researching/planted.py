@@ -56,7 +56,7 @@ def single(plant: Plant | None = None, **setting: float) -> Side:
     return Side(plant or Plant(), ({f"job.{name.replace('__', '.')}": value for name, value in setting.items()},))
 
 
-KL_ARMS: tuple[Setting, ...] = ({"job.algorithm.kl_coef": 0.0}, {"job.algorithm.kl_coef": 0.01})
+KL_ARMS: tuple[Setting, ...] = ({"job.recipe.kl_coef": 0.0}, {"job.recipe.kl_coef": 0.01})
 KINDS = (
     Kind("learning rate 80 times too high", "step_too_large", single(optimizer__lr=8.0), single(optimizer__lr=0.4)),
     Kind(
@@ -88,13 +88,13 @@ KINDS = (
     Kind(
         "a key is not known",
         "ignored_setting",
-        Side(Plant(ignores=("job.algorithm.kl_coef",)), KL_ARMS),
+        Side(Plant(ignores=("job.recipe.kl_coef",)), KL_ARMS),
         Side(settings=KL_ARMS),
     ),
     Kind(
         "a key is known and not used",
         "no_op",
-        Side(Plant(unused=("job.algorithm.kl_coef",)), KL_ARMS),
+        Side(Plant(unused=("job.recipe.kl_coef",)), KL_ARMS),
         Side(settings=({"job.group_size": 8}, {"job.group_size": 4})),
     ),
     Kind("held-out tasks are trained on", "leak", single(Plant(leaks=True)), single()),
@@ -130,7 +130,7 @@ HEALTHY = {
     "learning rate 0.2": single(optimizer__lr=0.2),
     "groups of 2": single(group_size=2),
     "groups of 32": single(group_size=32),
-    "a KL term": single(algorithm__kl_coef=0.3),
+    "a KL term": single(recipe__kl_coef=0.3),
     "short answers only": single(max_tokens=6),
     "temperature 1.3": single(temperature=1.3),
     "easy tasks": single(Plant(difficulty=-0.5)),

@@ -80,10 +80,10 @@ def model_gradient_errors(model: str, shared: int = 0) -> dict[str, float]:
 def loss_gradient_errors() -> dict[tuple[int, int], float]:
     """Returns the error by batch and step of the recorded batches of `tests/compute/test_locks.py`, on a tiny model."""
     from tests.cluster.rank_cases import Case, gradients_of_one, gradients_of_ranks
-    from tests.compute.test_locks import ALGORITHMS
+    from tests.compute.test_locks import RECIPES
     from tests.tiny import make_model
 
-    batches = tuple(range(len(ALGORITHMS)))
+    batches = tuple(range(len(RECIPES)))
     errors: dict[tuple[int, int], float] = {}
     with tempfile.TemporaryDirectory() as folder:
         models = {"full": make_model(Path(folder) / "tiny")}

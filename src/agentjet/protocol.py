@@ -43,6 +43,8 @@ LARGEST = 1e12
 """Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
 MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
+MAX_CALL_REWARDS = 4096
+CallRewards = Annotated[list[Finite], Field(max_length=MAX_CALL_REWARDS)]
 
 
 class Request(BaseModel):
@@ -115,6 +117,10 @@ class FinishRequest(Request):
 
     reward: Finite
     by_role: MetricMap = Field(default_factory=dict)
+    by_call: Annotated[dict[Name, Finite], Field(max_length=MAX_CALL_REWARDS)] = Field(default_factory=dict)
+    """Rewards of single calls, by the `id` of their answers."""
+    by_turn: Annotated[dict[Name, CallRewards], Field(max_length=64)] = Field(default_factory=dict)
+    """Rewards of the first, second, ... call of a role; the role is empty if the agent names none."""
     metrics: MetricMap = Field(default_factory=dict)
 
 

@@ -53,11 +53,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The result of an episode: a number, optionally one per agent role, and metrics to chart."""
+    """The result of an episode: a number, optionally one per agent role and per call, and metrics to chart."""
 
     value: float
     by_role: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    by_turn: Sequence[float] | Mapping[str, Sequence[float]] = ()
+    """Rewards of the first, second, ... call; by role if the agent names roles. For recipes that read them."""
+    by_call: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of single calls, by the `id` of their answers."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.value, "__float__"):  # numbers of NumPy and torch have it

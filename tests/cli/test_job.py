@@ -9,6 +9,7 @@ import pytest
 
 from agentjet.client import Swarm
 from agentjet.client.inputs import edited
+from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Forbidden, InvalidRequest
 from tests.cli.test_commands import at, run
 from tests.server.serving import ADMIN, Served, in_thread, serving
@@ -79,3 +80,18 @@ def test_editing_leaves_the_original_alone() -> None:
     job = {"optimizer": {"lr": 1.0}}
     assert edited(job, {"optimizer.lr": 2.0}) == {"optimizer": {"lr": 2.0}}
     assert job == {"optimizer": {"lr": 1.0}}
+
+
+def test_another_recipe_begins_with_its_own_defaults() -> None:
+    job = JobConfig.model_validate({"recipe": {"kl_coef": 0.1, "loss": {"clip_high": 0.3}}}).model_dump(mode="json")
+    for changes in ({"recipe": "gspo", "recipe.kl_coef": 0.2}, {"job.recipe.name": "gspo", "job.recipe.kl_coef": 0.2}):
+        changed = JobConfig.model_validate(edited(job, changes)).recipe
+        assert changed == JobConfig.model_validate({"recipe": {"name": "gspo", "kl_coef": 0.2}}).recipe
+    kept = JobConfig.model_validate(edited(job, {"recipe.loss.clip_low": 0.1})).recipe
+    assert kept.model_dump()["loss"] == {"name": "clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 0.0}
+    other = edited(job, {"recipe.loss": "cispo", "recipe.loss.clip_high": 5.0})
+    assert JobConfig.model_validate(other).recipe.model_dump()["loss"] == {
+        "name": "cispo",
+        "clip_low": 0.2,
+        "clip_high": 5.0,
+    }

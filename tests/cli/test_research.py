@@ -83,7 +83,7 @@ def new(topic: str, *more: str, held_out: str = "play.py:held_out") -> str:
 
 def test_a_plan_is_written_and_read(here: Path) -> None:
     said = new("does a kl penalty help?", "--set", "job.batch_size=4", "--steps", "12")
-    assert "job.algorithm.kl_coef" in said and (here / "study" / "plan.md").read_text() in said
+    assert "job.recipe.kl_coef" in said and (here / "study" / "plan.md").read_text() in said
     study = StudyFolder(here / "study").study()
     assert study.subject and study.subject.settings == {"job.batch_size": 4} and study.subject.steps == 12
     study.subject.check_code()
@@ -209,7 +209,7 @@ def test_steering_asks(here: Path) -> None:
         (("add-arm", "b", "--against", "nobody", "--set", "job.temperature=1.1"), "'nobody' is not an arm"),
         (("add-arm", "b", "--against", "hot", "--set", "job.temprature=1.1"), "is not a setting"),
         (
-            ("add-arm", "b", "--against", "hot", "--set", "job.algorithm.kl_coef=0"),
+            ("add-arm", "b", "--against", "hot", "--set", "job.recipe.kl_coef=0"),
             "would be arm 'without' under another",
         ),
         (("add-arm", "b", "--against", "hot", "--set", "job.temperature=1.20"), "would be arm 'hot' under another"),

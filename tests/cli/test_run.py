@@ -168,6 +168,8 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
     assert judge("stdout", tmp_path, "thinking\n0.5\n\n") == Reward(0.5)
     whole = '{"reward": -1, "by_role": {"critic": 2}, "metrics": {"turns": 3}}'
     assert judge("stdout", tmp_path, whole) == Reward(-1.0, {"critic": 2}, {"turns": 3})
+    turns = '{"reward": 1, "by_turn": [0, 0.5], "by_call": {"chatcmpl-1": 2}}'
+    assert judge("stdout", tmp_path, turns) == Reward(1.0, by_turn=[0, 0.5], by_call={"chatcmpl-1": 2})
     by_policy = '{"planner": 1, "coder": {"reward": 0.5, "metrics": {"turns": 3}}}'
     assert judge("stdout", tmp_path, by_policy) == {"planner": Reward(1.0), "coder": Reward(0.5, metrics={"turns": 3})}
     (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')

@@ -11,7 +11,7 @@ import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Endpoint, Episode, Swarm
 from agentjet.client.command import environment
-from agentjet.client.episode import checked_reward
+from agentjet.client.episode import checked_reward, finish_body
 from agentjet.client.progress import Progress
 from agentjet.client.report import rows
 from agentjet.errors import InvalidRequest
@@ -174,3 +174,15 @@ def call(role: str) -> CallView:
     response = {"role": "assistant", "content": "!"}
     sampled: dict[str, Any] = {"temperature": 1.0, "finish_reason": "stop", "created": 0.0, "kept": 0}
     return CallView(call_id=role, role=role, messages=[message], response=response, **empty, **absent, **sampled)
+
+
+def test_rewards_of_turns_reach_the_request_by_role() -> None:
+    assert finish_body(checked_reward(Reward(1.0, by_turn=[0.0, 0.5]))).by_turn == {"": [0.0, 0.5]}
+    returned = {
+        "planner": Reward(1.0, by_turn=[1.0]),
+        "coder": Reward(0.0, by_turn={"critic": [0.5]}, by_call={"c": 2}),
+    }
+    body = finish_body(checked_reward(returned, POLICIES))
+    assert body.by_turn == {"planner": [1.0], "coder/critic": [0.5]} and body.by_call == {"c": 2}
+    with pytest.raises(InvalidRequest, match=r"by_turn\[''\]\[1\]"):
+        checked_reward(Reward(1.0, by_turn=[0.0, float("nan")]))

@@ -37,10 +37,10 @@ from tests.cluster.rank_cases import (
 )
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
-from tests.compute.test_locks import ALGORITHMS
+from tests.compute.test_locks import RECIPES
 from tests.tiny import make_model
 
-ALL = tuple(range(len(ALGORITHMS)))
+ALL = tuple(range(len(RECIPES)))
 SOME = (0, 4, 9, 13, 15)
 """Batches with a KL term, a correction, mini-batches and sequence ratios."""
 GRADIENTS: dict[Case, tuple[int, ...]] = {
@@ -86,7 +86,7 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
     kind = kind.removesuffix(RECOMPUTED)
     for step, expected in expected_gradients.items():
         error = relative(torch.from_numpy(gradients[step]), torch.from_numpy(expected))
-        assert error <= LARGEST_ERROR[kind], (step, ALGORITHMS[step[0]])
+        assert error <= LARGEST_ERROR[kind], (step, RECIPES[step[0]])
         ours, theirs = metrics[step], expected_metrics[step]
         computed, needed = ours.pop("forest/tokens_computed"), theirs.pop("forest/tokens_computed")
         assert computed >= needed or kind == "rows", "ranks may repeat nodes above a cut; rows have less padding"

@@ -6,7 +6,7 @@ here, and autograd runs over the whole loss at once. It uses neither `recipes/` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import AlgorithmConfig, JobConfig
+from agentjet.config import JobConfig
+from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.timeline.support import decode_set, encode_set
@@ -46,13 +48,20 @@ class Double(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def policy_gradient(parameters: Mapping[str, object] | None = None) -> PolicyGradient:
+    """GRPO with other parameters."""
+    recipe = make_recipe(parameters or {})
+    assert isinstance(recipe, PolicyGradient)
+    return recipe
+
+
 def learner_gradient(
-    policy: Policy, forest: Forest, algorithm: AlgorithmConfig, reference: Weights, micro_batch_tokens: int = 100_000
+    policy: Policy, forest: Forest, recipe: PolicyGradient, reference: Weights, micro_batch_tokens: int = 100_000
 ) -> Tensor:
     """The flat gradient of one mini-batch, as the learner computes it."""
     learner = PolicyLearner(policy)
     learner._reference = reference
-    loss = LossSpec.of(JobConfig(algorithm=algorithm, micro_batch_tokens=micro_batch_tokens))
+    loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=micro_batch_tokens))
     learner.forward_backward(TrainingBatch(0, forest), loss)
     gradient = _flat(m.grad for m in learner.masters())
     learner._optimizer.zero_grad()
@@ -62,7 +71,7 @@ def learner_gradient(
 class Baseline:
     """The same mini-batch, one row per call; `together` in one padded batch, as trainers do.
 
-    The log-probabilities and their graph are computed once, for any number of algorithms.
+    The log-probabilities and their graph are computed once, for any number of recipes.
     """
 
     def __init__(self, policy: Policy, rows: Sequence[Row], reference: Weights, *, together: bool = False) -> None:
@@ -78,18 +87,18 @@ class Baseline:
         with torch.no_grad():
             self._references = logprobs(reference)
 
-    def gradient(self, algorithm: AlgorithmConfig) -> Tensor:
+    def gradient(self, recipe: PolicyGradient) -> Tensor:
         """The flat gradient of the whole loss."""
-        weights = _weights(self._rows, algorithm)
+        weights = _weights(self._rows, recipe)
         total = torch.zeros((), dtype=self._logps[0].dtype)
         for row, logp, reference in zip(self._rows, self._logps, self._references, strict=True):
             log_ratio = logp - torch.from_numpy(row["logprob"])
-            if algorithm.loss == "gspo":
+            if recipe.loss.name == "gspo":
                 log_ratio = self._sequence_mean(row["sequence"]) + logp - logp.detach()
-            loss = _loss(log_ratio.exp(), logp, row["advantage"], algorithm)
-            if algorithm.kl_coef:
+            loss = _loss(log_ratio.exp(), logp, row["advantage"], recipe.loss)
+            if recipe.kl_coef:
                 gap = reference - logp
-                loss = loss + algorithm.kl_coef * (gap.exp() - gap - 1)
+                loss = loss + recipe.kl_coef * (gap.exp() - gap - 1)
             total = total + weights[row["sequence"]] * loss.sum()
         return _flat(torch.autograd.grad(total, self._parameters, retain_graph=True))
 
@@ -144,18 +153,17 @@ def _of_completion(logits: Tensor, row: Row) -> Tensor:
     return torch.stack(logps)
 
 
-def _loss(ratio: Tensor, logp: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
-    low, high = algorithm.clip_bounds
-    clipped = ratio.clamp(1 - low, 1 + high)
-    if algorithm.loss == "cispo":
+def _loss(ratio: Tensor, logp: Tensor, advantage: float, chosen: Any) -> Tensor:
+    clipped = ratio.clamp(1 - chosen.clip_low, 1 + chosen.clip_high)
+    if chosen.name == "cispo":
         return -advantage * clipped.detach() * logp
     loss = -torch.minimum(advantage * ratio, advantage * clipped)
-    if algorithm.loss == "clip" and algorithm.dual_clip and advantage < 0:
-        loss = loss.clamp(max=-advantage * algorithm.dual_clip)
+    if chosen.name == "clip" and chosen.dual_clip and advantage < 0:
+        loss = loss.clamp(max=-advantage * chosen.dual_clip)
     return loss
 
 
-def _weights(rows: Sequence[Row], algorithm: AlgorithmConfig) -> dict[int, float]:
+def _weights(rows: Sequence[Row], recipe: PolicyGradient) -> dict[int, float]:
     """Weight of every token of a sequence, rounded as weights are stored."""
     sizes: dict[int, int] = {}
     for row in rows:
@@ -163,8 +171,8 @@ def _weights(rows: Sequence[Row], algorithm: AlgorithmConfig) -> dict[int, float
     exact = {
         "token_mean": {s: 1 / sum(sizes.values()) for s in sizes},
         "sequence_mean": {s: 1 / (n * len(sizes)) for s, n in sizes.items()},
-        "constant": {s: 1 / (max(algorithm.constant, 1) * len(sizes)) for s in sizes},
-    }[algorithm.loss_aggregation]
+        "constant": {s: 1 / (max(recipe.constant, 1) * len(sizes)) for s in sizes},
+    }[recipe.loss.aggregation if recipe.aggregation == "auto" else recipe.aggregation]
     return {s: float(np.float32(w)) for s, w in exact.items()}
 
 

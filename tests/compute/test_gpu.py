@@ -29,7 +29,8 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.embedded.worker import make_deterministic
-from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, ModelConfig, OptimizerConfig
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
 from tests.compute.architectures import make_architecture
@@ -64,7 +65,7 @@ def on_device(folder: Path, device: str = DEVICE, rank: int = 0) -> Policy:
 def learned(policy: Policy, rows: list[Row]) -> torch.Tensor:
     """All weights after two batches, in one row."""
     job = JobConfig(
-        algorithm=AlgorithmConfig(kl_coef=0.1, mini_batches=2),
+        recipe=make_recipe({"kl_coef": 0.1, "mini_batches": 2}),
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
         micro_batch_tokens=120,
     )

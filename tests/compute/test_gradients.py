@@ -23,7 +23,8 @@ from torch import Tensor
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import AlgorithmConfig
+from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import encode_set
 from tests.compute.architectures import make_architecture
@@ -56,18 +57,19 @@ class Case:
     shuffled: list[Baseline] = field(default_factory=list)
 
 
-def algorithm(loss: str, aggregation: str, kl: float) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate(
+def recipe(loss: str, aggregation: str, kl: float) -> PolicyGradient:
+    # GSPO's own bounds would clip nearly every sequence of this noise.
+    bounds = {"name": loss, "clip_low": 0.2, "clip_high": 0.2}
+    found = make_recipe(
         {
-            "loss": loss,
-            "clip_low": 0.2,  # GSPO's own bounds would clip nearly every sequence of this noise
-            "clip_high": 0.2,
+            "loss": bounds | ({"dual_clip": 1.3} if kl and loss == "clip" else {}),
             "aggregation": aggregation,
             "constant": 7 if aggregation == "constant" else 0,
             "kl_coef": kl,
-            "dual_clip": 1.3 if kl else 0,
         }
     )
+    assert isinstance(found, PolicyGradient)
+    return found
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -111,7 +113,7 @@ def restricted(double: Case) -> Case:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_in_float64_the_gradients_are_equal(double: Case, loss: str, aggregation: str, kl: float) -> None:
-    chosen = algorithm(loss, aggregation, kl)
+    chosen = recipe(loss, aggregation, kl)
     forest = build_forest(double.rows)
     assert forest.tree_token_ratio > 2
     assert len(np.unique(forest.node)) < forest.num_targets, "no two calls sampled the same token in one context"
@@ -126,7 +128,7 @@ def test_in_float64_the_gradients_are_equal(double: Case, loss: str, aggregation
 def test_in_float32_the_error_is_that_of_the_baseline(
     single: Case, double: Case, loss: str, aggregation: str, kl: float
 ) -> None:
-    chosen = algorithm(loss, aggregation, kl)
+    chosen = recipe(loss, aggregation, kl)
     ours = learner_gradient(single.policy, build_forest(single.rows), chosen, single.reference)
     plain = single.baseline.gradient(chosen)
     if not kl:
@@ -139,7 +141,7 @@ def test_in_float32_the_error_is_that_of_the_baseline(
 
 def test_the_comparison_would_see_a_wrong_context(double: Case) -> None:
     """One prompt token of one call changed: far above the bound."""
-    chosen = algorithm("clip", "token_mean", 0.0)
+    chosen = recipe("clip", "token_mean", 0.0)
     changed = double.rows[3].tokens.copy()
     changed[2] += 1
     wrong = [dataclasses.replace(row, tokens=changed) if i == 3 else row for i, row in enumerate(double.rows)]
@@ -150,7 +152,7 @@ def test_the_comparison_would_see_a_wrong_context(double: Case) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_change_nothing(double: Case, loss: str) -> None:
-    chosen = algorithm(loss, "sequence_mean", 0.1)
+    chosen = recipe(loss, "sequence_mean", 0.1)
     with Double():
         cut = learner_gradient(
             double.policy, build_forest(double.rows), chosen, double.reference, micro_batch_tokens=50
@@ -165,7 +167,7 @@ def test_branches_without_advantage_are_not_computed_and_change_nothing(double: 
     quiet = [
         row if row["sequence"] < 3 and i != 1 else row.with_columns(advantage=0.0) for i, row in enumerate(double.rows)
     ]
-    chosen = algorithm(loss, "sequence_mean", 0.0)
+    chosen = recipe(loss, "sequence_mean", 0.0)
     with Double():
         ours = learner_gradient(double.policy, build_forest(quiet), chosen, double.reference)
         baseline = Baseline(double.policy, quiet, double.reference)
@@ -176,7 +178,7 @@ def test_branches_without_advantage_are_not_computed_and_change_nothing(double: 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_restricted_tokens_have_the_gradient_of_the_restricted_softmax(restricted: Case, loss: str, kl: float) -> None:
     """Each row's distributions are over the members of its tokens' sets only; the reference's, too."""
-    chosen = algorithm(loss, "sequence_mean", kl)
+    chosen = recipe(loss, "sequence_mean", kl)
     policy, rows, reference = restricted.policy, restricted.rows, restricted.reference
     with Double():
         truth = restricted.baseline.gradient(chosen)
@@ -199,7 +201,7 @@ def test_a_token_without_an_alternative_counts_and_has_no_gradient(tiny_folder: 
     mixed = build_forest([dataclasses.replace(forced, support=alone), free])
     learner = PolicyLearner(policy)
     assert learner.logprobs(mixed)[:3].tolist() == [0.0] * 3
-    chosen, reference = algorithm("cispo", "token_mean", 0.1), another_reference(policy)
+    chosen, reference = recipe("cispo", "token_mean", 0.1), another_reference(policy)
     both = learner_gradient(policy, mixed, chosen, reference)
     # The mean is over six tokens, of which three have no gradient.
     assert relative(2 * both, learner_gradient(policy, build_forest([free]), chosen, reference)) < 1e-6

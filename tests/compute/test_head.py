@@ -20,7 +20,8 @@ from torch import Tensor
 from agentjet.compute.embedded import learner as learner_module
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from agentjet.config import JobConfig, OptimizerConfig
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.baseline import Double, relative
@@ -75,8 +76,8 @@ def test_weights_and_metrics_are_those_of_a_head_for_every_target(
     tiny_folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner_module, "HEAD_ROWS", 17)
-    algorithm = AlgorithmConfig.model_validate({"loss": loss, "kl_coef": 0.1, "mini_batches": 2})
-    job = JobConfig(algorithm=algorithm, optimizer=OptimizerConfig(lr=1e-3), micro_batch_tokens=120)
+    recipe = make_recipe({"loss": loss, "kl_coef": 0.1, "mini_batches": 2})
+    job = JobConfig(recipe=recipe, optimizer=OptimizerConfig(lr=1e-3), micro_batch_tokens=120)
     weights, metrics = learned(tiny_folder, PolicyLearner, job)
     wanted, wanted_metrics = learned(tiny_folder, HeadOfEveryTarget, job)
     assert relative(weights, wanted) <= 1e-12

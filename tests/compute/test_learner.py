@@ -23,7 +23,7 @@ from agentjet.compute.embedded.forest_attention import cut
 from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import build_forest, call_row, select, split
 from tests.compute.baseline import Double, row_logprobs
@@ -31,9 +31,9 @@ from tests.compute.conftest import make_policy, sampled_rows, tokens
 from tests.tiny import make_model
 
 
-def job(algorithm: AlgorithmConfig | None = None, **settings: object) -> JobConfig:
+def job(recipe: object = "grpo", **settings: object) -> JobConfig:
     optimizer = settings.pop("optimizer", OptimizerConfig(lr=1e-3))
-    return JobConfig.model_validate({"algorithm": algorithm or AlgorithmConfig(), "optimizer": optimizer, **settings})
+    return JobConfig.model_validate({"recipe": recipe, "optimizer": optimizer, **settings})
 
 
 def test_every_node_sees_its_path_exactly_once() -> None:
@@ -120,7 +120,7 @@ def test_metrics_of_the_policy_are_those_of_the_loss_over_every_sampled_token(po
         rows.append(call_row(r.tokens, r["logprob"] - moved, r["version"], advantage, 1.0, r["sequence"]))
     forest = build_forest(rows)
     bounds = {"clip_low": 0.9, "clip_high": 0.2}  # what compensates for it stays inside
-    metrics = PolicyLearner(policy).learn(forest, job(AlgorithmConfig.model_validate({"loss": loss, **bounds})), 0)
+    metrics = PolicyLearner(policy).learn(forest, job({"loss": {"name": loss, **bounds}}), 0)
     clipped = 0 if loss == "gspo" else sum(r["sequence"] < 4 and len(r["logprob"]) > 1 for r in rows)
     assert metrics["policy/clip_fraction"] == pytest.approx(clipped / forest.num_targets)
     assert metrics["policy/entropy"] == pytest.approx(-forest["logprob"].mean())
@@ -150,7 +150,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
     tiny_folder: Path, tmp_path: Path, dtype: str, rank: int
 ) -> None:
     settings = job(
-        AlgorithmConfig(mini_batches=2, epochs=2, kl_coef=0.01),
+        {"mini_batches": 2, "epochs": 2, "kl_coef": 0.01},
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1),
     )
     policy = make_policy(tiny_folder, dtype=dtype, rank=rank)

@@ -32,7 +32,8 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import make_deterministic
-from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import encode_set
@@ -54,27 +55,27 @@ METRICS = (
     "optim/steps",
     "forest/tokens_computed",
 )
-ALGORITHMS: tuple[dict[str, Any], ...] = (
+RECIPES: tuple[dict[str, Any], ...] = (
     {},
-    {"aggregation": "sequence_mean", "advantage": "dr_grpo"},
-    {"aggregation": "constant", "constant": 12.0, "advantage": "rloo"},
-    {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3},
+    {"name": "dr_grpo", "aggregation": "sequence_mean"},
+    {"name": "rloo", "aggregation": "constant", "constant": 12.0},
+    {"loss": {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3}},
     {"kl_coef": 0.1},
     {"correction": "tis"},
     {"correction": "icepop"},
     {"correction": "mis"},
     {"epochs": 2, "mini_batches": 2},
     {"correction": "mis", "kl_coef": 0.05, "mini_batches": 3},
-    {"loss": "gspo"},
-    {"loss": "gspo", "aggregation": "token_mean"},
-    {"loss": "gspo", "aggregation": "constant", "constant": 8.0},
-    {"loss": "gspo", "kl_coef": 0.1, "clip_low": 0.2, "clip_high": 0.2},
-    {"loss": "gspo", "correction": "tis", "advantage": "rloo"},
-    {"loss": "gspo", "correction": "mis", "mini_batches": 2},
-    {"loss": "cispo"},
-    {"loss": "cispo", "aggregation": "sequence_mean"},
-    {"loss": "cispo", "kl_coef": 0.1, "correction": "icepop"},
-    {"loss": "cispo", "aggregation": "constant", "constant": 12.0, "epochs": 2},
+    {"name": "gspo"},
+    {"name": "gspo", "aggregation": "token_mean"},
+    {"name": "gspo", "aggregation": "constant", "constant": 8.0},
+    {"name": "gspo", "kl_coef": 0.1, "loss": {"clip_low": 0.2, "clip_high": 0.2}},
+    {"name": "rloo", "loss": "gspo", "correction": "tis"},
+    {"name": "gspo", "correction": "mis", "mini_batches": 2},
+    {"name": "cispo"},
+    {"name": "cispo", "aggregation": "sequence_mean"},
+    {"name": "cispo", "kl_coef": 0.1, "correction": "icepop"},
+    {"name": "cispo", "aggregation": "constant", "constant": 12.0, "epochs": 2},
 )
 
 
@@ -143,6 +144,18 @@ def _recorded_set(rng: np.random.Generator, token: int, size: int) -> bytes:
     return encode_set(members)
 
 
+def other_facts(episodes: int, calls: int) -> dict[str, Any]:
+    """The facts that the recorded recipes do not read."""
+    return {
+        "call_rewards": np.full(calls, np.nan),
+        "call_truncated": np.zeros(calls, bool),
+        "tasks": (("", "t"),) * episodes,
+        "seconds": np.ones(episodes),
+        "metrics": {},
+        "code_versions": ("",) * episodes,
+    }
+
+
 def training_batch(groups: list[list[Episode]], number: int) -> TrainingBatch:
     """The forest and the facts of a recorded batch."""
     episodes = [episode for members in groups for episode in members]
@@ -167,6 +180,7 @@ def training_batch(groups: list[list[Episode]], number: int) -> TrainingBatch:
         call_episode=np.array(call_episode, np.int32),
         call_role=np.zeros(len(rows), np.int32),
         call_turn=np.array(call_turn, np.int32),
+        **other_facts(len(episodes), len(rows)),
     )
     return TrainingBatch(number, build_forest(rows), facts)
 
@@ -179,7 +193,7 @@ def learn_batch(learner: PolicyLearner, groups: list[list[Episode]], job: JobCon
 
 def settings(number: int) -> JobConfig:
     return JobConfig(
-        algorithm=AlgorithmConfig.model_validate(ALGORITHMS[number]),
+        recipe=make_recipe(RECIPES[number]),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=3, weight_decay=0.01),
         micro_batch_tokens=40 if number % 2 else 100_000,
         seed=5,
@@ -231,7 +245,7 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict
         lambda *_: gradients.append(digest(m.grad for m in learner.masters() if m.grad is not None))
     )
     records = []
-    for number in range(len(ALGORITHMS)):
+    for number in range(len(RECIPES)):
         gradients.clear()
         with recorded_losses(monkeypatch) as losses:
             metrics = learn_batch(learner, recorded_batch(number), settings(number), number)
@@ -271,7 +285,7 @@ def test_learning_is_bit_equal_to_the_recording(kind: str, tmp_path: Path, monke
         for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             # Metrics are means, which may be summed in another order.
             assert ours.pop("metrics") == pytest.approx(theirs.pop("metrics"), rel=1e-9), number
-            assert ours == theirs, f"batch {number}: {ALGORITHMS[number]}"
+            assert ours == theirs, f"batch {number}: {RECIPES[number]}"
 
 
 if __name__ == "__main__":

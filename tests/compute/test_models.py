@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import AlgorithmConfig, ModelConfig
+from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import build_forest
 from tests import tiny
 from tests.compute.architectures import BRANCHING, MORE, ROWS, WRAPPERS, make_architecture
-from tests.compute.baseline import Baseline, Double, episodes, learner_gradient, relative
+from tests.compute.baseline import Baseline, Double, episodes, learner_gradient, policy_gradient, relative
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -58,8 +58,8 @@ def test_a_wrapper_learns_its_language_model_only(tmp_path: Path) -> None:
     policy.model.double()
     with Double():
         baseline = Baseline(policy, rows, None)
-        gradient = learner_gradient(policy, build_forest(rows), AlgorithmConfig(), None)
-    assert relative(gradient, baseline.gradient(AlgorithmConfig())) <= 1e-9
+        gradient = learner_gradient(policy, build_forest(rows), policy_gradient(), None)
+    assert relative(gradient, baseline.gradient(policy_gradient())) <= 1e-9
 
 
 def test_an_exported_wrapper_is_whole(tmp_path: Path) -> None:

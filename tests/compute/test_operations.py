@@ -24,14 +24,15 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
-from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig, ServeConfig
+from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, OperationConflict
-from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.test_locks import other_facts
 
 POLICY = PolicyId()
 
@@ -85,7 +86,7 @@ def test_gradients_accumulate_until_the_optimiser_step(tiny_folder: Path) -> Non
 def test_a_later_step_of_a_batch_needs_its_first_one(policy: Policy) -> None:
     batch = TrainingBatch(0, build_forest(sampled_rows(policy)))
     learner = PolicyLearner(policy)
-    job = JobConfig(algorithm=AlgorithmConfig(epochs=2))
+    job = JobConfig(recipe=make_recipe({"epochs": 2}))
     with pytest.raises(ComputeError, match="without step 0"):
         learner.forward_backward(batch, LossSpec.of(job, 1))
     assert learner.forward_backward(batch, LossSpec.of(job, 0)).num_steps == 2
@@ -107,6 +108,7 @@ def facts(**changes: Any) -> Facts:
         "call_episode": np.array([0, 0, 1, 1, 2, 2, 3], np.int32),
         "call_role": np.array([0, 1, 0, 1, 0, 1, 0], np.int32),
         "call_turn": np.zeros(7, np.int32),
+        **other_facts(4, 7),
     }
     return Facts(**{**values, **changes})
 
@@ -134,9 +136,9 @@ def test_advantages_compare_groups_and_roles(
     role_rewards = np.full((4, 2), np.nan)
     for at, reward in named.items():
         role_rewards[at] = reward
-    recipe = Recipe(AlgorithmConfig(advantage="dr_grpo", by_role=by_role))
+    recipe = make_recipe({"name": "dr_grpo", "by_role": by_role})
     batch = TrainingBatch(0, seven_calls(), facts(role_rewards=role_rewards))
-    assert recipe.prepared(batch)[0]["advantage"].tolist() == np.repeat(expected, 2).tolist()
+    assert recipe.columns(batch, {})[0]["advantage"].tolist() == np.repeat(expected, 2).tolist()
 
 
 def test_a_target_need_not_have_been_sampled(tiny_folder: Path) -> None:

@@ -42,7 +42,7 @@ from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, Sampled, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.conftest import make_policy, sampled_rows, tokens
-from tests.compute.test_locks import digest
+from tests.compute.test_locks import digest, other_facts
 from tests.tiny import make_model
 
 A, B = PolicyId("default", "a"), PolicyId("other", "b")
@@ -264,7 +264,7 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    "recipe",
     [
         {},
         {"correction": "tis"},
@@ -274,7 +274,7 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
         {"aggregation": "constant", "constant": 8.0},
     ],
 )
-def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, algorithm: dict[str, Any]) -> None:
+def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, recipe: dict[str, Any]) -> None:
     """The other policies of its run have calls. Its gradient is zero."""
     worker = Worker(io.BytesIO())
     add(worker, A, model_of(tiny_folder))
@@ -289,9 +289,10 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, algo
         call_episode=none,
         call_role=none,
         call_turn=none,
+        **other_facts(2, 0),
     )
     batch = TrainingBatch(0, build_forest([]), facts)
-    train(worker, A, 0, batch, JobConfig.model_validate({"algorithm": algorithm}))
+    train(worker, A, 0, batch, JobConfig.model_validate({"recipe": recipe}))
     after = worker.policies[A].policy.trainable()
     assert all(torch.equal(weight, after[name]) for name, weight in weights.items())
 

@@ -31,7 +31,7 @@ from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
+from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError, OutOfCache
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import ancestors, build_forest, call_row
@@ -43,6 +43,7 @@ from tests.compute.baseline import (
     another_reference,
     episodes,
     learner_gradient,
+    policy_gradient,
     relative,
     row_logprobs,
 )
@@ -141,7 +142,7 @@ def test_the_gradient_is_that_of_one_row_per_call(folders: dict[str, Path], kind
     in_double(policy)
     reference = another_reference(policy)
     clip, gspo = (
-        AlgorithmConfig.model_validate({"loss": loss, "aggregation": "sequence_mean", "kl_coef": kl})
+        policy_gradient({"loss": loss, "aggregation": "sequence_mean", "kl_coef": kl})
         for loss, kl in (("clip", 0.1), ("gspo", 0.0))
     )
     with Double():
@@ -200,7 +201,8 @@ def test_sampler_and_learner_agree(folders: dict[str, Path], kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mistral", "mamba"])
 def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     job = JobConfig(
-        algorithm=AlgorithmConfig(mini_batches=2, kl_coef=0.01), optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1)
+        recipe=policy_gradient({"mini_batches": 2, "kl_coef": 0.01}),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1),
     )
     policy = make_policy(folders[kind], dtype="bfloat16")
     learner = PolicyLearner(policy)

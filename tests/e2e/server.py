@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,17 @@ def serve_command(model: Path | str, data_dir: Path, *options: str, **settings: 
     return [sys.executable, "-m", "agentjet.cli", "serve", *where, *sets, *options]
 
 
-def environment() -> dict[str, str]:
+def environment(*paths: Path) -> dict[str, str]:
+    """The environment of a server; `paths` are further folders with modules."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")}
-    return {**kept, "PYTHONPATH": str(ROOT / "src")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", *paths)))}
 
 
 class Server:
     """A running server. `with` ends it by Ctrl-C, or by force when it has not ended already."""
 
-    def __init__(self, model: Path, data_dir: Path, *options: str, **settings: Any) -> None:
-        """`options` go to the command line as they are."""
+    def __init__(self, model: Path, data_dir: Path, *options: str, paths: Sequence[Path] = (), **settings: Any) -> None:
+        """`options` go to the command line as they are; `paths` are further folders with modules."""
         self.data_dir = data_dir
         self.log = data_dir.with_suffix(".log")
         with self.log.open("wb") as log:
@@ -56,7 +58,7 @@ class Server:
                 serve_command(model, data_dir, *options, **settings),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment(*paths),
             )
         try:
             self.wait_for(READY)

@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.config import AlgorithmConfig
-from agentjet.recipes.losses import AGGREGATIONS, cispo_loss, clip_loss, gspo_loss, kl_k3
-from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.losses import AGGREGATIONS, CLIP_FRACTION, Clip, kl_k3
+from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.registry import make_recipe
+from agentjet.recipes.shelf.cispo import CispoLoss
+from agentjet.recipes.shelf.gspo import GspoLoss
 
 
 def loss_of(ratio: float, advantage: float, **settings: float) -> tuple[float, float, bool]:
     """Clipped loss, its gradient in logp, and whether the clip acted, at old = -1."""
     logp = torch.tensor([-1.0 + math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    algorithm = AlgorithmConfig.model_validate(settings)
-    value, clipped = clip_loss(logp, torch.tensor([-1.0]), torch.tensor([advantage]), algorithm)
+    columns = {"logprob": torch.tensor([-1.0]), "advantage": torch.tensor([advantage])}
+    value, metrics = Clip.model_validate(settings).token_loss(logp, columns)
     value.sum().backward()
-    return float(value.detach()), float(logp.grad), bool(clipped)
+    return float(value.detach()), float(logp.grad), bool(metrics[CLIP_FRACTION])
 
 
 @pytest.mark.parametrize(
@@ -43,46 +45,42 @@ def test_clip(advantage: float, ratio: float, settings: dict[str, float], value:
 def test_gspo_uses_the_sequences_mean_ratio() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0])
     logp = (old + torch.tensor([0.1, 0.3, -0.1])).requires_grad_()
-    mean = torch.full((3,), 0.1)  # (0.1 + 0.3 - 0.1) / 3
-    algorithm = AlgorithmConfig(loss="gspo")
-    positive, clipped = gspo_loss(logp, mean, torch.ones(3), algorithm)
+    columns = {"sequence_log_ratio": torch.full((3,), 0.1)}  # (0.1 + 0.3 - 0.1) / 3
+    positive, metrics = GspoLoss().token_loss(logp, columns | {"advantage": torch.ones(3)})
     assert positive.tolist() == pytest.approx([-1.0004] * 3)
-    assert clipped.all(), "the sequence's ratio is above the bound, also for the token whose own ratio is below 1"
-    negative, clipped = gspo_loss(logp, mean, -torch.ones(3), algorithm)
-    assert negative.tolist() == pytest.approx([1.105171] * 3) and not clipped.any()
+    assert metrics[CLIP_FRACTION].all(), "the sequence's ratio is above the bound, also for a token with one below 1"
+    negative, metrics = GspoLoss().token_loss(logp, columns | {"advantage": -torch.ones(3)})
+    assert negative.tolist() == pytest.approx([1.105171] * 3) and not metrics[CLIP_FRACTION].any()
     negative.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.105171] * 3)
 
 
 def test_cispo_keeps_a_gradient_outside_the_clip() -> None:
-    algorithm = AlgorithmConfig(loss="cispo", clip_low=0.4, clip_high=0.2)
     for ratio, advantage, weight in ((1.5, 1.0, 1.2), (0.7, -1.0, 0.7), (0.5, 1.0, 0.6)):
         logp = torch.tensor([-0.4], requires_grad=True)
-        old = torch.tensor([-0.4 - math.log(ratio)])
-        loss, clipped = cispo_loss(logp, old, torch.tensor([advantage]), algorithm)
+        columns = {"logprob": torch.tensor([-0.4 - math.log(ratio)]), "advantage": torch.tensor([advantage])}
+        loss, metrics = CispoLoss(clip_low=0.4, clip_high=0.2).token_loss(logp, columns)
         assert float(loss.detach()) == pytest.approx(0.4 * advantage * weight, abs=1e-6)
-        assert bool(clipped) == (weight != ratio), "the weight is clipped, whatever the sign of the advantage"
+        assert bool(metrics[CLIP_FRACTION]) == (weight != ratio), "the weight is clipped, whatever the advantage's sign"
         loss.sum().backward()
         assert float(logp.grad) == pytest.approx(-advantage * weight, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
 def test_a_token_without_advantage_is_not_clipped(loss: str) -> None:
-    algorithm = AlgorithmConfig.model_validate({"loss": loss})
     ratios = torch.tensor([2.0, -2.0])
     columns = {"logprob": torch.zeros(2), "sequence_log_ratio": ratios, "advantage": torch.zeros(2)}
-    assert not Recipe(algorithm).token_loss(ratios, columns)[1]["policy/clip_fraction"].any()
+    assert not make_recipe({"loss": loss}).token_loss(ratios, columns)[1][CLIP_FRACTION].any()
 
 
 def test_a_loss_has_the_defaults_it_was_published_with() -> None:
-    assert AlgorithmConfig().clip_bounds == (0.2, 0.2) and AlgorithmConfig().loss_aggregation == "token_mean"
-    gspo = AlgorithmConfig(loss="gspo")
-    assert gspo.clip_bounds == (3e-4, 4e-4) and gspo.loss_aggregation == "sequence_mean"
-    chosen = AlgorithmConfig(loss="gspo", clip_high=0.1, aggregation="token_mean")
-    assert chosen.clip_bounds == (3e-4, 0.1) and chosen.loss_aggregation == "token_mean"
-    assert gspo.with_defaults() == AlgorithmConfig(
-        loss="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"
-    )
+    gspo = make_recipe("gspo")
+    assert isinstance(gspo, PolicyGradient) and gspo.loss == GspoLoss(clip_low=3e-4, clip_high=4e-4)
+    sequence = np.array([0, 0, 0, 1], np.int32)
+    assert gspo.loss.aggregation == "sequence_mean" != Clip.aggregation
+    combined = make_recipe({"name": "rloo", "loss": {"name": "gspo", "clip_high": 0.1}})
+    assert isinstance(combined, PolicyGradient) and combined.loss == GspoLoss(clip_low=3e-4, clip_high=0.1)
+    assert AGGREGATIONS[combined.loss.aggregation](sequence, 2, 0).tolist() == pytest.approx([1 / 6] * 3 + [1 / 2])
 
 
 def test_k3() -> None:
@@ -96,6 +94,5 @@ def test_k3() -> None:
 def test_aggregation(aggregation: str, expected: float) -> None:
     """Losses [[1, 1, 1, 1], [3]]: 7 / 5; (1 + 3) / 2; 7 / constant 4 / 2 sequences."""
     losses = np.array([1, 1, 1, 1, 3.0])
-    algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, "constant": 4})
-    weights = AGGREGATIONS[aggregation](np.array([0, 0, 0, 0, 1], np.int32), 2, algorithm)
+    weights = AGGREGATIONS[aggregation](np.array([0, 0, 0, 0, 1], np.int32), 2, 4)
     assert float((losses * weights).sum()) == pytest.approx(expected)

@@ -32,7 +32,7 @@ TRAINED = replace(
     STUDY,
     subject=SUBJECT,
     arms=tuple(
-        replace(arm, changes={"job.algorithm.kl_coef": kl}) for arm, kl in zip(STUDY.arms, (0.0, 0.1), strict=True)
+        replace(arm, changes={"job.recipe.kl_coef": kl}) for arm, kl in zip(STUDY.arms, (0.0, 0.1), strict=True)
     ),
 )
 ARM = AddArm(arm="c", against="a", changes={"gain": 5.0})
@@ -115,7 +115,7 @@ def test_what_is_left_bounds_what_is_asked() -> None:
     ("changes", "named"),
     [
         ({"job.optimizer.lr": 5.0}, "from 1e-08 to 0.1"),
-        ({"job.algorithm.advantage": "ppo"}, "one of grpo"),
+        ({"job.recipe.name": "ppo"}, "one of grpo"),
         ({"job.group_size": 2.5}, "a whole number"),
         ({"job.seed": 3}, "not a setting that an arm"),
         ({"server.port": 1}, "not a setting that an arm"),
@@ -129,8 +129,8 @@ def test_arms_on_servers_keep_to_what_the_priors_know(changes: dict[str, float |
 
 
 def test_arms_on_servers_may_change_what_nobody_thought_of_before() -> None:
-    amended = after(AddArm(arm="c", against="a", changes={"job.algorithm.loss": "gspo"}), study=TRAINED, begun=True)
-    assert dict(amended.arms[0].changes) == {"job.algorithm.loss": "gspo"}
+    amended = after(AddArm(arm="c", against="a", changes={"job.recipe.loss.name": "gspo"}), study=TRAINED, begun=True)
+    assert dict(amended.arms[0].changes) == {"job.recipe.loss.name": "gspo"}
 
 
 def test_a_person_may_say_numbers() -> None:

@@ -158,7 +158,7 @@ class Silent:
 def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
     log = StudyLog()
     conduct(
-        replace(STUDY, arms=(Arm("a"), Arm("b", {"job.algorithm.kl_coef": 0.01})), hypotheses=()),
+        replace(STUDY, arms=(Arm("a"), Arm("b", {"job.recipe.kl_coef": 0.01})), hypotheses=()),
         log,
         Silent(FailingRunner(plant)),
     )
@@ -343,8 +343,8 @@ def test_the_page_names_every_cause() -> None:
 
 
 def test_two_arms_of_one_setting_are_said_to_be_one() -> None:
-    side = Side(settings=({"job.algorithm.kl_coef": 0.0}, {}))
+    side = Side(settings=({"job.recipe.kl_coef": 0.0}, {}))
     named, log = said("the default, written down", side, 0)
     assert named == {"no_op"}
     [[found]] = log.diagnoses.values()
-    assert "differ in ['job.algorithm.kl_coef']" in found.seen
+    assert "differ in ['job.recipe.kl_coef']" in found.seen

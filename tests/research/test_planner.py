@@ -21,7 +21,7 @@ from agentjet.research.planner.priors import base_value, check_job, knob, priors
 from agentjet.research.planner.topics import TopicKind, parse_topic
 from agentjet.research.scheduler import conduct, estimate_cost
 from tests.research.world import STUDY, Formula
-from tests.setting_names import setting_names
+from tests.setting_names import recipe_parameters, setting_names
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
 
@@ -31,14 +31,14 @@ SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", ste
     [
         ("Which learning rate is best?", "sweep", ["job.optimizer.lr"], []),
         ("a sweep of lr and beta2", "sweep", ["job.optimizer.lr", "job.optimizer.beta2"], []),
-        ("ablation: KL penalty, dual clip", "ablation", ["job.algorithm.kl_coef", "job.algorithm.dual_clip"], []),
-        ("GRPO vs RLOO on moonlight", "a_against_b", ["job.algorithm.advantage"], ["moonlight"]),
-        ("does dividing by the group's standard deviation help", "a_against_b", ["job.algorithm.advantage"], []),
-        ("Does a KL penalty help?", "a_against_b", ["job.algorithm.kl_coef"], []),
+        ("ablation: KL penalty, dual clip", "ablation", ["job.recipe.kl_coef", "job.recipe.loss.dual_clip"], []),
+        ("GRPO vs RLOO on moonlight", "a_against_b", ["job.recipe.name"], ["moonlight"]),
+        ("does dividing by the group's standard deviation help", "a_against_b", ["job.recipe.name"], []),
+        ("Does a KL penalty help?", "a_against_b", ["job.recipe.kl_coef"], []),
         ("lr 1e-5 against 1e-4", "a_against_b", ["job.optimizer.lr"], []),
         ("how does the group size scale", "scaling", ["job.group_size"], []),
         ("batch size", "scaling", ["job.batch_size"], []),
-        ("dynamic sampling", "a_against_b", ["job.algorithm.drop_zero_variance"], []),
+        ("dynamic sampling", "a_against_b", ["job.recipe.drop_zero_variance"], []),
         ("why does my run collapse?", "diagnosis", [], ["run"]),
     ],
 )
@@ -66,8 +66,8 @@ def test_what_is_not_understood_is_refused_with_a_way_out(topic: str, named: str
 def test_arms_tune_what_interacts_with_the_question() -> None:
     made = plan("grpo vs dr_grpo", budget="100", subject=replace(SUBJECT, settings={"job.optimizer.lr": 1e-3}))
     assert [dict(arm.changes) for arm in made.study.arms] == [
-        {"job.algorithm.advantage": "grpo"},
-        {"job.algorithm.advantage": "dr_grpo"},
+        {"job.recipe.name": "grpo"},
+        {"job.recipe.name": "dr_grpo"},
     ]
     assert {arm.nuisance for arm in made.study.arms} == {(knob("job.optimizer.lr", {"job.optimizer.lr": 1e-3}),)}
     assert made.study.arms[0].nuisance[0].values == (1.1e-4, 3.3e-4, 1e-3, 3e-3, 9e-3)
@@ -105,7 +105,7 @@ def test_a_schedule_spans_the_run() -> None:
 @pytest.mark.parametrize("name", list(priors()))
 def test_every_setting_of_the_priors_makes_a_plan(name: str) -> None:
     prior = priors()[name]
-    assert name in setting_names()
+    assert name in {*setting_names(), *recipe_parameters()}
     assert set(prior.tune) | set(prior.hold) | set(prior.spans) <= set(setting_names())
     assert prior.refusal(name, base_value(name, {})) is None
     for value in [prior.typed(v) for v in (prior.on, prior.off) if v is not None]:
@@ -162,8 +162,8 @@ def test_an_error_of_a_space_file_names_no_option_of_the_command_line(tmp_path: 
 def test_numbers_outside_their_range_are_refused() -> None:
     assert "from 1e-08 to 0.1" in str(priors()["job.optimizer.lr"].refusal("lr", 5.0))
     assert "whole" in str(priors()["job.group_size"].refusal("n", 2.5))
-    assert "one of grpo, dr_grpo, rloo" in str(priors()["job.algorithm.advantage"].refusal("a", "ppo"))
-    assert "true or false" in str(priors()["job.algorithm.by_role"].refusal("r", 1))
+    assert "one of grpo, dr_grpo, rloo" in str(priors()["job.recipe.name"].refusal("a", "ppo"))
+    assert "true or false" in str(priors()["job.recipe.by_role"].refusal("r", 1))
     assert "a number" in str(priors()["job.optimizer.lr"].refusal("lr", "high"))
 
 
@@ -326,10 +326,10 @@ def test_the_page_says_all_of_it() -> None:
     page = made.to_markdown()
     for said in (
         "# Does a KL penalty help on moonlight?",
-        "“kl penalty” is `job.algorithm.kl_coef`",
+        "“kl penalty” is `job.recipe.kl_coef`",
         "Not understood, so not part of the question: “moonlight”",
         "| with kl scores higher than without | nothing is known | confirmatory | holds the policy back",
-        "| with kl | `job.algorithm.kl_coef = 0.02` | – | `job.optimizer.lr`: 2.2e-06, 6.7e-06, 2e-05, 6e-05, ",
+        "| with kl | `job.recipe.kl_coef = 0.02` | – | `job.optimizer.lr`: 2.2e-06, 6.7e-06, 2e-05, 6e-05, ",
         "Smallest effect of interest: **0.02**",
         "looks at 4, 8, 12 an arm; alpha 0.05 in all",
         "Budget: **30 full runs**, 40% of it for confirming alone, which has what exploring leaves, too.",

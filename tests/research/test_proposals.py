@@ -260,7 +260,7 @@ def plan_with_files(tmp_path: Path) -> Plan:
         str(tmp_path / "held_out.jsonl"),
         evaluator=f"{tmp_path / 'judge.py'}:judge",
     )
-    arms = (Arm("a"), Arm("b", {"job.algorithm.loss": "gspo"}))
+    arms = (Arm("a"), Arm("b", {"job.recipe.loss.name": "gspo"}))
     return planned(replace(PLAIN, arms=arms, subject=subject.with_hashes()))
 
 
@@ -288,7 +288,7 @@ def test_a_coding_agents_version_is_an_arm(plan_with_files: Plan, tmp_path: Path
 @fenced
 def test_a_model_and_a_coding_agent_propose_one_after_the_other(plan_with_files: Plan, tmp_path: Path) -> None:
     log = StudyLog()
-    arm = {"kind": "add_arm", "arm": "c", "against": "a", "changes": {"job.algorithm.loss": "cispo"}}
+    arm = {"kind": "add_arm", "arm": "c", "against": "a", "changes": {"job.recipe.loss.name": "cispo"}}
     made = refine(plan_with_files, Scripted([saying(arm)]), log)
     made = propose_code(made, "a", shell("echo '# more' >> agent.py"), tmp_path / "code", log)
     assert [one.name for one in made.study.arms[:3]] == ["a", "b", "c"]

@@ -13,9 +13,9 @@ from agentjet.research.models import Setting, Subject
 from agentjet.research.planner.plan import Plan, plan
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
-LR, KL, GROUP, BATCH = "job.optimizer.lr", "job.algorithm.kl_coef", "job.group_size", "job.batch_size"
-DROP, LORA, WARMUP = "job.algorithm.drop_zero_variance", "model.lora.rank", "job.optimizer.warmup_steps"
-ADVANTAGE, LOSS, DUAL = "job.algorithm.advantage", "job.algorithm.loss", "job.algorithm.dual_clip"
+LR, KL, GROUP, BATCH = "job.optimizer.lr", "job.recipe.kl_coef", "job.group_size", "job.batch_size"
+DROP, LORA, WARMUP = "job.recipe.drop_zero_variance", "model.lora.rank", "job.optimizer.warmup_steps"
+ADVANTAGE, LOSS, DUAL = "job.recipe.name", "job.recipe.loss.name", "job.recipe.loss.dual_clip"
 
 
 def made(topic: str) -> Plan:
@@ -82,7 +82,7 @@ def test_numbers_without_a_place_are_listed(topic: str, ignored: tuple[str, ...]
         ("does a smaller batch size of 8 hurt?", "job.batch_size: 8 is its present value; name another one"),
         ("twice the kl penalty", "kl_coef: 0.0 is its present value"),
         ("1.3 times the group size", "job.group_size = 10.4: give a whole number"),
-        ("twice the loss", "job.algorithm.loss: it cannot be multiplied by 2"),
+        ("twice the loss", "job.recipe.loss.name: it cannot be multiplied by 2"),
         ("lr -3 vs 1", r"job\.optimizer\.lr = -3\.0: give a value from 1e-08 to 0\.1"),
         ("ablation of kl penalty 0.1 vs 0.2", "an ablation takes one value away, and 2 are named; name one"),
         ("ablation of kl penalty 0", "'no kl' does not differ from arm 'all'"),
@@ -129,10 +129,10 @@ def test_arms_differ_in_what_is_asked_alone(topic: str, expected: list[Setting],
 
 def test_conditions_stand_in_the_plan() -> None:
     page = made("does dropping zero-variance groups help without a kl penalty?").to_markdown()
-    assert "Note: job.algorithm.kl_coef = 0.0 in all arms." in page
+    assert "Note: job.recipe.kl_coef = 0.0 in all arms." in page
     [collapsing, lower, *_] = arms("why does my training collapse at lr 1e-3?")
     assert (collapsing, lower) == ({LR: 1e-3}, {LR: 3.3e-4})
-    assert "job.algorithm.dual_clip is not varied" in made("does a kl penalty and dual clip help").to_markdown()
+    assert "job.recipe.loss.dual_clip is not varied" in made("does a kl penalty and dual clip help").to_markdown()
     assert "job.optimizer.lr is not varied" in made("does warmup help when the learning rate matters").to_markdown()
     assert "here a remedy; set it" in made("why does my training with this learning rate collapse").to_markdown()
     smaller = made("is group size 4 or 16 better when the batch size is 8").to_markdown()

@@ -57,7 +57,7 @@ def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
 
 
 def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -> None:
-    world = make_world(batch_size=1, algorithm={"advantage": "dr_grpo"})
+    world = make_world(batch_size=1, recipe="dr_grpo")
     good, bad = world.begin(), world.begin()
     first = world.call(good, 7, 8)
     world.call(good, 9, parent=first, kept=4)
@@ -90,7 +90,7 @@ def test_the_sets_that_tokens_were_chosen_among_reach_the_forest_after_a_restart
 
 
 def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:
-    world = make_world(batch_size=1, algorithm={"advantage": "dr_grpo"})
+    world = make_world(batch_size=1, recipe="dr_grpo")
     for reward, critic in ((1.0, 0.0), (0.0, 0.5)):
         episode = world.begin()
         world.call(episode, 7, role="planner")
@@ -124,7 +124,7 @@ def advantages_by_role(world: World) -> dict[str, list[float]]:
 
 def test_roles_are_compared_over_the_episodes_in_which_they_spoke(make_world: Make) -> None:
     """Dr. MAS's own numbers: agent-wise statistics, and nothing to learn from what one episode alone did."""
-    world = make_world(batch_size=1, group_size=4, algorithm={"by_role": True})
+    world = make_world(batch_size=1, group_size=4, recipe={"by_role": True})
     told = advantages_by_role(world)
     assert sorted(told["solver"]) == pytest.approx([-0.866024, -0.866024, 0.866024, 0.866024], abs=1e-6)
     assert sorted(told["verifier"]) == pytest.approx([-0.577349, -0.577349, 1.154698], abs=1e-6)
@@ -133,7 +133,7 @@ def test_roles_are_compared_over_the_episodes_in_which_they_spoke(make_world: Ma
 
 def test_roles_are_compared_over_all_episodes_by_default(make_world: Make) -> None:
     """Over all that name a reward for the role: an episode in which the verifier did not speak has none."""
-    world = make_world(batch_size=1, group_size=4, algorithm={"advantage": "dr_grpo"})
+    world = make_world(batch_size=1, group_size=4, recipe="dr_grpo")
     mean = (0.9 + 0.1 + 0.1) / 3
     told = advantages_by_role(world)
     assert sorted(told["verifier"]) == pytest.approx([0.1 - mean, 0.1 - mean, 0.9 - mean], abs=1e-6)
@@ -144,7 +144,7 @@ def test_an_episode_that_names_no_reward_of_a_role_is_not_compared_with_those_th
     make_world: Make, caplog: pytest.LogCaptureFixture, by_role: bool
 ) -> None:
     """Its own reward, 100, is on another scale."""
-    world = make_world(batch_size=1, group_size=3, algorithm={"advantage": "dr_grpo", "by_role": by_role})
+    world = make_world(batch_size=1, group_size=3, recipe={"name": "dr_grpo", "by_role": by_role})
     for number, critic in enumerate(({"critic": 0.0}, {"critic": 1.0}, {})):
         episode = world.begin()
         world.call(episode, 7, role="critic", suffix=(1, number))

@@ -147,7 +147,7 @@ def test_groups_that_never_spoke_are_dropped(world: World) -> None:
 
 
 def test_zero_variance_groups_are_dropped_up_to_the_cap(make_world: Make) -> None:
-    world = make_world(algorithm={"drop_zero_variance": True, "max_dropped_groups": 2})
+    world = make_world(recipe={"drop_zero_variance": True, "max_dropped_groups": 2})
     for name in ("a", "b"):
         episodes = world.play(name, 1, 1)
         assert [world.swarm.episode(episode.id).dropped for episode in episodes] == ["zero_variance"] * 2
@@ -166,7 +166,7 @@ def test_zero_variance_groups_are_kept_by_default(world: World) -> None:
 
 
 def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -> None:
-    world = make_world(algorithm={"drop_zero_variance": True})
+    world = make_world(recipe={"drop_zero_variance": True})
     for critic in (0.0, 1.0):
         episode = world.begin("a")
         world.call(episode, 5, role="critic")
@@ -175,7 +175,7 @@ def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -
 
 
 def test_rewards_that_differ_for_nothing_comparable_are_zero_variance(make_world: Make) -> None:
-    world = make_world(algorithm={"drop_zero_variance": True})
+    world = make_world(recipe={"drop_zero_variance": True})
     for by_role in ({"critic": 0.5}, {}):
         episode = world.begin("a")
         world.call(episode, 5, role="critic")

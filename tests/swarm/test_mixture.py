@@ -110,7 +110,7 @@ SLOW = {"fast": 1, "slow": 10}
         ({"batch_size": 4, "spare_groups": 2}, {"fast": 1.0, "slow": 1.0}),
         ({"batch_size": 3, "spare_episodes": 1}, {"fast": 2.0, "slow": 1.0}),
         ({"batch_size": 3, "max_staleness": 1, "spare_groups": 2}, {"fast": 1.0, "slow": 1.0}),
-        ({"batch_size": 4, "algorithm": {"drop_zero_variance": True}}, {"fast": 1.0, "slow": 1.0}),
+        ({"batch_size": 4, "recipe": {"drop_zero_variance": True}}, {"fast": 1.0, "slow": 1.0}),
     ],
     ids=str,
 )

@@ -65,7 +65,7 @@ JOBS = st.fixed_dictionaries(
         "batch_size": st.integers(1, 2),
         "group_size": st.integers(2, 3),
         "task_weights": st.sampled_from([{}, {"s": 2.0, "*": 1.0}]),
-        "algorithm": st.fixed_dictionaries({"drop_zero_variance": st.booleans(), "max_dropped_groups": st.just(2)}),
+        "recipe": st.fixed_dictionaries({"drop_zero_variance": st.booleans(), "max_dropped_groups": st.just(2)}),
     }
 )
 

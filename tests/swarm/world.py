@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentjet.config import AlgorithmConfig, JobConfig
+from agentjet.config import JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
-from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.registry import make_recipe
 from agentjet.swarm import Batch, Episode, Journal, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
@@ -22,9 +22,8 @@ class World:
     """Short words for long requests; `reopen` is a restart of the server on the same folder."""
 
     def __init__(self, folder: Path, *, policies: tuple[str, ...] = (), **job: Any) -> None:
-        algorithm = AlgorithmConfig(**job.pop("algorithm", {}))
         settings = {"batch_size": 2, "group_size": 2, "lease_seconds": LEASE, "max_episode_seconds": MAX_SECONDS}
-        self.job = JobConfig(**(settings | job), algorithm=algorithm)
+        self.job = JobConfig(**(settings | job | {"recipe": make_recipe(job.get("recipe", "grpo"))}))
         self.policies = policies
         self.path = folder / "journal.sqlite"
         self.now = 1000.0
@@ -50,7 +49,7 @@ class World:
 
     def forest(self, batch: Batch) -> Forest:
         """The forest of a batch, with the advantages that its recipe computes."""
-        return Recipe(batch.job.algorithm).prepared(self.training(batch))[0]
+        return batch.job.recipe.columns(self.training(batch), {})[0]
 
     def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
         asked = {"task_id": "t", "group": group} | request

@@ -18,6 +18,7 @@ from agentjet.cli import (
     episodes,
     load_example,
     printable,
+    recipes,
     research,
     run,
     runs,
@@ -67,7 +68,7 @@ for command in (
 ):
     app.command()(command)
 app.command("eval")(run.evaluate)
-for group in (status, runs, episodes, checkpoints, cluster, data_dir, research):
+for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
     app.add_typer(group.app)
 
 

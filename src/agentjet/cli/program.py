@@ -196,6 +196,8 @@ class _PrintedReward(BaseModel):
 
     reward: float
     by_role: dict[str, float] = {}
+    by_turn: list[float] | dict[str, list[float]] = []
+    by_call: dict[str, float] = {}
     metrics: dict[str, float] = {}
 
 
@@ -220,4 +222,4 @@ def _parse_reward(text: str, place: str) -> Reward | dict[str, Reward]:
 
 def _checked_reward(found: Any) -> Reward:
     printed = _PrintedReward.model_validate({"reward": found} if isinstance(found, float) else found)
-    return Reward(printed.reward, printed.by_role, printed.metrics)
+    return Reward(printed.reward, printed.by_role, printed.metrics, printed.by_turn or (), printed.by_call)

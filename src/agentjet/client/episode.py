@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -204,7 +204,20 @@ def abort_reason(error: BaseException | None) -> str:
 
 
 def finish_body(reward: Reward) -> FinishRequest:
-    return FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
+    return FinishRequest(
+        reward=reward.value,
+        by_role=dict(reward.by_role),
+        by_call=dict(reward.by_call),
+        by_turn={role: list(rewards) for role, rewards in _turns(reward).items()},
+        metrics=dict(reward.metrics),
+    )
+
+
+def _turns(reward: Reward) -> Mapping[str, Sequence[float]]:
+    """The rewards of turns by role. The role is empty if the agent names none."""
+    if isinstance(reward.by_turn, Mapping):
+        return reward.by_turn
+    return {"": reward.by_turn} if reward.by_turn else {}
 
 
 def checked_reward(returned: object, policies: tuple[str, ...] = ()) -> Reward:
@@ -234,21 +247,31 @@ def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> R
     if not returned:
         raise _invalid_reward(f"the reward is empty: give a number for each of {', '.join(policies)}", policies[0])
     by_role: dict[str, float] = {}
+    by_turn: dict[str, Sequence[float]] = {}
+    by_call: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for name, given in returned.items():
         reward = _checked_numbers(given, f"reward[{name!r}]", f"reward[{name!r}].")
         by_role |= {name: reward.value} | {f"{name}/{role}": value for role, value in reward.by_role.items()}
+        by_turn |= {f"{name}/{role}" if role else name: rewards for role, rewards in _turns(reward).items()}
+        by_call |= reward.by_call
         metrics |= reward.metrics
-    return Reward(math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics)
+    return Reward(
+        math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics, by_turn or (), by_call
+    )
 
 
 def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
     if not isinstance(returned, Reward):
         return Reward(_checked_number(returned, name))
     _checked_number(returned.value, name)
-    for field_name, numbers in (("by_role", returned.by_role), ("metrics", returned.metrics)):
+    named = (("by_role", returned.by_role), ("by_call", returned.by_call), ("metrics", returned.metrics))
+    for field_name, numbers in named:
         for key, value in numbers.items():
             _checked_number(value, f"{prefix}{field_name}[{key!r}]")
+    for role, rewards in _turns(returned).items():
+        for turn, value in enumerate(rewards):
+            _checked_number(value, f"{prefix}by_turn[{role!r}][{turn}]")
     return returned
 
 

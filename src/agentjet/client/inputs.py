@@ -26,6 +26,8 @@ MAX_ROW_BYTES = 100_000
 """A row travels in a process's environment, where Linux allows 128 KiB."""
 FIXED = ("model", "sampler", "server")
 """Sections of the settings that a running server keeps."""
+NAMED = ("recipe", "loss")
+"""Sections that may be given by their name alone."""
 
 
 def build_request(kind: type[Body], **fields: Any) -> Body:
@@ -157,6 +159,8 @@ def _task(line: str, number: int, place: str) -> Task:
 def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the job settings with `changes`. Their keys are dotted names, with or without `job.` in front.
 
+    Another recipe, or another loss of it, begins with its own defaults: `recipe.name` replaces the whole section.
+
     Raises `ConfigError` for a setting outside the job, or for a key below a plain value. The server checks everything
     else.
     """
@@ -171,7 +175,9 @@ def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
         *sections, name = key.removeprefix("job.").split(".")
         values = edited
         for depth, inner in enumerate(sections, 1):
-            values = values.setdefault(inner, {})
+            parent, values = values, values.setdefault(inner, {})
+            if inner in NAMED and (isinstance(values, str) or (depth == len(sections) and name == "name")):
+                values = parent[inner] = {"name": values}
             if not isinstance(values, dict):
                 held = ".".join(["job", *sections[:depth]])
                 raise ConfigError(f"{key} = {value!r}: {held} is a value, {values!r}, not a section of settings")

@@ -48,18 +48,21 @@ async def learn(
 
 
 SUMS = ("forest/tokens_computed", "optim/steps", "optim/skipped_steps")
-MEANS = ("policy/clip_fraction", "policy/kl")
 MAXIMA = ("weights/learner", "weights/sampler")
 LAST = ("optim/lr", "weights/finite")
 
 
 def merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics of a batch from those of its optimiser steps. The first step has those of the whole batch."""
-    merged: dict[str, float] = {}
-    for step in reversed(steps):
-        merged |= step
-    for names, of in ((SUMS, sum), (MEANS, _mean), (MAXIMA, max), (LAST, lambda values: values[-1])):
-        merged |= {name: of([step[name] for step in steps]) for name in names if name in merged}
+    """Returns the metrics of a batch from those of its optimiser steps: means over the steps that have them, unless
+    listed above.
+    """
+    by_name: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            by_name.setdefault(name, []).append(value)
+    merged = {name: _mean(values) for name, values in by_name.items()}
+    for names, of in ((SUMS, sum), (MAXIMA, max), (LAST, lambda values: values[-1])):
+        merged |= {name: of(by_name[name]) for name in names if name in merged}
     merged["optim/grad_norm"] = _mean([n for step in steps if math.isfinite(n := step["optim/grad_norm"])])
     return merged
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from agentjet.config import AlgorithmConfig, ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, WorkerDied
+from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
     CheckpointStamp,
@@ -78,9 +79,9 @@ def check_capabilities(
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """The loss of one `forward_backward`: the algorithm, and which optimiser step of the batch it is for."""
+    """The loss of one `forward_backward`: the recipe, and which optimiser step of the batch it is for."""
 
-    algorithm: AlgorithmConfig
+    recipe: Recipe
     micro_batch_tokens: int
     seed: int
     """Seed of the random mini-batches."""
@@ -89,7 +90,7 @@ class LossSpec:
 
     @classmethod
     def of(cls, job: JobConfig, step: int = 0) -> Self:
-        return cls(job.algorithm, job.micro_batch_tokens, job.seed, step)
+        return cls(job.recipe, job.micro_batch_tokens, job.seed, step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Settings: the schema, its loader and its reference. The only package of the server that reads the environment."""
 
-from agentjet.config.job import AlgorithmConfig, JobConfig, OptimizerConfig, SideCallRule, unknown_policy
+from agentjet.config.job import JobConfig, OptimizerConfig, SideCallRule, unknown_policy
 from agentjet.config.loader import load_config, parse_config, server_token
 from agentjet.config.reference import changed_settings, settings_table
 from agentjet.config.schema import (
@@ -14,7 +14,6 @@ from agentjet.config.schema import (
 )
 
 __all__ = [
-    "AlgorithmConfig",
     "ComputeConfig",
     "JobConfig",
     "LoraConfig",

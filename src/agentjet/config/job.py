@@ -1,25 +1,19 @@
-"""The settings of a training job: batches, leases, algorithm, optimiser. Also `Section`, the base of every section."""
+"""The settings of a training job: batches, leases, recipe, optimiser."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
+from agentjet.recipes import registry
+from agentjet.recipes.recipe import Recipe
+from agentjet.section import Int64, Section
 from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
 
-
-def _check_int64(number: int) -> int:
-    if not -(2**63) <= number < 2**63:
-        raise ValueError("a whole number has 64 bits at most")
-    return number
-
-
-Int64 = Annotated[int, AfterValidator(_check_int64)]
-"""An integer that fits the journal and the messages to the worker."""
 TaskSetName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Weight = Annotated[float, Field(gt=0)]
 
@@ -39,20 +33,6 @@ def unknown_policy(name: str, policies: Sequence[str]) -> str:
     nearest = get_close_matches(name, policies, 1)
     way_out = f"did you mean {nearest[0]!r}?" if nearest else f"its policies are {', '.join(map(repr, policies))}"
     return f"the run has no policy {name!r}; {way_out}"
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, refuses unknown keys, takes field descriptions from docstrings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_not_one(cls, value: object, field: ValidationInfo) -> object:
-        assert field.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
-            raise ValueError("true and false are not values of this setting")
-        return value
 
 
 class OptimizerConfig(Section):
@@ -85,94 +65,6 @@ class OptimizerConfig(Section):
             raise ValueError(
                 f"total_steps = {self.total_steps} leaves no room after warmup_steps = {self.warmup_steps}: "
                 f"schedule = {self.schedule!r} needs total_steps above it, or schedule = 'constant'"
-            )
-        return self
-
-
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-
-
-class LossDefaults(NamedTuple):
-    """Clip bounds and aggregation from the publication of a loss."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: Aggregation = "token_mean"
-
-
-LOSS_DEFAULTS = {
-    "clip": LossDefaults(),
-    "gspo": LossDefaults(3e-4, 4e-4, "sequence_mean"),  # arXiv 2507.18071, section 5.1
-    "cispo": LossDefaults(),
-}
-"""Keys are the values of `job.algorithm.loss`."""
-
-
-class AlgorithmConfig(Section):
-    """Advantages, loss and off-policy correction. The formulas are in `src/agentjet/recipes/`."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Advantage of an episode: its reward minus the mean of its group. `grpo` divides by the group's standard
-    deviation, `dr_grpo` does not, `rloo` excludes the episode itself from the mean."""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """Policy loss: PPO's clipped token ratio, GSPO's clipped sequence ratio, or CISPO's clipped weight."""
-    clip_low: float = Field(0.0, ge=0)
-    """With a negative advantage, ratios below 1 - clip_low have no gradient. 0: 0.2, for `gspo` 3e-4."""
-    clip_high: float = Field(0.0, ge=0)
-    """With a positive advantage, ratios above 1 + clip_high have no gradient. 0: 0.2, for `gspo` 4e-4."""
-    dual_clip: float = Field(0.0, ge=0)
-    """Maximum ratio for negative advantages (dual-clip PPO); use a value above 1. 0: no maximum."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty (k3 estimator) against the reference, the weights of version 0. 0: no penalty."""
-    aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
-    """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means, or
-    sum / `constant`. `auto`: `token_mean`, for `gspo` `sequence_mean`."""
-    constant: float = Field(0.0, ge=0)
-    """For `aggregation = "constant"` (Dr. GRPO): divisor of the summed loss, besides the number of sequences."""
-    correction: Literal["none", "tis", "icepop", "mis"] = "none"
-    """Correction for tokens sampled by older weights. `tis`: truncated importance weights. `icepop`, `mis`: importance
-    weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not."""
-    correction_low: float = Field(0.5, ge=0)
-    """Ratios below this bound are outliers (`icepop`, `mis`)."""
-    correction_high: float = Field(2.0, gt=0)
-    """Ratios above this bound are reduced to it (`tis`) or are outliers (`icepop`, `mis`)."""
-    epochs: Int64 = Field(1, ge=1)
-    """Passes over each batch."""
-    mini_batches: Int64 = Field(1, ge=1)
-    """Optimiser steps in each pass."""
-    by_role: bool = False
-    """Compute the advantages of each role only over the episodes in which the role has calls (Dr. MAS)."""
-    drop_zero_variance: bool = False
-    """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
-    max_dropped_groups: Int64 = Field(0, ge=0)
-    """Maximum number of groups dropped for one batch; further ones are kept. 0: ten times `batch_size`."""
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        own = LOSS_DEFAULTS[self.loss]
-        return self.clip_low or own.clip_low, self.clip_high or own.clip_high
-
-    @property
-    def loss_aggregation(self) -> Aggregation:
-        return LOSS_DEFAULTS[self.loss].aggregation if self.aggregation == "auto" else self.aggregation
-
-    def with_defaults(self) -> Self:
-        """A copy in which the defaults of the loss are written out."""
-        low, high = self.clip_bounds
-        return self.model_copy(update={"clip_low": low, "clip_high": high, "aggregation": self.loss_aggregation})
-
-    @model_validator(mode="after")
-    def _constant_is_given(self) -> Self:
-        if self.aggregation == "constant" and self.constant <= 0:
-            raise ValueError("aggregation = 'constant' needs constant > 0, usually the maximum completion length")
-        return self
-
-    @model_validator(mode="after")
-    def _correction_allows_one(self) -> Self:
-        if not self.correction_low < 1 < self.correction_high:
-            raise ValueError(
-                f"correction_low = {self.correction_low} and correction_high = {self.correction_high} must lie on "
-                "either side of 1, the ratio of unchanged weights"
             )
         return self
 
@@ -236,8 +128,8 @@ class JobConfig(Section):
     """Extra episodes started in each group. When `group_size` of them have finished, the others end as `surplus`."""
     max_staleness: Int64 = Field(0, ge=0)
     """Maximum age of a trained token in policy versions. 0: on-policy. Above 0, episodes continue across batches, and
-    `algorithm.correction` can correct for the difference; sampling still pauses while a batch is learned."""
-    task_weights: dict[TaskSetName, Weight] = {}
+    `recipe.correction` can correct for the difference; sampling still pauses while a batch is learned."""
+    task_weights: dict[TaskSetName, Weight] = Field({})
     """Mixture of task sets in every batch, such as `{math = 2, code = 1}`. `"*"` is the weight of each task set that is
     not named; without it, such task sets are refused. Empty: first come, first served."""
     mix_code_versions: bool = False
@@ -267,24 +159,38 @@ class JobConfig(Section):
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)
     """Rules for side calls of agents: a separate role, or no training. The first matching rule applies."""
     sampling: SamplingConfig = SamplingConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    recipe: SerializeAsAny[Recipe] = Field(default_factory=registry.default_recipe)
+    """The algorithm: a name, such as `recipe = "gspo"`, or a section with `name` and parameters. `agentjet recipes`
+    lists them."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    optimizers: dict[PolicyName, OptimizerConfig] = {}
+    optimizers: dict[PolicyName, OptimizerConfig] = Field({})
     """Optimisers of single policies, such as `{planner = {lr = 1e-5}}`. Others have `[job.optimizer]`."""
 
     def optimizer_of(self, policy: str) -> OptimizerConfig:
         return self.optimizers.get(policy, self.optimizer)
 
-    def with_defaults(self) -> Self:
-        """A copy in which defaults that depend on other settings are written out."""
-        return self.model_copy(update={"algorithm": self.algorithm.with_defaults()})
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_is_a_recipe(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "algorithm" in values:
+            raise ValueError(
+                'job.algorithm is now job.recipe: advantage = "rloo" is recipe = "rloo", loss = "gspo" is recipe = '
+                '"gspo", or recipe.loss = "gspo" with another recipe. The clip bounds are in [job.recipe.loss], and '
+                "all other keys keep their names in [job.recipe]; docs/recipes.md lists the recipes"
+            )
+        return values
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _recipe_is_found(cls, value: object) -> object:
+        return registry.make_recipe(value)
 
     @model_validator(mode="after")
     def _groups_can_teach(self) -> Self:
-        if self.group_size < 2:
+        if self.group_size < self.recipe.smallest_group:
             raise ValueError(
-                f"group_size = {self.group_size}: {self.algorithm.advantage} compares the episodes of a group, "
-                "so a group of one has no training signal; set group_size to 2 or more"
+                f"group_size = {self.group_size}: recipe {self.recipe.name} compares the episodes of a group, so a "
+                f"smaller one has no training signal; set group_size to {self.recipe.smallest_group} or more"
             )
         if self.min_group_size > self.group_size:
             raise ValueError(f"min_group_size = {self.min_group_size} is above group_size = {self.group_size}")

@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from agentjet.config.job import Section
 from agentjet.config.reference import sections, settings
 from agentjet.config.schema import ServeConfig
 from agentjet.errors import ConfigError
+from agentjet.section import Section
 
 _SHAPES = {
     "tuple_type": "input should be a list, such as [1, 2]",
@@ -29,6 +29,8 @@ _SHAPES = {
 """Messages in the words of TOML, by pydantic's type of error."""
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
 MIN_TOKEN_LENGTH = 16
+NAMED = ("recipe", "loss")
+"""Sections that may be given by their name alone: `recipe = "gspo"` is `recipe = {name = "gspo"}`."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig:
@@ -96,6 +98,8 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     for section in sections:
         inner = values.setdefault(section, {})
+        if section in NAMED and isinstance(inner, str):
+            inner = values[section] = {"name": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"{key} = {value!r}: {section!r} is set to {inner!r} already and cannot hold settings")
         values = inner

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentjet.config.job import JobConfig, Section, SideCallRule
+from agentjet.config.job import JobConfig, SideCallRule
 from agentjet.config.schema import ServeConfig
+from agentjet.section import Section
 from agentjet.types import SamplerBounds
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -52,10 +53,10 @@ def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
-    """Returns one message for each job setting that differs. Defaults that depend on other settings are written out."""
-    values = [dict(_leaves(job.with_defaults().model_dump(mode="json"), "job.")) for job in (before, after)]
+    """Returns one message for each job setting that differs."""
+    values = [dict(_leaves(job.model_dump(mode="json"), "job.")) for job in (before, after)]
     names = dict.fromkeys([*values[0], *values[1]])
-    both = [(name, *(_toml(one[name]) if name in one else "not set" for one in values)) for name in names]
+    both = [(name, *(toml(one[name]) if name in one else "not set" for one in values)) for name in names]
     return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]
 
 
@@ -77,13 +78,14 @@ def settings_table() -> str:
         lines = [f"## `{head}`", "", cleandoc(section.__doc__ or ""), ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in settings(section):
-            default = f"`{_toml(field.default)}`"
-            lines.append(f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |")
+            default = f"`{toml(field.default)}`"
+            lines.append(f"| `{name}` | {type_of(field)} | {default} | {_cell(field.description or '')} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
-def _type(field: FieldInfo) -> str:
+def type_of(field: FieldInfo) -> str:
+    """Returns the type of a setting and its bounds, as the reference shows them."""
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     origin = get_origin(field.annotation)
@@ -104,7 +106,8 @@ def _type(field: FieldInfo) -> str:
     return " ".join([TYPES[field.annotation], ", ".join(bounds)]).strip()
 
 
-def _toml(value: object) -> str:
+def toml(value: object) -> str:
+    """Returns a default as TOML."""
     if value is PydanticUndefined:
         return "required"
     if value is None:

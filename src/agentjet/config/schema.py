@@ -12,7 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, field_validator, model_validator
 
-from agentjet.config.job import Int64, JobConfig, PolicyName, Section, unknown_policy
+from agentjet.config.job import JobConfig, PolicyName, unknown_policy
+from agentjet.section import Int64, Section
 from agentjet.types import SOLE_POLICY, SamplerBounds
 
 SamplerCount = Annotated[SamplerBounds, BeforeValidator(SamplerBounds.parse), PlainSerializer(str)]
@@ -203,7 +204,7 @@ class ServeConfig(Section):
     compute: ComputeConfig = ComputeConfig()
     server: ServerConfig = ServerConfig()
     policies: dict[PolicyName, PolicyConfig] = Field({})
-    job: JobConfig = JobConfig()
+    job: JobConfig = Field(default_factory=JobConfig)
 
     @property
     def policy_names(self) -> tuple[str, ...]:

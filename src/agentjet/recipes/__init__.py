@@ -1,8 +1,9 @@
-"""Recipes: from the facts of a batch to columns per token, and from these to a loss.
+"""Recipes: the algorithms of runs, from the facts of a batch to columns per token, and from these to a loss.
 
-To add a loss, an advantage, an aggregation or a correction:
+* `recipe.Recipe` has the hooks. `policy_gradient.PolicyGradient` is the base of GRPO and its relatives.
+* `shelf/NAME.py` is the built-in recipe NAME. A new file there is a new recipe; `tests/recipes/` has its numbers.
+* `registry` finds recipes by name: the shelf, then the entry points of installed packages, then import paths.
 
-1. Write the pure function in `losses` or `advantages`, and add it to the table there (`LOSSES`, `ADVANTAGES`, ...).
-2. Add its name, and default clip bounds, in `config.job`.
-3. Add a test on three tokens against hand arithmetic in `tests/recipes`.
+Configuration imports this package in every process, so `recipe` and `registry` import no NumPy, and no module imports
+torch outside functions.
 """

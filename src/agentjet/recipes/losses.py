@@ -1,67 +1,95 @@
-"""Policy losses per token, corrections for stale or mismatched samples, and aggregations. Pure functions.
+"""Policy losses per token, corrections for stale or mismatched samples, and aggregations.
 
-Shapes: M targets. `logp` is the policy's log-probability, with gradient. `old` is that of sampling, or of the batch's
-start. Both are at the sampling temperature. `AGGREGATIONS` turn token losses into one number.
-
-Each loss also returns the tokens that it clipped, because only the loss has the ratio and its bounds.
+Shapes: M targets. `logp` is the policy's log-probability, with gradient. The column `logprob` is that of sampling, or
+of the batch's start. Both are at the sampling temperature. `AGGREGATIONS` turn token losses into one number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from agentjet.config import AlgorithmConfig
+from agentjet.recipes import registry
+from agentjet.recipes.recipe import Component
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this bound, so that their exponentials stay finite."""
+CLIP_FRACTION = "policy/clip_fraction"
 
 
-class TokenLoss(NamedTuple):
-    """The losses [M], and True [M] where the clip changed a token's gradient."""
+class PolicyLoss(Component):
+    """The loss of a token from its log-probability and its advantage. A recipe with another loss is a subclass.
 
-    loss: Tensor
-    clipped: Tensor
-
-
-def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO), optionally dual clip (1912.09729)."""
-    loss, clipped = _surrogate(log_ratio(logp, old).exp(), advantage, algorithm)
-    if algorithm.dual_clip:
-        cap = -advantage * algorithm.dual_clip
-        clipped = clipped | ((advantage < 0) & (loss > cap))
-        loss = loss.minimum(cap).where(advantage < 0, loss)
-    return TokenLoss(loss, clipped)
-
-
-def gspo_loss(logp: Tensor, sequence_log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
-    """GSPO (2507.18071): the clipped surrogate on the sequence's geometric mean ratio.
-
-    `sequence_log_ratio` [M] is the mean of logp - old over each token's sequence, without gradient. The gradient flows
-    through the token.
+    With a correction, the advantage is scaled by an importance weight, so the loss must be linear in the advantage.
     """
-    return _surrogate((sequence_log_ratio + logp - logp.detach()).clamp(max=10.0).exp(), advantage, algorithm)
+
+    reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage")
+    """Columns of the targets that the loss reads. With `sequence_log_ratio` it gets every token of a sequence."""
+    reports: ClassVar[tuple[str, ...]] = (CLIP_FRACTION,)
+    """Metrics that are 0 for tokens without advantage."""
+    aggregation: ClassVar[str] = "token_mean"
+    """The aggregation of its publication, a key of `AGGREGATIONS`."""
+    is_linear: ClassVar[bool] = True
+    """True if the loss is linear in the advantage: advantage 0 has no gradient, and a correction can scale it."""
+
+    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses [M], and metrics [M]."""
+        raise NotImplementedError
 
 
-def cispo_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
-    """CISPO (2506.13585): REINFORCE with a clipped, detached ratio as weight; every token keeps a gradient."""
-    low, high = algorithm.clip_bounds
-    ratio = log_ratio(logp, old).exp()
-    weight = ratio.clamp(1 - low, 1 + high)
-    return TokenLoss(-weight.detach() * advantage * logp, (weight != ratio) & (advantage != 0))
+class Clip(PolicyLoss):
+    """PPO's clipped surrogate with separate bounds, optionally with dual clip.
+
+        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),  r = policy / sampling policy
+
+    Source: PPO arXiv 1707.06347, bounds of DAPO 2503.14476, dual clip 1912.09729. Confidence: reproduced.
+    """
+
+    name: str = "clip"
+    clip_low: float = Field(0.2, ge=0)
+    """With a negative advantage, ratios below 1 - clip_low have no gradient."""
+    clip_high: float = Field(0.2, ge=0)
+    """With a positive advantage, ratios above 1 + clip_high have no gradient."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Maximum ratio for negative advantages; use a value above 1. 0: no maximum."""
+
+    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        advantage = columns["advantage"]
+        ratio = log_ratio(logp, columns["logprob"]).exp()
+        loss, clipped = surrogate(ratio, advantage, self.clip_low, self.clip_high)
+        if self.dual_clip:
+            cap = -advantage * self.dual_clip
+            clipped = clipped | ((advantage < 0) & (loss > cap))
+            loss = loss.minimum(cap).where(advantage < 0, loss)
+        return loss, {CLIP_FRACTION: clipped}
 
 
-def _surrogate(ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
-    """PPO's pessimistic surrogate: the clip acts only where it removes an incentive to move further."""
-    low, high = algorithm.clip_bounds
+def find_loss(name: str) -> type[PolicyLoss]:
+    """Returns a loss by name: `clip`, the loss of a recipe, or an import path. Raises `ValueError`."""
+    if name == Clip.model_fields["name"].default:
+        return Clip
+    if ":" in name:
+        return registry.load(name, PolicyLoss)
+    field = registry.find(name).model_fields.get("loss")
+    if field is None or not isinstance(field.default, PolicyLoss):
+        raise ValueError(f"the recipe {name!r} has no policy loss: choose another, such as 'clip' or 'gspo'")
+    return type(field.default)
+
+
+def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic surrogate [M], and True [M] where the clip changed the gradient.
+
+    The clip acts only where it removes an incentive to move further.
+    """
     unclipped, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
-    return TokenLoss(unclipped.maximum(clipped), clipped > unclipped)
+    return unclipped.maximum(clipped), clipped > unclipped
 
 
 def kl_k3(logp: Tensor, reference: Tensor) -> Tensor:
@@ -75,43 +103,32 @@ def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
     return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-class Loss(NamedTuple):
-    """A loss per token: `function(logp, *columns, algorithm)`, with the columns of the targets that it reads.
-
-    A loss that reads `sequence_log_ratio` needs every token of a sequence.
-    """
-
-    function: Callable[..., TokenLoss]
-    reads: tuple[str, ...] = ("logprob", "advantage")
+Aggregation = Callable[[NDArray[np.int32], int, float], NDArray[np.float32]]
 
 
-LOSSES: dict[str, Loss] = {
-    "clip": Loss(clip_loss),
-    "gspo": Loss(gspo_loss, reads=("sequence_log_ratio", "advantage")),
-    "cispo": Loss(cispo_loss),
-}
-"""By the name in `job.algorithm.loss`."""
-
-
-def token_mean(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+def token_mean(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
     """1 / M for each token."""
     return np.full(len(sequence), 1 / len(sequence), np.float32)
 
 
-def sequence_mean(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+def sequence_mean(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
     """1 / (tokens of the token's sequence x sequences)."""
     _, inverse, counts = np.unique(sequence, return_inverse=True, return_counts=True)
     return (1 / (counts[inverse] * num_sequences)).astype(np.float32)
 
 
-def constant(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
-    """1 / (`algorithm.constant` x sequences), Dr. GRPO (2503.20783)."""
-    return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
+def constant(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
+    """1 / (`constant` x sequences), Dr. GRPO (2503.20783)."""
+    return np.full(len(sequence), 1 / (constant * num_sequences), np.float32)
 
 
-AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "constant": constant}
-"""By the name in `job.algorithm.aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted
-sum, for any micro-batches. `sequence` [M] numbers the (episode, role) of each token.
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant": constant,
+}
+"""By the name in `aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted sum, for any
+micro-batches. `sequence` [M] numbers the (episode, role) of each token.
 """
 
 
@@ -122,24 +139,24 @@ class Correction(NamedTuple):
     counts: NDArray[np.bool_]
 
 
-def tis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
+def tis(rho: NDArray[np.float32], low: float, high: float) -> Correction:
     """Truncated importance sampling: `min(rho, high)` (IMPALA's truncation, arXiv 1802.01561, on tokens)."""
-    return Correction(np.minimum(rho, np.float32(algorithm.correction_high)), np.ones(len(rho), bool))
+    return Correction(np.minimum(rho, np.float32(high)), np.ones(len(rho), bool))
 
 
-def icepop(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
+def icepop(rho: NDArray[np.float32], low: float, high: float) -> Correction:
     """rho inside `[low, high]`, 0 outside. Every token counts (2510.18855)."""
-    return Correction(mis(rho, algorithm).weight, np.ones(len(rho), bool))
+    return Correction(mis(rho, low, high).weight, np.ones(len(rho), bool))
 
 
-def mis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
+def mis(rho: NDArray[np.float32], low: float, high: float) -> Correction:
     """Masked importance sampling: rho inside `[low, high]`. A token outside does not count."""
-    inside = (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
+    inside = (rho >= low) & (rho <= high)
     return Correction(np.where(inside, rho, np.float32(0)), inside)
 
 
 CORRECTIONS = {"tis": tis, "icepop": icepop, "mis": mis}
-"""By the name in `job.algorithm.correction`."""
+"""By the name in `correction`."""
 
 
 def importance_ratio(proximal: NDArray[np.float32], behaviour: NDArray[np.float32]) -> NDArray[np.float32]:

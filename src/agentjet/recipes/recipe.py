@@ -1,105 +1,147 @@
-"""The recipe of a run: how facts about episodes become columns of a forest, and how columns become a loss.
+"""`Recipe`: the algorithm of a run. Its fields are its parameters, and its methods are the hooks.
 
-A new advantage, loss, aggregation or correction is an entry in its table. Shapes: M targets.
+The gateway and the learner call the hooks:
+
+| hook | called by | returns |
+|---|---|---|
+| `accept` | gateway, for each finished group | '' to train the group, else the reason to drop it |
+| `needs` | learner, once a batch | what must be computed before `columns` |
+| `columns` | learner, once a batch | the forest with one number per token and column |
+| `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
+| `token_loss` | learner, for each micro-batch | the loss of each token |
+
+A recipe is immutable and has no state, so a replay of the journal gives the same weights. Shapes: M targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
 
-from agentjet.config import AlgorithmConfig
-from agentjet.recipes.advantages import sequence_advantages
-from agentjet.recipes.losses import AGGREGATIONS, CORRECTIONS, LOSSES, importance_ratio, kl_k3
-from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest, select
+from agentjet.section import Int64, Section
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-MISMATCH = "policy/mismatch_kl"
+    from agentjet.timeline.batch import TrainingBatch
+    from agentjet.timeline.forest import Forest
+
+Need = Literal["proximal", "reference"]
+"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0."""
 
 
-class Recipe:
-    """GRPO and its relatives: an advantage per sequence, a policy loss, optionally a correction and a KL term."""
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """The G episodes of a group whose members have all finished, for `Recipe.accept`."""
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self.algorithm = algorithm
-        self._loss = LOSSES[algorithm.loss]
-        self._correction = None if algorithm.correction == "none" else CORRECTIONS[algorithm.correction]
-        self.reads = (*self._loss.reads, "reference") if algorithm.kl_coef else self._loss.reads
-        """Columns that `token_loss` reads."""
+    task_id: str
+    task_set: str
+    rewards: Sequence[float]
+    """The reward [G] of each episode."""
+    metrics: Sequence[Mapping[str, float]]
+    """The metrics [G] that clients sent with the rewards."""
+    num_tokens: Sequence[int]
+    """Sampled tokens [G] of each episode."""
+    is_uniform: bool
+    """True if all rewards are equal: those of the episodes, and those by role, call and turn."""
+
+
+class Component(Section):
+    """A recipe or a part of one, chosen by name. Unknown parameters are refused with the nearest name."""
+
+    name: str = ""
+    """The name or import path by which it was chosen."""
+
+    @classmethod
+    def parameters(cls) -> Iterator[tuple[str, FieldInfo]]:
+        """Returns the parameters by name, without those of inner parts."""
+        return ((name, field) for name, field in cls.model_fields.items() if name != "name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parameters_are_known(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key not in cls.model_fields:
+                known = [name for name, _ in cls.parameters()]
+                nearest = get_close_matches(str(key), known, 1)
+                way_out = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known) or 'none'}"
+                name = values.get("name") or cls.model_fields["name"].default or cls.__name__
+                raise ValueError(f"{name!r} has no parameter {key!r}; {way_out}")
+        return values
+
+
+class Recipe(Component):
+    """The algorithm of the run. These parameters exist in every recipe; docs/recipes.md has the others of each one."""
+
+    name: str = "grpo"
+    """Name, or import path `package.module:Class`. `recipe = "gspo"` is short for a section with this name."""
+    epochs: Int64 = Field(1, ge=1)
+    """Passes over each batch."""
+    mini_batches: Int64 = Field(1, ge=1)
+    """Optimiser steps in each pass."""
+    max_dropped_groups: Int64 = Field(0, ge=0)
+    """Maximum number of groups that the recipe drops for one batch; further ones are trained. 0: ten times
+    `batch_size`."""
+
+    needs_call_rewards: ClassVar[bool] = False
+    """True if episodes that end without rewards of calls (`by_turn`, `by_call`) are refused."""
+    smallest_group: ClassVar[int] = 1
+    """Smallest `job.group_size` that has a training signal."""
 
     @property
-    def corrects(self) -> bool:
-        """True if `prepared` needs the log-probabilities of the present weights."""
-        return self._correction is not None
+    def needs(self) -> frozenset[Need]:
+        """Log-probabilities that the learner computes for `columns`, once a batch, over all targets."""
+        return frozenset()
 
-    def prepared(
-        self, batch: TrainingBatch, proximal: NDArray[np.float32] | None = None
-    ) -> tuple[Forest, dict[str, float]]:
-        """Returns the forest of the targets that count, with their advantages after the correction, and metrics.
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that `token_loss` reads. The learner computes `reference` and `sequence_log_ratio` if missing.
 
-        `proximal` are the log-probabilities [M] of the present weights. With a correction, they become the old
-        log-probabilities, and the correction scales the advantages. Every loss is linear in the advantage.
+        `reference` [M]: log-probabilities of the weights of version 0. `sequence_log_ratio` [M]: mean of
+        logp - logprob over the token's sequence, without gradient.
         """
-        advantage = self._advantage(batch)
-        forest = batch.forest.with_columns(advantage=advantage)
-        if not forest.num_targets:
-            return forest, {}
-        behaviour = forest["logprob"]
-        # The entropy is unbiased, over every sampled token, and needs no forward pass.
-        metrics = {"policy/entropy": -float(behaviour.mean(dtype=np.float64))}
-        if self._correction is None:
-            return forest, metrics
-        import torch
+        return ("logprob",)
 
-        assert proximal is not None
-        weight, counts = self._correction(importance_ratio(proximal, behaviour), self.algorithm)
-        metrics |= {
-            MISMATCH: float(kl_k3(torch.from_numpy(behaviour.copy()), torch.from_numpy(proximal)).mean()),
-            "policy/correction_mean": float(weight.mean()),
-            "policy/correction_dropped": float((weight == 0).mean()),
-        }
-        forest = forest.with_columns(advantage=advantage * weight, logprob=proximal)
-        return forest if counts.all() else select(forest, counts), metrics
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Metrics of `token_loss` that are 0 for a token that is not computed."""
+        return ()
 
-    def _advantage(self, batch: TrainingBatch) -> NDArray[np.float32]:
-        facts = batch.facts
-        if facts is None:
-            return batch.forest["advantage"]
-        advantages_ER = sequence_advantages(facts, self.algorithm)
-        return advantages_ER[facts.call_episode, facts.call_role][batch.forest["call"]].astype(np.float32)
+    def accept(self, group: FinishedGroup) -> str:
+        """Returns '' to train a finished group, or the reason to drop it. Drops are counted by reason."""
+        return ""
+
+    def columns(
+        self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
+    ) -> tuple[Forest, dict[str, float]]:
+        """Returns the forest of the targets that count, with the columns that the loss reads, and metrics.
+
+        `outputs` has the log-probabilities [M] of each of `needs`.
+        """
+        return batch.forest, {}
 
     def weights(self, forest: Forest) -> NDArray[np.float32]:
-        """The weight [M] of each token in the loss of a mini-batch."""
-        aggregation = AGGREGATIONS[self.algorithm.loss_aggregation]
-        return aggregation(forest["sequence"], forest.num_sequences, self.algorithm)
+        """Returns the weight [M] of each token in the loss of a mini-batch. Default: 1 / M, the mean."""
+        import numpy as np
+
+        return np.full(forest.num_targets, 1 / max(1, forest.num_targets), np.float32)
 
     def contributing(self, forest: Forest) -> NDArray[np.bool_]:
-        """The targets [M] that must be computed.
+        """Returns True [M] for targets that must be computed. Others have no gradient. Default: all."""
+        import numpy as np
 
-        Without a KL term, a token with advantage 0 adds nothing to the loss. A loss over sequence ratios needs every
-        token of a sequence that has any advantage.
-        """
-        if self.algorithm.kl_coef:
-            return np.full(forest.num_targets, True)
-        contributes: NDArray[np.bool_] = forest["advantage"] != 0
-        if "sequence_log_ratio" in self.reads:
-            contributes = np.isin(forest["sequence"], forest["sequence"][contributes])
-        return contributes
+        return np.full(forest.num_targets, True)
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses [M] of tokens, with gradient, and metrics [M] whose means are reported.
 
         `logp` [M] are their log-probabilities, with gradient.
         """
-        loss, clipped = self._loss.function(logp, *(columns[name] for name in self._loss.reads), self.algorithm)
-        metrics = {"policy/clip_fraction": clipped}
-        if self.algorithm.kl_coef:
-            metrics["policy/kl"] = kl = kl_k3(logp, columns["reference"])
-            loss = loss + self.algorithm.kl_coef * kl
-        return loss, metrics
+        raise NotImplementedError

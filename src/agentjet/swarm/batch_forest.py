@@ -61,7 +61,7 @@ def build(
         ]
         rewards_E = [reward_of(episode, policy, policies) for episode in members_E]
         named_E = [{role: r for role, r in episode.by_role.items() if role not in policies} for episode in members_E]
-        facts = _facts(batch, rewards_E, named_E, own_E)
+        facts = _facts(batch, members_E, rewards_E, named_E, own_E)
         forest = _forest(own_E)
         found[policy] = TrainingBatch(batch.id, forest, facts)
         num_calls += len(facts.call_turn)
@@ -93,19 +93,20 @@ def _forest(sequences_E: Sequence[Sequences]) -> Forest:
 
 def _facts(
     batch: Batch,
+    members_E: Sequence[Episode],
     rewards_E: Sequence[float | None],
     named_E: Sequence[Mapping[str, float]],
     sequences_E: Sequence[Sequences],
 ) -> Facts:
     """`rewards_E` are the rewards of the episodes, `named_E` those that they name for single roles."""
     roles = tuple(dict.fromkeys(role for sequences in sequences_E for role in sequences))
-    calls = [
-        (e, roles.index(role), turn)
+    found = [
+        (call, (e, roles.index(role), turn))
         for e, sequences in enumerate(sequences_E)
         for role, (_, trained) in sequences.items()
-        for turn in range(len(trained))
+        for turn, call in enumerate(trained)
     ]
-    of_call = np.asarray(calls, np.int32).reshape(-1, 3)
+    of_call = np.asarray([place for _, place in found], np.int32).reshape(-1, 3)
     shape_ER = len(rewards_E), len(roles)
     spoke = [[role in sequences for role in roles] for sequences in sequences_E]
     named = [[by_role.get(role, np.nan) for role in roles] for by_role in named_E]
@@ -118,6 +119,17 @@ def _facts(
         call_episode=of_call[:, 0].copy(),
         call_role=of_call[:, 1].copy(),
         call_turn=of_call[:, 2].copy(),
+        call_rewards=np.asarray(
+            [members_E[e].call_rewards.get(call.id, np.nan) for call, (e, *_) in found], np.float64
+        ),
+        call_truncated=np.asarray([call.finish_reason == "length" for call, _ in found], bool),
+        tasks=tuple((member.task_set, member.task_id) for member in members_E),
+        seconds=np.asarray([(member.ended or member.begun) - member.begun for member in members_E], np.float64),
+        metrics={
+            name: np.asarray([member.metrics.get(name, np.nan) for member in members_E], np.float64)
+            for name in sorted({name for member in members_E for name in member.metrics})
+        },
+        code_versions=tuple(member.code_version for member in members_E),
     )
 
 

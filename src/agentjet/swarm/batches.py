@@ -82,7 +82,7 @@ class Batches:
         batch = Batch(
             id=store.policy_version,
             groups=tuple(group.members for group in chosen),
-            job=store.job.with_defaults(),
+            job=store.job,
             composed=self._clock(),
             carry=self._mixture.carry(chosen),
         )

@@ -22,6 +22,7 @@ from agentjet.errors import Conflict, InvalidRequest, Later
 from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest
 from agentjet.swarm import groups
 from agentjet.swarm.batches import Batches
+from agentjet.swarm.call_rewards import call_rewards
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
@@ -222,7 +223,8 @@ class SwarmState:
     def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         """End an episode with its reward. The same reward again gives the same answer.
 
-        Raises `InvalidRequest` (`invalid_reward`) when `by_role` has an unknown name or lacks a policy of the run.
+        Raises `InvalidRequest` (`invalid_reward`) when `by_role` has an unknown name or lacks a policy of the run, or
+        rewards of calls are wrong, or are missing although the recipe needs them.
         Raises `Conflict`: `episode_expired`, `episode_aborted`, or `episode_finished` when it ended with another
         reward.
         """
@@ -232,15 +234,30 @@ class SwarmState:
         if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        score = (request.reward, request.by_role, request.metrics)
-        if episode.status == "finished" and (episode.reward, episode.by_role, episode.metrics) == score:
+        of_calls = call_rewards(self._journal, episode_id, request)
+        score = (request.reward, request.by_role, of_calls, request.metrics)
+        recorded = (episode.reward, episode.by_role, episode.call_rewards, episode.metrics)
+        if episode.status == "finished" and recorded == score:
             return episode
         episode = self._live(episode_id)
+        recipe = self.job.recipe
+        if recipe.needs_call_rewards and not of_calls and episode.mode == "train" and episode.num_calls:
+            raise InvalidRequest(
+                f"The recipe {recipe.name} needs rewards of calls: finish the episode with by_turn or by_call.",
+                code="invalid_reward",
+                status=422,
+                param="by_turn",
+            )
         now = self._clock()
         with self.store.transaction():
-            by_role, metrics = dict(request.by_role), dict(request.metrics)
             episode = replace(
-                episode, status="finished", ended=now, reward=request.reward, by_role=by_role, metrics=metrics
+                episode,
+                status="finished",
+                ended=now,
+                reward=request.reward,
+                by_role=dict(request.by_role),
+                call_rewards=of_calls,
+                metrics=dict(request.metrics),
             )
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)

@@ -16,6 +16,7 @@ from typing import Any
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
+from agentjet.recipes.recipe import FinishedGroup
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
 from agentjet.swarm.state import Episode, Group, reward_of
 from agentjet.swarm.store import Leases, Store
@@ -221,19 +222,30 @@ def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
         return "too_few"
     if not any(member.num_tokens for member in members):
         return "no_tokens"
-    if job.algorithm.drop_zero_variance and all_equal(members, store.policies):
-        cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
-        if store.state.lost("groups", store.next_batch).get("zero_variance", 0) < cap:
-            return "zero_variance"
-    return ""
+    cap = job.recipe.max_dropped_groups or 10 * job.batch_size
+    lost = store.state.lost("groups", store.next_batch)
+    reason = job.recipe.accept(_finished_group(members, store.policies))
+    return reason if lost.get(reason, 0) < cap else ""
+
+
+def _finished_group(members: Sequence[Episode], policies: Sequence[str]) -> FinishedGroup:
+    return FinishedGroup(
+        task_id=members[0].task_id,
+        task_set=members[0].task_set,
+        rewards=[member.reward or 0.0 for member in members],
+        metrics=[member.metrics for member in members],
+        num_tokens=[member.num_tokens for member in members],
+        is_uniform=all_equal(members, policies),
+    )
 
 
 def all_equal(members: Sequence[Episode], policies: Sequence[str]) -> bool:
-    """True if every advantage would be 0: for each policy and each role the reward is the same in all members."""
+    """True if every advantage would be 0: each policy, role and call has the same reward in all members."""
     roles = {role for member in members for role in member.by_role} - {*policies}
     rewards = [{reward_of(member, policy, policies) for member in members} for policy in policies or (SOLE_POLICY,)]
     rewards += [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
-    return all(len(values) == 1 for values in rewards)
+    of_calls = {tuple(member.call_rewards.values()) for member in members}
+    return len(of_calls) == 1 and all(len(values) == 1 for values in rewards)
 
 
 def drop(store: Store, group: Group, reason: str, now: float) -> None:

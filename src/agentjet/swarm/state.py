@@ -41,6 +41,8 @@ class Episode:
     ended: float | None = None
     reward: float | None = None
     by_role: Mapping[str, float] = field(default_factory=dict)
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of single calls by call id, in the order of the calls."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     """Why it was aborted or expired."""

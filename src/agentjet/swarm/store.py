@@ -247,7 +247,7 @@ class Store:
         if kept is None:
             self.put_job(given)
             return ""
-        if kept.given.with_defaults() == given.with_defaults():
+        if kept.given == given:
             changed = ", ".join(changed_settings(given, kept.job))
             replaced = f"the job settings are those of revision {kept.revision}, which replaced the given ones: "
             return f"{replaced}{changed}" if changed else ""

@@ -6,6 +6,7 @@ weights. Shapes: E episodes, R roles, C calls, M targets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,23 @@ class Facts:
     """The role [C] of each call."""
     call_turn: IntArray
     """The number [C] of each call among the calls of its role in its episode, from 0."""
+    call_rewards: NDArray[np.float64]
+    """The reward [C] of each call; NaN if the episode names none."""
+    call_truncated: NDArray[np.bool_]
+    """True [C] if the call ended at its token limit."""
+    tasks: tuple[tuple[str, str], ...]
+    """Task set and task id [E] of each episode."""
+    seconds: NDArray[np.float64]
+    """Seconds [E] from begin to finish."""
+    metrics: Mapping[str, NDArray[np.float64]]
+    """The metrics that clients sent with the rewards: one value [E] by name; NaN if an episode has none."""
+    code_versions: tuple[str, ...]
+    """Version [E] of the agent's code."""
+
+    def of_tokens(self, values_ER: NDArray[np.float64], forest: Forest) -> NDArray[np.float64]:
+        """Returns for each target [M] the value of its episode and role."""
+        values_C: NDArray[np.float64] = values_ER[self.call_episode, self.call_role]
+        return values_C[forest["call"]]
 
 
 @dataclass(frozen=True, slots=True)

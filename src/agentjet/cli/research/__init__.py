@@ -144,7 +144,7 @@ def demo_plan(model: Path, seed: int) -> Plan:
         arms=(
             Arm("rate 1e-2"),
             Arm("rate 1e-5", {"job.optimizer.lr": 1e-5}),
-            Arm("wider clip", {"job.algorithm.clip_high": 0.28}),
+            Arm("wider clip", {"job.recipe.loss.clip_high": 0.28}),
         ),
         hypotheses=tuple(hypothesis(claim) for claim in claims),
         budget=30.0,

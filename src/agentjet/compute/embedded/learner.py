@@ -30,7 +30,8 @@ from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
 from agentjet.recipes.losses import kl_k3
-from agentjet.recipes.recipe import MISMATCH, Recipe
+from agentjet.recipes.policy_gradient import MISMATCH
+from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
@@ -52,11 +53,11 @@ class _PreparedBatch:
 
     @property
     def steps_per_epoch(self) -> int:
-        return max(1, min(self.loss.algorithm.mini_batches, self.forest.num_sequences))
+        return max(1, min(self.loss.recipe.mini_batches, self.forest.num_sequences))
 
     @property
     def num_steps(self) -> int:
-        return self.loss.algorithm.epochs * self.steps_per_epoch
+        return self.loss.recipe.epochs * self.steps_per_epoch
 
     def mini_batch(self, step: int) -> Forest:
         """Returns the whole sequences of one optimiser step. Each epoch deals them at random."""
@@ -93,9 +94,8 @@ class PolicyLearner:
 
         Raises `ComputeError` if a later step of a batch comes without its first step.
         """
-        recipe = Recipe(loss.algorithm)
         if loss.step == 0:
-            self._prepared = self._prepare(batch, loss, recipe)
+            self._prepared = self._prepare(batch, loss)
         prepared = self._prepared
         if prepared is None or (prepared.batch_id, prepared.loss) != (batch.id, replace(loss, step=0)):
             raise ComputeError(f"step {loss.step} of batch {batch.id} came without step 0 of the same batch and loss")
@@ -103,7 +103,7 @@ class PolicyLearner:
             raise ComputeError(f"step {loss.step} of batch {batch.id} is not one of its {prepared.num_steps} steps")
         if loss.step == prepared.num_steps - 1:
             self._prepared = None
-        metrics = self._add_gradient(prepared.mini_batch(loss.step), recipe, loss)
+        metrics = self._add_gradient(prepared.mini_batch(loss.step), loss.recipe, loss)
         if loss.step == 0:
             metrics |= prepared.metrics
         else:  # Only before the first optimiser step the learner has the weights that sampled.
@@ -153,9 +153,15 @@ class PolicyLearner:
             num_steps = outputs.num_steps
         return merged_metrics(steps)
 
-    def _prepare(self, batch: TrainingBatch, loss: LossSpec, recipe: Recipe) -> _PreparedBatch:
-        proximal = self._batch_logprobs(batch.forest, loss.micro_batch_tokens) if recipe.corrects else None
-        return _PreparedBatch(batch.id, loss, *recipe.prepared(batch, proximal))
+    def _prepare(self, batch: TrainingBatch, loss: LossSpec) -> _PreparedBatch:
+        outputs: dict[str, NDArray[np.float32]] = {}
+        if "proximal" in loss.recipe.needs:
+            outputs["proximal"] = self._batch_logprobs(batch.forest, loss.micro_batch_tokens)
+        if "reference" in loss.recipe.needs:
+            with self._reference_weights():
+                outputs["reference"] = self._batch_logprobs(batch.forest, loss.micro_batch_tokens)
+            batch = replace(batch, forest=batch.forest.with_columns(reference=outputs["reference"]))
+        return _PreparedBatch(batch.id, loss, *loss.recipe.columns(batch, outputs))
 
     def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch; returns means over its targets.
@@ -165,16 +171,15 @@ class PolicyLearner:
         """
         contributing = recipe.contributing(forest)
         if not contributing.any():
-            clipped = {"policy/clip_fraction": 0.0} if forest.num_targets else {}
-            return {**clipped, TOKENS_COMPUTED: 0.0}
+            return {**dict.fromkeys(recipe.reports if forest.num_targets else (), 0.0), TOKENS_COMPUTED: 0.0}
         weighted = select(forest.with_columns(weight=recipe.weights(forest)), contributing)
         pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
         if "sequence_log_ratio" in recipe.reads:
             pieces = self._with_sequence_ratios(pieces, int(weighted["sequence"].max()) + 1)
-        if "reference" in recipe.reads:
+        if "reference" in recipe.reads and "reference" not in weighted.targets:
             with self._reference_weights():
                 pieces = [_with_column(piece, "reference", _array(self.logprobs(piece))) for piece in pieces]
-        sums = defaultdict[str, float](float, {"policy/clip_fraction": 0.0})
+        sums = defaultdict[str, float](float, dict.fromkeys(recipe.reports, 0.0))
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()

@@ -20,6 +20,8 @@ from agentjet.research.servers import check_model
 
 FREE = frozenset({"job.seed", "job.max_steps"})
 """Job settings that the study controls: seeds and lengths of its trials."""
+PARTS = ("job.recipe.name", "job.recipe.loss.name")
+"""Settings that other settings and their defaults depend on."""
 
 
 class Prior(BaseModel):
@@ -87,11 +89,14 @@ def base_value(name: str, settings: Setting) -> Value:
     """Value of a setting that no arm changes: the subject's, or the default."""
     if name in settings:
         return settings[name]
-    loss = "job.algorithm.loss"  # defaults of other settings depend on it
-    config = parse_config({loss: settings[loss]} if loss in settings else {})
-    value: Any = {**config.model_dump(), "job": config.job.with_defaults().model_dump()}
+    config = parse_config({part: settings[part] for part in PARTS if part in settings})
+    value: Any = config.model_dump()
     for part in name.split("."):
+        if part not in value:
+            raise ConfigError(f"{name}: the recipe of this study has no such parameter")
         value = value[part]
+    if name == "job.recipe.aggregation" and value == "auto":
+        value = vars(config.job.recipe)["loss"].aggregation
     assert isinstance(value, bool | int | float | str), name
     return value
 

@@ -44,16 +44,16 @@ class PlanDraft:
 REMEDIES: tuple[tuple[str, Setting, str], ...] = (
     (
         "higher clip",
-        {"job.algorithm.clip_high": 0.28},
+        {"job.recipe.loss.clip_high": 0.28},
         "unlikely tokens may rise: against a collapse of the entropy",
     ),
     (
         "kl penalty",
-        {"job.algorithm.kl_coef": 0.02},
+        {"job.recipe.kl_coef": 0.02},
         "holds on to the starting policy: against drift and hacked rewards",
     ),
-    ("corrected", {"job.algorithm.correction": "tis"}, "against samples that are not the learner's own"),
-    ("refilled groups", {"job.algorithm.drop_zero_variance": True}, "against batches that teach nothing"),
+    ("corrected", {"job.recipe.correction": "tis"}, "against samples that are not the learner's own"),
+    ("refilled groups", {"job.recipe.drop_zero_variance": True}, "against batches that teach nothing"),
 )
 """Remedies for failing training, besides a third of the learning rate."""
 

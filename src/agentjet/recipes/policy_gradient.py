@@ -1,0 +1,223 @@
+"""`PolicyGradient`: the base of GRPO and its relatives. An advantage per token, a policy loss, corrections, a KL term.
+
+A new estimator overrides one of three methods: `group_advantages` from the rewards of a group, `sequence_advantages`
+from the facts of the batch, or `token_advantages`. Shapes: E episodes, R roles, G members of a group, M targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from agentjet.recipes import registry
+from agentjet.recipes.losses import AGGREGATIONS, CORRECTIONS, Clip, PolicyLoss, find_loss, importance_ratio, kl_k3
+from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Forest, select
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FloatArray = NDArray[np.float64]
+EPS = 1e-6
+"""Limits advantages at tiny standard deviations. verl uses the same value."""
+MISMATCH = "policy/mismatch_kl"
+
+
+class Comparison(NamedTuple):
+    """Episodes [G] that are compared with each other for one role, and their rewards [G]."""
+
+    episodes: NDArray[np.intp]
+    role: int
+    rewards: FloatArray
+
+
+class PolicyGradient(Recipe):
+    """The parameters and the arithmetic that policy gradients with group baselines share."""
+
+    loss: SerializeAsAny[PolicyLoss] = Clip()
+    """The policy loss: `clip`, the name of a recipe, whose loss is taken, or a section with `name` and parameters."""
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
+    """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means, or
+    sum / `constant`. `auto`: that of the loss."""
+    constant: float = Field(0.0, ge=0)
+    """For `aggregation = "constant"`: divisor of the summed loss, besides the number of sequences."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL penalty (k3 estimator) against the reference, the weights of version 0. 0: no penalty."""
+    correction: Literal["none", "tis", "icepop", "mis"] = "none"
+    """Correction for tokens sampled by older weights. `tis`: truncated importance weights. `icepop`, `mis`: importance
+    weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not."""
+    correction_low: float = Field(0.5, ge=0)
+    """Ratios below this bound are outliers (`icepop`, `mis`)."""
+    correction_high: float = Field(2.0, gt=0)
+    """Ratios above this bound are reduced to it (`tis`) or are outliers (`icepop`, `mis`)."""
+    by_role: bool = False
+    """Compute the advantages of each role only over the episodes in which the role has calls (Dr. MAS)."""
+    drop_zero_variance: bool = False
+    """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
+
+    smallest_group: ClassVar[int] = 2
+
+    # ---- advantages ----------------------------------------------------------------------------------------
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        """Returns the advantages [G] of episodes that are compared with each other."""
+        return centred(rewards_G)
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        """Returns the advantage [E, R] of each episode and role."""
+        assert batch.facts is not None
+        advantages_ER = np.zeros(batch.facts.spoke.shape)
+        for episodes, role, rewards_G in self.comparisons(batch.facts):
+            advantages_ER[episodes, role] = self.group_advantages(rewards_G)
+        return advantages_ER
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        """Returns the advantage [M] of each target."""
+        assert batch.facts is not None
+        return batch.facts.of_tokens(self.sequence_advantages(batch), batch.forest).astype(np.float32)
+
+    def comparisons(self, facts: Facts) -> Iterator[Comparison]:
+        """Yields the episodes that are compared, for each group and role.
+
+        If any member names a reward for the role, the members that do are compared by it. Otherwise all are compared by
+        the episode's reward. A member that is not compared has advantage 0.
+
+        With `by_role` only members in which the role spoke are compared (Dr. MAS, github.com/langfengQ/DrMAS). Each
+        member counts once, while Dr. MAS counts calls.
+        """
+        for group in np.unique(facts.groups):
+            members = np.flatnonzero(facts.groups == group)
+            for role in np.flatnonzero(facts.spoke[members].any(0)).tolist():
+                named_G = facts.role_rewards[members, role]
+                is_named_G = ~np.isnan(named_G)
+                compared_G = facts.spoke[members, role].copy() if self.by_role else np.ones(len(members), bool)
+                if is_named_G.any():
+                    compared_G &= is_named_G
+                if compared_G.any():
+                    rewards_G = np.where(is_named_G, named_G, facts.rewards[members])
+                    yield Comparison(members[compared_G], role, rewards_G[compared_G])
+
+    # ---- hooks ---------------------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset() if self.correction == "none" else frozenset({"proximal"})
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*self.loss.reads, "reference") if self.kl_coef else self.loss.reads
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        return self.loss.reports
+
+    def accept(self, group: FinishedGroup) -> str:
+        return "zero_variance" if self.drop_zero_variance and group.is_uniform else ""
+
+    def columns(
+        self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
+    ) -> tuple[Forest, dict[str, float]]:
+        """Adds advantages. With a correction, the log-probabilities of the present weights become the old ones, and the
+        correction scales the advantages.
+        """
+        advantage = batch.forest["advantage"] if batch.facts is None else self.token_advantages(batch)
+        forest = batch.forest.with_columns(advantage=advantage)
+        if not forest.num_targets:
+            return forest, {}
+        behaviour = forest["logprob"]
+        # The entropy is unbiased, over every sampled token, and needs no forward pass.
+        metrics = {"policy/entropy": -float(behaviour.mean(dtype=np.float64))}
+        if self.correction == "none":
+            return forest, metrics
+        import torch
+
+        proximal = outputs["proximal"]
+        correction = CORRECTIONS[self.correction]
+        ratio = importance_ratio(proximal, behaviour)
+        weight, counts = correction(ratio, self.correction_low, self.correction_high)
+        metrics |= {
+            MISMATCH: float(kl_k3(torch.from_numpy(behaviour.copy()), torch.from_numpy(proximal)).mean()),
+            "policy/correction_mean": float(weight.mean()),
+            "policy/correction_dropped": float((weight == 0).mean()),
+        }
+        forest = forest.with_columns(advantage=advantage * weight, logprob=proximal)
+        return forest if counts.all() else select(forest, counts), metrics
+
+    def weights(self, forest: Forest) -> NDArray[np.float32]:
+        name = self.loss.aggregation if self.aggregation == "auto" else self.aggregation
+        return AGGREGATIONS[name](forest["sequence"], forest.num_sequences, self.constant)
+
+    def contributing(self, forest: Forest) -> NDArray[np.bool_]:
+        """Without a KL term, a token with advantage 0 adds nothing to a loss that is linear in the advantage. A loss
+        over sequence ratios needs every token of a sequence that has any advantage.
+        """
+        if self.kl_coef or not self.loss.is_linear:
+            return np.full(forest.num_targets, True)
+        contributes: NDArray[np.bool_] = forest["advantage"] != 0
+        if "sequence_log_ratio" in self.reads:
+            contributes = np.isin(forest["sequence"], forest["sequence"][contributes])
+        return contributes
+
+    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = self.loss.token_loss(logp, columns)
+        if self.kl_coef:
+            metrics["policy/kl"] = kl = kl_k3(logp, columns["reference"])
+            loss = loss + self.kl_coef * kl
+        return loss, metrics
+
+    # ---- checks --------------------------------------------------------------------------------------------
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _loss_is_found(cls, value: object) -> object:
+        if isinstance(value, PolicyLoss):
+            return value
+        own: PolicyLoss = cls.model_fields["loss"].default
+        given = registry.as_table(value, "loss")
+        name = given.get("name") or own.name
+        if name == own.name:  # The recipe may have other defaults than the loss.
+            return type(own).model_validate({**own.model_dump(), **given, "name": name})
+        return find_loss(name).model_validate({**given, "name": name})
+
+    @model_validator(mode="after")
+    def _constant_is_given(self) -> Self:
+        if self.aggregation == "constant" and self.constant <= 0:
+            raise ValueError("aggregation = 'constant' needs constant > 0, usually the maximum completion length")
+        return self
+
+    @model_validator(mode="after")
+    def _correction_fits(self) -> Self:
+        if not self.correction_low < 1 < self.correction_high:
+            raise ValueError(
+                f"correction_low = {self.correction_low} and correction_high = {self.correction_high} must lie on "
+                "either side of 1, the ratio of unchanged weights"
+            )
+        if self.correction != "none" and not self.loss.is_linear:
+            raise ValueError(
+                f"correction = {self.correction!r}: the loss {self.loss.name!r} is not linear in the advantage, so an "
+                "importance weight cannot scale it; set correction to 'none'"
+            )
+        return self
+
+
+def centred(rewards_G: FloatArray) -> FloatArray:
+    """Returns `r - mean` [G]: exactly 0 for equal rewards, because rounding of the mean would give other values."""
+    rewards_G = np.asarray(rewards_G, np.float64)
+    if np.all(rewards_G == rewards_G[0]):
+        return np.zeros_like(rewards_G)
+    centred_G: FloatArray = rewards_G - rewards_G.mean()
+    return centred_G
+
+
+def lengths(batch: TrainingBatch) -> FloatArray:
+    """Returns the number [E, R] of targets of each episode and role."""
+    assert batch.facts is not None
+    lengths_ER = np.zeros(batch.facts.spoke.shape)
+    calls = batch.forest["call"]
+    np.add.at(lengths_ER, (batch.facts.call_episode[calls], batch.facts.call_role[calls]), 1)
+    return lengths_ER

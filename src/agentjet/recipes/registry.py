@@ -1,0 +1,96 @@
+"""Finds recipes by name.
+
+A name is a file of `shelf/`, an entry point `agentjet.recipes` of an installed package, or an import path
+`package.module:Class`. So an installed wheel adds its recipes, and a folder on `PYTHONPATH` adds them by import path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from agentjet.recipes import shelf
+from agentjet.recipes.recipe import Component, Recipe
+
+GROUP = "agentjet.recipes"
+DEFAULT = "grpo"
+Part = TypeVar("Part", bound=Component)
+
+
+def built_in() -> list[str]:
+    """Returns the names of the built-in recipes."""
+    return sorted(module.name for module in pkgutil.iter_modules(shelf.__path__))
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Returns the entry points of installed packages by name, without those of built-in names."""
+    own = set(built_in())
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in own}
+
+
+def default_recipe() -> Recipe:
+    return make_recipe(DEFAULT)
+
+
+def make_recipe(value: object) -> Recipe:
+    """Returns the recipe of a setting: a name, or a table with `name` and parameters. Raises `ValueError`."""
+    if isinstance(value, Recipe):
+        return value
+    given = as_table(value, "recipe")
+    name = given.get("name") or DEFAULT
+    return find(name).model_validate({**given, "name": name})
+
+
+def as_table(value: object, setting: str) -> Mapping[str, Any]:
+    """Returns the parameters of a part that is given by name or as a table. Raises `ValueError`."""
+    given = {"name": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping) or not isinstance(given.get("name", ""), str):
+        raise ValueError(f'give a name, such as {setting} = "gspo", or a section with name and parameters')
+    return given
+
+
+@cache
+def find(name: str) -> type[Recipe]:
+    """Returns the class of a recipe. Raises `ValueError` with the nearest name if there is none."""
+    if ":" in name:
+        return load(name, Recipe)
+    if name in built_in():
+        return _defined_in(importlib.import_module(f"{shelf.__name__}.{name}"))
+    others = installed()
+    if name in others:
+        return load(others[name].value, Recipe)
+    known = [*built_in(), *others]
+    nearest = get_close_matches(name, known, 1)
+    way_out = (
+        f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}, and 'package.module:Class'"
+    )
+    raise ValueError(f"there is no recipe {name!r}; {way_out}")
+
+
+def load(path: str, base: type[Part]) -> type[Part]:
+    """Returns the class of an import path `package.module:Class`. Raises `ValueError` if it is not a `base`."""
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # Boundary: the module is not ours.
+        raise ValueError(
+            f"{path!r} cannot be imported ({type(error).__name__}: {error}): install its package for the server, or "
+            "put its folder on PYTHONPATH"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{path!r} is not a subclass of {base.__module__}.{base.__name__}")
+    return found
+
+
+def _defined_in(module: Any) -> type[Recipe]:
+    [own] = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Recipe) and value.__module__ == module.__name__
+    ]
+    return own

@@ -1,0 +1,1 @@
+"""The built-in recipes. The file `NAME.py` defines the recipe `NAME`."""

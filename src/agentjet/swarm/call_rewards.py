@@ -1,0 +1,61 @@
+"""Rewards of single calls: from call ids and turn numbers of a finish request to the calls of the journal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from agentjet.errors import InvalidRequest
+from agentjet.protocol import FinishRequest
+from agentjet.swarm.batch_forest import find_orphans, load_trees
+from agentjet.swarm.journal import Journal
+
+
+def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> dict[str, float]:
+    """Returns the reward of each call that the request names, by call id, in the order of the calls.
+
+    A turn is the number of a call among the calls of its role that train. `by_call` wins over `by_turn`. Raises
+    `InvalidRequest` (`invalid_reward`) for an unknown call or role, and for more turns than the role has.
+    """
+    if not (request.by_call or request.by_turn):
+        return {}
+    trees = load_trees(journal, episode_id)
+    orphaned = find_orphans(journal, episode_id, trees)
+    turns: dict[str, list[str]] = {
+        role: [call.id for call in tree.calls if not call.untrained and call.id not in orphaned and call.completion]
+        for role, tree in trees.items()
+    }
+    given: dict[str, float] = {}
+    for role, rewards in request.by_turn.items():
+        if role not in turns:
+            raise _refused(f"by_turn[{role!r}]: {_unknown(role, list(turns), 'role')}", "by_turn")
+        if len(rewards) > len(turns[role]):
+            raise _refused(
+                f"by_turn[{role!r}] has {len(rewards)} rewards, and the role has {len(turns[role])} calls that train: "
+                "give one for each of them at most",
+                "by_turn",
+            )
+        given |= dict(zip(turns[role], rewards, strict=False))
+    calls = {call.id for tree in trees.values() for call in tree.calls}
+    for name, reward in _without_prefixes(request.by_call).items():
+        if name not in calls:
+            raise _refused(f"by_call[{name!r}]: the episode has no such call; give the `id` of an answer", "by_call")
+        given[name] = reward
+    return {call.id: given[call.id] for tree in trees.values() for call in tree.calls if call.id in given}
+
+
+def _without_prefixes(by_call: Mapping[str, float]) -> dict[str, float]:
+    """The ids of calls; those of answers have the prefix of their dialect, such as `chatcmpl-`."""
+    return {re.sub(r"^(chatcmpl|cmpl)-|^(resp|msg)_", "", name): reward for name, reward in by_call.items()}
+
+
+def _unknown(name: str, known: list[str], kind: str) -> str:
+    nearest = get_close_matches(name, known, 1)
+    return f"the episode has no {kind} {name!r}; " + (
+        f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(map(repr, known)) or 'none'}"
+    )
+
+
+def _refused(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_reward", status=422, param=param)

@@ -1,0 +1,66 @@
+"""Small batches for the arithmetic of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.registry import make_recipe
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Row, build_forest
+
+
+def make_batch(
+    groups: Sequence[Sequence[float]],
+    *,
+    calls: Sequence[Sequence[int]] | None = None,
+    turn_rewards: Sequence[Sequence[float]] = (),
+    metrics: Mapping[str, Sequence[float]] | None = None,
+) -> TrainingBatch:
+    """A batch of one role. `groups` are rewards of episodes; `calls` the tokens of each call of each episode, default
+    one call of two tokens.
+    """
+    rewards = [reward for group in groups for reward in group]
+    tokens_E = calls or [[2]] * len(rewards)
+    places = [(e, turn, size) for e, sizes in enumerate(tokens_E) for turn, size in enumerate(sizes)]
+    rows = [
+        Row(
+            np.array([1, 10 + number, *range(100, 100 + size)], np.int32),
+            slice(2, 2 + size),
+            {"logprob": -1.0, "version": 0, "sequence": e, "call": number, "temperature": 1.0},
+        )
+        for number, (e, _, size) in enumerate(places)
+    ]
+    facts = Facts(
+        groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]).astype(np.int32),
+        rewards=np.array(rewards, np.float64),
+        roles=("",),
+        role_rewards=np.full((len(rewards), 1), np.nan),
+        spoke=np.ones((len(rewards), 1), bool),
+        call_episode=np.array([e for e, _, _ in places], np.int32),
+        call_role=np.zeros(len(places), np.int32),
+        call_turn=np.array([turn for _, turn, _ in places], np.int32),
+        call_rewards=np.array([r for rewards in turn_rewards for r in rewards] or [np.nan] * len(places)),
+        call_truncated=np.zeros(len(places), bool),
+        tasks=(("", "t"),) * len(rewards),
+        seconds=np.ones(len(rewards)),
+        metrics={name: np.array(values, np.float64) for name, values in (metrics or {}).items()},
+        code_versions=("",) * len(rewards),
+    )
+    return TrainingBatch(0, build_forest(rows), facts)
+
+
+def recipe_of(name: str, **parameters: object) -> PolicyGradient:
+    recipe = make_recipe({"name": name, **parameters})
+    assert isinstance(recipe, PolicyGradient)
+    return recipe
+
+
+def advantages(batch: TrainingBatch, name: str, **parameters: object) -> list[float]:
+    """The advantage of each call: all its tokens have the same one."""
+    forest = recipe_of(name, **parameters).columns(batch, {})[0]
+    found = [forest["advantage"][forest["call"] == call] for call in range(int(forest["call"].max()) + 1)]
+    assert all(np.all(own == own[0]) for own in found)
+    return [float(own[0]) for own in found]

@@ -1,0 +1,168 @@
+"""Every built-in recipe against numbers worked out by hand, and what holds for all of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentjet.recipes import registry
+from agentjet.recipes.recipe import FinishedGroup
+from tests.recipes.batches import advantages, make_batch, recipe_of
+
+NAMES = registry.built_in()
+SCALED = {"rft", "mars"}
+"""Recipes whose advantages are not differences of rewards within a group."""
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "parameters", "expected"),
+    [
+        ("grpo", {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
+        ("cispo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("gspo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("awr", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("dr_grpo", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
+        ("dro", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
+        ("rloo", {"groups": [[0.2, 0.8, 0.5]]}, {}, [-0.45, 0.45, 0]),
+        # mean 3/5, variance 1.2/4 = 0.3 over the tokens 1 1 1 0 0
+        ("reinforce_pp", {"groups": [[1, 0]], "calls": [[3], [2]]}, {}, [0.730297, -1.095445]),
+        (
+            "reinforce_pp_baseline",
+            {"groups": [[1, 0], [1, 1]], "calls": [[2], [1], [2], [2]]},
+            {},
+            [1.242118, -1.656157, -0.20702, -0.20702],
+        ),
+        ("opo", {"groups": [[1, 0, 0]], "calls": [[2], [4], [2]]}, {}, [0.75, -0.25, -0.25]),  # 2 / 8 is the baseline
+        ("hapo_tlga", {"groups": [[1, 0]], "calls": [[2], [6]]}, {}, [1.732047, -0.577349]),
+        ("hapo_tlga", {"groups": [[1, 0]], "calls": [[1], [40]]}, {}, [0.707106, -0.707106]),  # 6.3 is too far
+        (
+            "rapo",  # two of four groups teach: factor 2
+            {"groups": [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]},
+            {},
+            [2.999994, *[-0.999998] * 3, *[0] * 8, 1.732048, 1.732048, -1.732048, -1.732048],
+        ),
+        (
+            "stratified_grpo",  # strata of 1, 2 and 3 turns
+            {"groups": [[1, 0, 1, 0, 0, 0, 1, 1]], "calls": [[1]] * 2 + [[1, 1]] * 4 + [[1, 1, 1]] * 2},
+            {},
+            [0.752767, -0.752767, *[1.38708] * 2, *[-0.587082] * 6, *[0.187083] * 6],
+        ),
+        (
+            "duration_aware",  # weights 1/3 1/3 1/3 3 of the advantages of GRPO
+            {"groups": [[1, 0, 0, 1]], "metrics": {"env_seconds": [1, 1, 1, 9]}},
+            {},
+            [0.288675, -0.288675, -0.288675, 2.598073],
+        ),
+        ("duration_aware", {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
+        (
+            "dapo",  # penalties 0 0 -0.4 -1 make the rewards 1 1 0.6 0: mean 0.65, deviation 0.472582
+            {"groups": [[1, 1, 1, 1]], "calls": [[10], [15], [17], [20]]},
+            {"max_length": 20, "buffer": 5},
+            [0.740612, 0.740612, -0.105802, -1.375422],
+        ),
+        ("loop", {"groups": [[1, 0.5, 0, 0.5, 1, 0]]}, {}, [0.6, 0, -0.6, 0, 0.6, -0.6]),
+        ("rft", {"groups": [[1, 0.5, 0, 1]]}, {}, [1, 0, 0, 1]),
+        ("dr_mas", {"groups": [[1, 0, 1, 0]]}, {}, [0.866024, -0.866024, 0.866024, -0.866024]),
+        (
+            "mars",  # the mean 0.125 is subtracted, then summed to the end
+            {"groups": [[0, 0]], "calls": [[1, 1], [1, 1]], "turn_rewards": [[0, -1], [0.5, 1]]},
+            {},
+            [-1.25, -1.125, 1.25, 0.875],
+        ),
+    ],
+)
+def test_advantages_by_hand(
+    name: str, batch: dict[str, Any], parameters: dict[str, Any], expected: list[float]
+) -> None:
+    assert advantages(make_batch(**batch), name, **parameters) == pytest.approx(expected, abs=2e-6)
+
+
+def test_every_recipe_has_a_number_here() -> None:
+    [mark] = test_advantages_by_hand.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in mark.args[1]} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_one_small_file(name: str) -> None:
+    assert len(inspect.getsource(inspect.getmodule(registry.find(name)) or registry).splitlines()) <= 100  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - SCALED))
+def test_only_differences_of_rewards_count(name: str) -> None:
+    groups = [[0.1, 0.7, 0.4], [0.9, 0.9, 0.2]]
+    found = advantages(make_batch(groups), name)
+    shifted = advantages(make_batch([[reward + 3 for reward in group] for group in groups]), name)
+    assert shifted == pytest.approx(found, abs=1e-5)
+    reordered = advantages(make_batch([group[::-1] for group in groups]), name)
+    assert reordered == pytest.approx([*found[2::-1], *found[:2:-1]], abs=1e-6)
+    assert advantages(make_batch([[0.1] * 7]), name) == [0.0] * 7, "equal rewards, in spite of rounding"
+
+
+def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -> tuple[float, float]:
+    """Loss and gradient at logp = -0.4."""
+    logp = torch.tensor([-0.4], dtype=torch.float64, requires_grad=True)
+    columns = {"logprob": logp.detach() - math.log(ratio), "advantage": torch.tensor([advantage])}
+    loss, _ = recipe_of("grpo", loss={"name": name, **parameters}).token_loss(logp, columns)
+    loss.sum().backward()
+    return float(loss.detach()), float(logp.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "parameters", "loss", "gradient"),
+    [
+        ("loop", 1.3, 0.5, {}, -0.55, 0.0),
+        ("loop", 0.8, 0.5, {}, -0.4, -0.4),
+        ("loop", 1.3, -0.5, {}, 0.65, 0.65),
+        ("loop", 0.8, -0.5, {}, 0.454545, 0.0),  # 0.5 / 1.1
+        ("dro", 1.0, 2.0, {"beta": 0.5}, 0.8, -2.0),
+        ("dro", math.exp(0.2), 1.0, {"beta": 0.5}, 0.41, -0.9),  # 0.4 + 0.25 x 0.04; -1 + 0.5 x 0.2
+        ("awr", 1.0, -1.0, {"max_weight": 5.0}, 0.4 * 0.367879, -0.367879),
+        ("awr", 1.0, 2.0, {"max_weight": 5.0}, 2.0, -5.0),  # e^2 is above the cap
+        ("awr", 7.0, 1.0, {"beta": 0.5}, 0.4 * 7.389056, -7.389056),
+        ("rft", 7.0, 1.0, {}, 0.4, -1.0),
+    ],
+)
+def test_losses_by_hand(
+    name: str, ratio: float, advantage: float, parameters: dict[str, float], loss: float, gradient: float
+) -> None:
+    assert token_loss(name, ratio, advantage, **parameters) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+def test_a_loss_that_is_not_linear_computes_every_token_and_takes_no_correction() -> None:
+    batch = make_batch([[1, 1], [1, 0]])
+    dro = recipe_of("dro")
+    assert dro.contributing(dro.columns(batch, {})[0]).all()
+    grpo = recipe_of("grpo")
+    assert grpo.contributing(grpo.columns(batch, {})[0]).sum() == 4
+    with pytest.raises(ValueError, match="the loss 'dro' is not linear in the advantage"):
+        recipe_of("dro", correction="tis")
+
+
+def test_dapo_drops_groups_that_teach_nothing_and_keeps_its_defaults() -> None:
+    dapo = recipe_of("dapo", loss={"clip_low": 0.1})
+    assert dapo.loss.model_dump() == {"name": "clip", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": 10.0}
+    group = FinishedGroup("t", "", [1.0, 1.0], [{}, {}], [3, 4], is_uniform=True)
+    assert dapo.accept(group) == "zero_variance" and recipe_of("grpo").accept(group) == ""
+
+
+def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:
+    for value, sentence in (
+        ("gsop", "there is no recipe 'gsop'; did you mean 'gspo'"),
+        ({"name": "rapo", "max_facter": 3}, "'rapo' has no parameter 'max_facter'; did you mean 'max_factor'"),
+        ({"loss": {"clip_hihg": 1}}, "'clip' has no parameter 'clip_hihg'; did you mean 'clip_high'"),
+        ({"name": "nowhere.module:Recipe"}, "cannot be imported"),
+        ({"name": "agentjet.recipes.losses:Clip"}, "is not a subclass of agentjet.recipes.recipe.Recipe"),
+        (7, 'give a name, such as recipe = "gspo"'),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            registry.make_recipe(value)
+
+
+def test_fewer_than_two_tokens_cannot_be_whitened() -> None:
+    assert advantages(make_batch([[1.0]], calls=[[1]]), "reinforce_pp") == [0.0]
+    assert np.all(np.isfinite(advantages(make_batch([[1.0, 1.0]]), "reinforce_pp")))

@@ -1,0 +1,74 @@
+"""Rewards of single calls: by turn or by the id of an answer, into the facts of a batch, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentjet.errors import Conflict, InvalidRequest
+from agentjet.protocol import FinishRequest
+from tests.swarm.world import World
+
+Make = Callable[..., World]
+
+
+def two_turns(world: World) -> tuple[Any, list[str]]:
+    """An episode with two calls, and a side call between them; returns the ids of the two."""
+    episode = world.begin()
+    first = world.call(episode, 5, 6)
+    world.call(episode, 9, role="title", untrained="titles")
+    second = world.call(episode, 7, parent=first, kept=4)
+    return episode, [first.id, second.id]
+
+
+def test_turns_and_ids_become_facts(make_world: Make) -> None:
+    world = make_world(batch_size=1, recipe="mars")
+    episode, (first, second) = two_turns(world)
+    done = world.finish(episode, 1.0, by_turn={"": [0.25, 0.75]})
+    assert done.call_rewards == {first: 0.25, second: 0.75}
+    assert world.finish(episode, 1.0, by_turn={"": [0.25, 0.75]}) == done, "the same reward again"
+    with pytest.raises(Conflict):
+        world.finish(episode, 1.0, by_turn={"": [0.25, 0.5]})
+    other, (_, last) = two_turns(world)
+    world.finish(other, 0.5, by_call={f"chatcmpl-{last}": -1.0}, metrics={"env_seconds": 2.0})
+    world.reopen()
+    batch = world.swarm.batches.compose()
+    facts = world.training(batch).facts
+    assert facts is not None
+    assert facts.call_rewards.tolist()[:3] == [0.25, 0.75, pytest.approx(np.nan, nan_ok=True)]
+    assert facts.call_rewards[3] == -1.0 and facts.tasks == (("", "t"), ("", "t"))
+    assert facts.metrics["env_seconds"].tolist() == [pytest.approx(np.nan, nan_ok=True), 2.0]
+    forest = world.forest(batch)
+    own = [float(forest["advantage"][forest["call"] == call][0]) for call in range(4)]
+    assert own == [1.0, 0.75, -1.0, -1.0]  # the mean of 0.25, 0.75, 0 and -1 is 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"by_turn": {"": [1.0, 2.0, 3.0]}}, r"by_turn\[''\] has 3 rewards, and the role has 2 calls that train"),
+        ({"by_turn": {"planer": [1.0]}}, r"by_turn\['planer'\]: the episode has no role 'planer'"),
+        ({"by_call": {"chatcmpl-x": 1.0}}, r"by_call\['x'\]: the episode has no such call"),
+        ({}, "The recipe mars needs rewards of calls: finish the episode with by_turn or by_call"),
+    ],
+)
+def test_wrong_or_missing_rewards_of_calls_are_refused(
+    make_world: Make, request_: dict[str, Any], sentence: str
+) -> None:
+    world = make_world(recipe="mars")
+    episode, _ = two_turns(world)
+    with pytest.raises(InvalidRequest, match=sentence):
+        world.finish(episode, 1.0, **request_)
+    assert world.swarm.episode(episode.id).status == "live"
+    world.swarm.finish(episode.id, FinishRequest(reward=1.0, by_turn={"": [0.0]}))
+
+
+def test_rewards_of_calls_are_variance(make_world: Make) -> None:
+    world = make_world(batch_size=1, recipe={"drop_zero_variance": True})
+    for reward in (0.0, 1.0):
+        episode, _ = two_turns(world)
+        world.finish(episode, 1.0, by_turn={"": [reward]})
+    assert world.swarm.batches.ready()
