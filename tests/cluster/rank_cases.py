@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from agentjet.compute.cluster import checkpoint
 from agentjet.compute.cluster.group import Group
 from agentjet.compute.cluster.learner import RankLearner, Sharding
-from agentjet.compute.cluster.rank import RankedPolicy
+from agentjet.compute.cluster.rank import RankPolicyHost
 from agentjet.compute.cluster.weights import WeightsServer
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
@@ -187,7 +187,7 @@ def publish_adapter(group: Group, model: Path, sharding: Sharding) -> Any:
     """Publish `policy_of("lora")`; returns the publication and the weights in its file, by name."""
     server = WeightsServer("127.0.0.1", b"secret") if group.rank == 0 else None
     learner = RankLearner(policy_of("lora", model), group, sharding)
-    publication = RankedPolicy(learner, group, server, has_hot_adapter=True).publish(1)
+    publication = RankPolicyHost(learner, group, server, has_hot_adapter=True).publish(1)
     if server is None or publication is None:
         return None
     weights = {name: tensor.numpy() for name, tensor in load_file(publication.path).items()}

@@ -1,4 +1,4 @@
-"""The files of `examples/cluster` parse, and their commands and settings exist. The how-to's table is computed."""
+"""The files of `examples/cluster` parse, and their commands and settings exist."""
 
 from __future__ import annotations
 
@@ -14,45 +14,11 @@ import typer
 import yaml
 
 from agentjet.cli.main import app
-from agentjet.compute.cluster.memory import fewest_ranks, rank_need, replica_need, sampling_rate, size_from_config
 from agentjet.config import load_config
-from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
 from tests.setting_names import setting_names
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"
-GB = 10**9
-H100_BANDWIDTH = 3.35e12
-MODELS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": SMOLLM2,
-    "Qwen2.5-1.5B": {
-        "hidden_size": 1536,
-        "num_hidden_layers": 28,
-        "vocab_size": 151936,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "intermediate_size": 8960,
-        "tie_word_embeddings": True,
-    },
-    "Llama-3.1-8B": LLAMA_8B,
-    "Qwen2.5-32B": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "vocab_size": 152064,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "intermediate_size": 27648,
-    },
-    "Llama-3.1-70B": {
-        "hidden_size": 8192,
-        "num_hidden_layers": 80,
-        "vocab_size": 128256,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "intermediate_size": 28672,
-    },
-}
-"""Sizes as in the models' `config.json`."""
 
 
 def launch_texts() -> list[tuple[str, str]]:
@@ -99,30 +65,3 @@ def test_the_job_of_kuberay_is_complete() -> None:
             assert "/shared" in {mount["mountPath"] for mount in container["volumeMounts"]}
     constraint = re.search(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert constraint is not None and cluster["rayVersion"] == constraint[1]
-
-
-def row(model: str) -> str:
-    """The row of the table: full weights in bfloat16 on GPUs of 80 GB, 65,536 tokens of cache."""
-    size = size_from_config(MODELS[model])
-    mode = "gathered" if (ranks := fewest_ranks(size, 80 * GB, sharding="gathered")) else "sharded"
-    ranks = ranks or fewest_ranks(size, 80 * GB, sharding="sharded")
-    assert ranks is not None
-    parallel = next(
-        n for n in (1, 2, 4, 8) if replica_need(size, cache_tokens=65536, tensor_parallel=n).total < 72 * GB
-    )
-    rank = rank_need(size, ranks=ranks, sharding="gathered" if mode == "gathered" else "sharded")
-    replica = replica_need(size, cache_tokens=65536, tensor_parallel=parallel)
-    rate = sampling_rate(replica, size, bandwidth=H100_BANDWIDTH, concurrent=64, context=1000 // parallel)
-    return (
-        f"| {model} | {ranks}, {mode} | {rank.total / GB:.1f} GB (e) | {parallel} | {replica.total / GB:.1f} GB (e) "
-        f"| {round(rate, -3):,.0f} (e) |"
-    )
-
-
-def test_the_table_of_the_how_to_is_computed() -> None:
-    page = (ROOT / "docs" / "cluster-howto.md").read_text()
-    assert [model for model in MODELS if row(model) not in page] == []
-
-
-if __name__ == "__main__":
-    print("\n".join(map(row, MODELS)))
