@@ -24,7 +24,7 @@ import pytest
 
 from agentjet.compute.channel import Answer, Request, encode, read
 from agentjet.compute.cluster import autoscaler, backend, learner_group
-from agentjet.compute.cluster.backend import ClusterCompute, check_gpus, sampler_python
+from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
 from agentjet.compute.cluster.launcher import LocalLauncher
 from agentjet.compute.cluster.link import Link, dial
 from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
@@ -390,6 +390,26 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
         assert metrics["sampler/replicas_wanted"] == 2 and metrics["sampler/waiting"] == 0
         await compute.scale(POLICY, SamplerBounds(3, 3))
         assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {3}
+
+
+async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)
+    async with cluster(tmp_path, gpus=6) as (compute, _):
+        await compute.add(POLICY, ModelConfig(), settings=settings(samplers="1..4"))
+        hosted = compute._policies[POLICY]
+        monkeypatch.setattr(hosted.autoscaler, "observe", lambda *_: 4)
+        most = compute._most_samplers
+
+        async def slow(policy: HostedPolicy) -> int:
+            monkeypatch.setattr(compute, "_most_samplers", most)
+            await compute.scale(POLICY, SamplerBounds(2, 2))
+            return await most(policy)
+
+        monkeypatch.setattr(compute, "_most_samplers", slow)
+        await compute.observe(POLICY, hosted)
+        assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {2}
 
 
 def test_the_meters_measure_overlap_and_idle_time() -> None:
