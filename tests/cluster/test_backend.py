@@ -444,3 +444,26 @@ def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> Non
         await launcher.close()
 
     asyncio.run(scenario())
+
+
+async def test_gpus_in_use_are_free_later_and_a_process_has_a_place(tmp_path: Path) -> None:
+    launcher, command, log = LocalLauncher(lambda: ["0"]), ("/bin/sleep", "600"), tmp_path / "a.log"
+    process = await launcher.start("a", command, {}, gpus=1, log_path=log)
+    with pytest.raises(ComputeError, match="b needs 1 GPUs, and 0 of 1 are free"):
+        await launcher.start("b", command, {}, gpus=1, log_path=log)
+    with pytest.raises(ConfigError, match="b needs 2 GPUs"):
+        await launcher.start("b", command, {}, gpus=2, log_path=log)
+    while not process.place:
+        await asyncio.sleep(0.01)
+    place = process.place
+    await process.stop()
+    assert process.place == place != ""
+    await (await launcher.start("b", command, {}, gpus=1, log_path=log)).stop()
+    await launcher.close()
+
+
+async def test_the_addresses_of_a_machine_divide_its_gpus(tmp_path: Path) -> None:
+    compute = ClusterCompute(ServeConfig.model_validate({"server": {"data_dir": tmp_path / "d"}}))
+    one, two = [await compute._site(settings(host=host)) for host in ("127.0.0.1", "0.0.0.0")]  # noqa: S104
+    assert one is not two and one._launcher is two._launcher
+    await compute.close()

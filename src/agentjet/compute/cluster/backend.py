@@ -254,6 +254,7 @@ class ClusterCompute:
         await asyncio.gather(*(self.remove(policy) for policy in list(self._policies)))
         sites = list(self._sites.values())
         self._sites.clear()
+        self._local = None
         for site in sites:
             await site.close()
 
@@ -343,13 +344,13 @@ class ClusterCompute:
 
     async def _start_rank(self, policy: PolicyId, hosted: HostedPolicy, name: str, rank: int) -> Peer:
         command = (sys.executable, "-P", "-m", RANK_MODULE)
-        log_path = self._log_folder / f"{policy.run}-{policy.policy}-rank-{rank}.log"
+        log_path = self._log_path(f"{policy}/rank-{rank}")  # The ranks of all groups write to one file.
         return await hosted.site.start(name, command, gpus=hosted.gpus, log_path=log_path)
 
     async def _start_replica(self, policy: PolicyId, hosted: HostedPolicy, python: str, name: str) -> Peer:
         """See `fleet.Start`."""
         command, settings = (python, "-m", REPLICA_MODULE), hosted.settings
-        log_path = self._log_folder / f"{name.replace('/', '-')}.log"
+        log_path = self._log_path(name)
         try:
             gpus = hosted.gpus * settings.tensor_parallel
             peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path)
@@ -368,6 +369,9 @@ class ClusterCompute:
             peer.close()
             raise
         return peer
+
+    def _log_path(self, name: str) -> Path:
+        return self._log_folder / f"{name.replace('/', '-')}.log"
 
     def _hosted(self, policy: PolicyId) -> HostedPolicy:
         """Raises `PolicyRemoved` for a policy that was not added."""

@@ -72,11 +72,24 @@ def visible_gpus() -> list[str]:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         ids = [one.strip() for one in visible.split(",")]
         return [one for one in ids if one and one != "-1"]
+    return [index for index, *_ in _query_gpus("index")]
+
+
+def visible_gpu_memory() -> tuple[int, ...]:
+    """Returns the bytes of memory of each of the `visible_gpus`. Those that nvidia-smi does not list are left out."""
+    memory: dict[str, int] = {}
+    for index, name, size in _query_gpus("index", "uuid", "memory.total"):
+        memory |= dict.fromkeys((index, name), int(size) * 2**20)
+    return tuple(memory[gpu] for gpu in visible_gpus() if gpu in memory)
+
+
+def _query_gpus(*facts: str) -> list[list[str]]:
+    """Returns these facts of each GPU of this machine; nothing without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.split() if done.returncode == 0 else []
+    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
 class LocalProcess:
