@@ -109,7 +109,7 @@ class Runs:
                 record = self._with_policies(name, record, settings.policies)
             job = self._checked_job(record, settings, is_open=name in self._gateways)
             self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
-            if is_corrected and name in self._gateways:
+            if (known is None or is_corrected) and name in self._gateways:
                 await self._gateways.pop(name).close()
             if name not in self._gateways:
                 record = record.model_copy(update={"policies": settings.policies or record.policies})
@@ -183,7 +183,7 @@ class Runs:
         return RunRecord(policies=settings.policies, job=job)
 
     def _with_policies(self, name: str, record: RunRecord, policies: Mapping[str, Any]) -> RunRecord:
-        """The record of a run with other policies: it keeps its job in force, without the optimisers of the old ones."""
+        """The record of a run with other policies: it keeps its job, without optimisers of the old ones."""
         with closing(Journal.open_read_only(self._folder / name / JOURNAL)) as journal:
             held = journal.job_settings()
         job = dict(record.job or {}) if held is None else held.job.model_dump(mode="json")
