@@ -229,6 +229,23 @@ async def test_a_batch_that_was_composed_but_not_learned_is_undone_too(tmp_path:
         await up.batch()
 
 
+async def test_a_version_that_only_samplers_had_is_not_used_again(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    await trained(data, 2)
+    async with running(data) as up:
+        up.compute.fail_learn = [Later("The journal cannot be written.", retry_after=0.01)] * 10_000
+        for number in range(4):
+            await up.episode(float(number % 2), task=f"t{number // 2}")
+        await up.until(lambda: up.gateway.swarm.pending is not None)
+        assert up.gateway.swarm.pending is not None
+        up.gateway.swarm.batches.offered(up.gateway.swarm.pending)
+    assert roll_back(data, "1")[0].policy_version == 4, "samplers had a version 3"
+    async with running(data) as up:
+        await up.batch()
+        assert (up.gateway.swarm.policy_version, up.compute.learned) == (5, [4])
+    assert roll_back(data, "4")[0].policy_version == 6
+
+
 async def test_a_rollback_out_of_divergence(tmp_path: Path) -> None:
     data = tmp_path / "d"
     async with running(data, job={"checkpoint_every": 1}) as up:

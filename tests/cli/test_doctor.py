@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from agentjet.cli.doctor import GB, Machine, find_folder, report
 from agentjet.cli.main import app
 from agentjet.cli.sampler_venv import STAMP, Packages, install
+from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
 from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
@@ -109,6 +110,48 @@ def test_a_second_policy_gets_the_gpus_that_the_first_leaves(model: Path) -> Non
     )
     text = lines(config, EIGHT)
     assert "need 5 GPUs of 8" in text and "need 5 GPUs, and 3 are free" in text
+
+
+def test_only_policies_on_the_gpus_of_this_machine_count_them(model: Path) -> None:
+    compute = {"backend": "cluster", "ranks": 6, "samplers": 2, "address": "auto"}
+    here = {**compute, "address": ""}
+    config = parse_config(
+        {
+            "model": {"name": str(model)},
+            "server": {"port": 0, "data_dir": str(model)},
+            "compute": here,
+            "policies": {"far": {"compute": compute}, "here": {}},
+        }
+    )
+    text = lines(config, EIGHT)
+    assert "here: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of 8" in text
+    on_cpu = settings(model, ranks=9)
+    on_cpu = on_cpu.model_copy(update={"model": on_cpu.model.model_copy(update={"device": "cpu"})})
+    assert "note policy: 9 ranks + 1 samplers: model.device = 'cpu', so CPUs compute" in lines(on_cpu, EIGHT)
+
+
+def test_only_visible_gpus_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    listed = "0, GPU-a, 100\n1, GPU-b, 200\n2, GPU-c, 300"
+    program.write_text(f"#!/bin/sh\ncase $1 in *uuid*) echo '{listed}';; *) printf '0\\n1\\n2\\n';; esac\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (visible_gpus(), visible_gpu_memory()) == (["0", "1", "2"], (100 * 2**20, 200 * 2**20, 300 * 2**20))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-c,0")
+    assert visible_gpu_memory() == (300 * 2**20, 100 * 2**20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible_gpu_memory() == ()
+
+
+def test_an_adapter_is_published_alone(model: Path) -> None:
+    small = replace(EIGHT, shared_memory=GB)
+    assert "published weights need 48.2 GB" in lines(settings(model), small)
+    (model / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaForCausalLM"]}))
+    config = settings(model)
+    lora = config.model.lora.model_copy(update={"rank": 8})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    assert "published weights" not in lines(config, small)
 
 
 def test_missing_packages(model: Path) -> None:

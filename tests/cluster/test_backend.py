@@ -24,7 +24,7 @@ import pytest
 
 from agentjet.compute.channel import Answer, Request, encode, read
 from agentjet.compute.cluster import autoscaler, backend, learner_group
-from agentjet.compute.cluster.backend import ClusterCompute, check_gpus, sampler_python
+from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
 from agentjet.compute.cluster.launcher import LocalLauncher
 from agentjet.compute.cluster.link import Link, dial
 from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
@@ -392,6 +392,26 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
         assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {3}
 
 
+async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)
+    async with cluster(tmp_path, gpus=6) as (compute, _):
+        await compute.add(POLICY, ModelConfig(), settings=settings(samplers="1..4"))
+        hosted = compute._policies[POLICY]
+        monkeypatch.setattr(hosted.autoscaler, "observe", lambda *_: 4)
+        most = compute._most_samplers
+
+        async def slow(policy: HostedPolicy) -> int:
+            monkeypatch.setattr(compute, "_most_samplers", most)
+            await compute.scale(POLICY, SamplerBounds(2, 2))
+            return await most(policy)
+
+        monkeypatch.setattr(compute, "_most_samplers", slow)
+        await compute.observe(POLICY, hosted)
+        assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {2}
+
+
 def test_the_meters_measure_overlap_and_idle_time() -> None:
     clock = Clock(0.0)
     sampling = SamplingMeter(clock)
@@ -424,3 +444,26 @@ def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> Non
         await launcher.close()
 
     asyncio.run(scenario())
+
+
+async def test_gpus_in_use_are_free_later_and_a_process_has_a_place(tmp_path: Path) -> None:
+    launcher, command, log = LocalLauncher(lambda: ["0"]), ("/bin/sleep", "600"), tmp_path / "a.log"
+    process = await launcher.start("a", command, {}, gpus=1, log_path=log)
+    with pytest.raises(ComputeError, match="b needs 1 GPUs, and 0 of 1 are free"):
+        await launcher.start("b", command, {}, gpus=1, log_path=log)
+    with pytest.raises(ConfigError, match="b needs 2 GPUs"):
+        await launcher.start("b", command, {}, gpus=2, log_path=log)
+    while not process.place:
+        await asyncio.sleep(0.01)
+    place = process.place
+    await process.stop()
+    assert process.place == place != ""
+    await (await launcher.start("b", command, {}, gpus=1, log_path=log)).stop()
+    await launcher.close()
+
+
+async def test_the_addresses_of_a_machine_divide_its_gpus(tmp_path: Path) -> None:
+    compute = ClusterCompute(ServeConfig.model_validate({"server": {"data_dir": tmp_path / "d"}}))
+    one, two = [await compute._site(settings(host=host)) for host in ("127.0.0.1", "0.0.0.0")]
+    assert one is not two and one._launcher is two._launcher
+    await compute.close()

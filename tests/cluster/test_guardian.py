@@ -102,3 +102,8 @@ def test_the_weights_of_a_killed_command_are_removed(
         process = guard(started, sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         assert process.wait(30) == 128 + signal.SIGKILL
     assert kept.exists() and not abandoned.exists()
+
+
+def test_a_place_that_cannot_be_written_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda place, mode: place != guardian.SHARED_MEMORY)
+    assert guardian.SHARED_MEMORY not in guardian.places() != []

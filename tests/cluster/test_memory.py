@@ -83,6 +83,7 @@ def test_sharded_ranks_hold_parts() -> None:
 def test_fewest_ranks() -> None:
     size = size_from_config(SMOLLM2)
     assert fewest_ranks(size, 80 * GB, sharding="gathered") == 1
+    assert fewest_ranks(size, 80 * GB, sharding="sharded") == 2, "one rank has nothing to divide"
     assert fewest_ranks(size_from_config(LLAMA_8B), 80 * GB, sharding="gathered") is None  # 48 GB do not hold 6 bytes.
     assert fewest_ranks(size_from_config(LLAMA_8B), 80 * GB, sharding="sharded") == 4
 

@@ -325,6 +325,22 @@ async def test_a_run_whose_model_was_mistyped_is_created_again(tmp_path: Path, i
         assert refused.value.code == "run_policies_changed"
 
 
+async def test_corrected_policies_keep_the_job_of_the_run(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        job = {"batch_size": 3, "optimizers": {"planer": {"lr": 1e-3}, "coder": {"lr": 1e-4}}}
+        run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
+        with pytest.raises(ConfigError, match="mistyped"):
+            await opened(run, policies={"planer": {"model": "mistyped", "worker": "second"}, "coder": {}}, job=job)
+        changed = run.of_run("other").gateway.job()
+        await run.of_run("other").gateway.replace_job(
+            changed.model_copy(update={"job": {**changed.job, "group_size": 7}})
+        )
+        other = await opened(run, policies=TWO)
+        settings = other.gateway.swarm.job
+        assert (settings.batch_size, settings.group_size, list(settings.optimizers)) == (3, 7, ["coder"])
+        assert settings.optimizers["coder"].lr == 1e-4
+
+
 async def test_adapters_on_two_base_models_are_refused_before_the_run_is_created(tmp_path: Path) -> None:
     def on(model: str, worker: str = "") -> RunSettings:
         return RunSettings(policies={"solo": {"model": model, "worker": worker, "lora": {"rank": 4}}})

@@ -117,3 +117,12 @@ def test_what_grew_too_old_is_dropped_and_counted(make_world: Make) -> None:
     assert world.swarm.last_step["batch/staleness_max"] == 0
     assert world.swarm.queries.dropped() == {"stale": 1}
     assert world.swarm.last_step["groups/dropped_stale"] == 1 and world.swarm.last_step["episodes/stale"] == 1
+
+
+def test_the_oldest_version_of_an_episode_is_that_of_any_token(make_world: Make) -> None:
+    world = make_world(batch_size=1, max_staleness=2)
+    episode = world.begin("a")
+    world.call(episode, 7, 8, versions=(2, 1))  # It continued on a replica that has not adopted yet.
+    assert world.swarm.episode(episode.id).oldest_version == 1
+    world.call(episode, 7, versions=(3,))
+    assert world.swarm.episode(episode.id).oldest_version == 1

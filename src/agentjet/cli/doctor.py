@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 
 GB = 10**9
-REPLICA_USABLE = 0.9
-"""Part of a GPU that vLLM takes."""
 LOCAL_FILE_SYSTEMS = frozenset({"ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "apfs"})
 SHM = Path("/dev/shm")
 Verdict = Literal["ok", "note", "problem"]
@@ -46,7 +44,7 @@ class Machine:
     memory: int
     """Bytes of main memory."""
     gpus: tuple[int, ...] = ()
-    """Bytes of memory of each GPU."""
+    """Bytes of memory of each GPU that processes may use."""
     shared_memory: int = 0
     """Free bytes of /dev/shm, where published weights go."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -92,8 +90,11 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
     for policy in settings.policy_names:
         compute = settings.compute_of(policy)
         if compute.backend == "cluster":
-            yield _counts(policy, compute, settings.model_of(policy), free)
-            free = free and max(0, free - _num_gpus(compute))
+            model = settings.model_of(policy)
+            uses_gpus = model.device != "cpu" and not compute.address
+            yield _counts(policy, compute, model, free if uses_gpus else None)
+            if uses_gpus and free is not None:
+                free = max(0, free - _num_gpus(compute))
         yield from _memory(settings, policy, machine)
     if any(one.backend == "cluster" and one.address for one in computes):
         yield _files(settings, machine)
@@ -175,19 +176,21 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
     text = f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers"
     least = "at least " if compute.samplers.least < compute.samplers.most else ""
     needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {least}{_num_gpus(compute)} GPUs"
-    if compute.address:
+    if compute.address and model.device != "cpu":
         return Finding("note", f"{needed} of the Ray cluster (`ray status`); its nodes count as machines like this one")
     try:
         check_gpus(PolicyId(policy=policy), compute, free, model)
     except ConfigError as error:
         return Finding("problem", str(error))
     if free is None:
-        return Finding("note", f"{text}: this machine has no GPU, so its CPUs compute")
+        why = "model.device = 'cpu'" if model.device == "cpu" else "this machine has no GPU"
+        return Finding("note", f"{text}: {why}, so CPUs compute")
     return Finding("ok", f"{needed} of {free}")
 
 
 def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Finding]:
     """The memory of one rank and one replica, or of the worker."""
+    from agentjet.compute.cluster.adapters import publishes_adapter
     from agentjet.compute.cluster.memory import adapter_parameters, model_size
     from agentjet.errors import ConfigError
 
@@ -212,7 +215,10 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
     on_gpu = bool(machine.gpus) and model.device != "cpu"
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.multiplies_bfloat16))
-    fit = _Fit(policy, size, 2 if narrow else 4, trained, settings.sampler.cache_tokens, machine, on_gpu)
+    value_bytes = 2 if narrow else 4
+    is_hot = bool(trained) and publishes_adapter(model.lora, config.get("architectures"))
+    published = (trained if is_hot else size.num_parameters) * value_bytes
+    fit = _Fit(policy, size, value_bytes, trained, published, settings.sampler.cache_tokens, machine, on_gpu)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
     ranks = compute.ranks if compute.backend == "cluster" else 1
@@ -228,6 +234,8 @@ class _Fit:
     value_bytes: int
     trained: int
     """Parameters of the adapter. 0: all weights learn."""
+    published: int
+    """Bytes of the weights that replicas get with each version."""
     cache_tokens: int
     machine: Machine
     on_gpu: bool
@@ -246,7 +254,7 @@ class _Fit:
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
 
     def cluster(self, compute: ComputeConfig) -> Iterator[Finding]:
-        from agentjet.compute.cluster.memory import USABLE, fewest_ranks, replica_need
+        from agentjet.compute.cluster.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_need
 
         memory = self.device if self.on_gpu else self.machine.memory // compute.ranks
         mode = compute.sharding
@@ -271,7 +279,7 @@ class _Fit:
             way_out = f"at most {most} samplers fit (compute.samplers)" if most else "lower sampler.cache_tokens"
             share = max(0, left) // compute.samplers.most
             yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
-        published = self.size.num_parameters * self.value_bytes * 3  # The present version, the one before, the next.
+        published = self.published * 3  # The present version, the one before, the next.
         if published > self.machine.shared_memory:
             text = f"{SHM} has {self.machine.shared_memory / GB:.1f} GB free and published weights need"
             yield Finding(
@@ -351,6 +359,7 @@ def this_machine(settings: ServeConfig) -> Machine:
     import psutil
 
     from agentjet.cli.sampler_venv import sampler_interpreter
+    from agentjet.compute.cluster.launcher import visible_gpu_memory
 
     folder = next(
         one
@@ -361,7 +370,7 @@ def this_machine(settings: ServeConfig) -> Machine:
     interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
     return Machine(
         memory=psutil.virtual_memory().total,
-        gpus=_gpus(),
+        gpus=visible_gpu_memory(),
         shared_memory=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
         versions={package: found for package in ("torch", "transformers", "ray") if (found := _version(package))},
         vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
@@ -393,12 +402,3 @@ def _multiplies_bfloat16() -> bool:
     """True if `model.dtype = "auto"` is bfloat16 on this processor, as in `embedded.policy.resolve_dtype`."""
     facts = Path("/proc/cpuinfo")
     return facts.exists() and bool({"avx512_bf16", "amx_bf16"} & set(facts.read_text(encoding="utf-8").split()))
-
-
-def _gpus() -> tuple[int, ...]:
-    """Returns the memory of each GPU in bytes."""
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return tuple(int(line) * 2**20 for line in done.stdout.split()) if done.returncode == 0 else ()

@@ -103,12 +103,13 @@ class Runs:
             if self._closing:
                 raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
             known = self._record(name)
-            if known is not None and settings.policies not in ({}, known.policies) and self._is_unused(name):
-                known = None  # Its policies were perhaps mistyped.
             record = known or self._new_record(settings)
+            is_corrected = settings.policies not in ({}, record.policies) and self._is_unused(name)
+            if is_corrected:  # Its policies were perhaps mistyped.
+                record = self._with_policies(name, record, settings.policies)
             job = self._checked_job(record, settings, is_open=name in self._gateways)
             self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
-            if known is None and name in self._gateways:
+            if (known is None or is_corrected) and name in self._gateways:
                 await self._gateways.pop(name).close()
             if name not in self._gateways:
                 record = record.model_copy(update={"policies": settings.policies or record.policies})
@@ -180,6 +181,14 @@ class Runs:
             own = {name: one for name, one in self._config.job.optimizers.items() if name in settings.policies}
             job = self._config.job.model_copy(update={"optimizers": own}).model_dump(mode="json")
         return RunRecord(policies=settings.policies, job=job)
+
+    def _with_policies(self, name: str, record: RunRecord, policies: Mapping[str, Any]) -> RunRecord:
+        """The record of a run with other policies: it keeps its job, without optimisers of the old ones."""
+        with closing(Journal.open_read_only(self._folder / name / JOURNAL)) as journal:
+            held = journal.job_settings()
+        job = dict(record.job or {}) if held is None else held.job.model_dump(mode="json")
+        own = {policy: one for policy, one in job.get("optimizers", {}).items() if policy in policies}
+        return record.model_copy(update={"policies": dict(policies), "job": {**job, "optimizers": own}})
 
     def _checked_job(self, record: RunRecord, settings: RunSettings, *, is_open: bool) -> JobConfig:
         """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""

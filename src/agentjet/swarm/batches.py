@@ -247,11 +247,11 @@ class Batches:
     def roll_back(self, to: int, checkpoint: CheckpointStamp) -> Rollback:
         """Undo the batches from version `to` on, on a stopped server. Raises `CheckpointError`.
 
-        `checkpoint` has the weights of `to` under the number of the version that follows the present one.
+        `checkpoint` has the weights of `to` under `State.next_unused_version`.
         """
         store, journal = self._store, self._journal
         check_rollback(journal, store.state, to)
-        version, now = store.policy_version + 1, self._clock()
+        version, now = store.state.next_unused_version, self._clock()
         assert checkpoint.policy_version == version, "versions only rise"
         with store.transaction():
             journal.put_checkpoint(checkpoint)

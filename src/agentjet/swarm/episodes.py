@@ -330,7 +330,8 @@ class SwarmState:
         num_tokens, oldest = episode.num_tokens, episode.oldest_version
         if not call.untrained:
             num_tokens += len(call.completion)
-            oldest = min([version for version in (oldest, *call.versions[:1]) if version is not None], default=None)
+            # A completion that continues on another replica may go back to an older version.
+            oldest = min([version for version in (oldest, *call.versions) if version is not None], default=None)
         with self.store.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
             num_calls = episode.num_calls + 1

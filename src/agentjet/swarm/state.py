@@ -207,6 +207,11 @@ class State:
         """True if no episode has begun and nothing was learned."""
         return not self.num_episodes and self.policy_version <= max(0, self.base_version)
 
+    @property
+    def next_unused_version(self) -> int:
+        """The first number that no weights have, not even those that only samplers got."""
+        return max(self.policy_version, self.offered_version) + 1
+
     def lost(self, kind: str, batch: int) -> dict[str, int]:
         """Dropped `groups`, or unscored `episodes`, while the batch was filled, by reason."""
         start = f"{batch}/{kind}/"

@@ -113,6 +113,9 @@ class ClusterCompute:
         self._make_launcher = make_launcher
         self._log_folder = config.server.data_dir / "logs" / "cluster"
         self._sites: dict[tuple[str, str], Site] = {}
+        """By `compute.address` and `compute.host`."""
+        self._local: Launcher | None = None
+        """That of all sites of this machine, whose GPUs it divides."""
         self._policies: dict[PolicyId, HostedPolicy] = {}
         self._autoscaling: asyncio.Task[None] | None = None
 
@@ -251,6 +254,7 @@ class ClusterCompute:
         await asyncio.gather(*(self.remove(policy) for policy in list(self._policies)))
         sites = list(self._sites.values())
         self._sites.clear()
+        self._local = None
         for site in sites:
             await site.close()
 
@@ -273,26 +277,30 @@ class ClusterCompute:
         hosted.step.count_waiting(replicas.num_waiting)
         if hosted.is_learning and not completions:
             return
-        wanted = hosted.autoscaler.observe(present, completions)
+        autoscaler = hosted.autoscaler
+        wanted = autoscaler.observe(present, completions)
         if wanted > present:
             wanted = max(present, min(wanted, await self._most_samplers(hosted)))
+        if hosted.autoscaler is not autoscaler or self._policies.get(policy) is not hosted:
+            return  # `scale` or `remove` came in between.
         if wanted != present and not replicas.failed.done():
             log.info("policy %s: %d samplers instead of %d, for %d completions", policy, wanted, present, completions)
             await replicas.scale(wanted)
 
     async def _most_samplers(self, hosted: HostedPolicy) -> int:
         """Returns the most replicas that fit the GPUs that no other process needs, or the CPU cores of this machine."""
-        free, present = await self._free_gpus(hosted.site) if hosted.gpus else None, hosted.replicas.fleet.count
+        free = await self._free_gpus(hosted.site, hosted.settings.address) if hosted.gpus else None
+        present = hosted.replicas.fleet.count
         if free is None:
             return SamplerBounds.MAX if hosted.settings.address else max(present, os.cpu_count() or 1)
         return present + free // hosted.settings.tensor_parallel
 
-    async def _free_gpus(self, site: Site) -> int | None:
-        """Returns the number of GPUs of a site that no policy needs; None if there are no GPUs."""
+    async def _free_gpus(self, site: Site, address: str) -> int | None:
+        """Returns the number of GPUs at an address that no policy needs; None if there are no GPUs."""
         total = await site.num_gpus()
         if total is None:
             return None
-        return total - sum(hosted.num_gpus for hosted in self._policies.values() if hosted.site is site)
+        return total - sum(hosted.num_gpus for hosted in self._policies.values() if hosted.settings.address == address)
 
     # ---- starting processes -----------------------------------------------------------------------------------------
 
@@ -300,7 +308,7 @@ class ClusterCompute:
         """Start the replicas of a policy. Raises `ConfigError` for settings that this place cannot honour."""
         python = sampler_python(settings)
         site = await self._site(settings)
-        free = await self._free_gpus(site) if model.device != "cpu" else None
+        free = await self._free_gpus(site, settings.address) if model.device != "cpu" else None
         check_gpus(policy, settings, free, model)
         hosted = self._policies[policy] = HostedPolicy(model, settings, site, gpus=0 if free is None else 1)
         hosted.autoscaler = Autoscaler(settings.samplers, self._config.sampler.max_concurrent)
@@ -327,18 +335,22 @@ class ClusterCompute:
                     f"compute.host = {settings.host!r} is not an address of this machine ({error.strerror or error}): "
                     "give 127.0.0.1, or the address of this machine in the network of the cluster"
                 ) from None
-            self._sites[key] = Site(hub, self._make_launcher(hub, settings.address, self._log_folder))
+            launcher = None if settings.address else self._local
+            launcher = launcher or self._make_launcher(hub, settings.address, self._log_folder)
+            if not settings.address:
+                self._local = launcher
+            self._sites[key] = Site(hub, launcher)
         return self._sites[key]
 
     async def _start_rank(self, policy: PolicyId, hosted: HostedPolicy, name: str, rank: int) -> Peer:
         command = (sys.executable, "-P", "-m", RANK_MODULE)
-        log_path = self._log_folder / f"{policy.run}-{policy.policy}-rank-{rank}.log"
+        log_path = self._log_path(f"{policy}/rank-{rank}")  # The ranks of all groups write to one file.
         return await hosted.site.start(name, command, gpus=hosted.gpus, log_path=log_path)
 
     async def _start_replica(self, policy: PolicyId, hosted: HostedPolicy, python: str, name: str) -> Peer:
         """See `fleet.Start`."""
         command, settings = (python, "-m", REPLICA_MODULE), hosted.settings
-        log_path = self._log_folder / f"{name.replace('/', '-')}.log"
+        log_path = self._log_path(name)
         try:
             gpus = hosted.gpus * settings.tensor_parallel
             peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path)
@@ -357,6 +369,9 @@ class ClusterCompute:
             peer.close()
             raise
         return peer
+
+    def _log_path(self, name: str) -> Path:
+        return self._log_folder / f"{name.replace('/', '-')}.log"
 
     def _hosted(self, policy: PolicyId) -> HostedPolicy:
         """Raises `PolicyRemoved` for a policy that was not added."""

@@ -47,9 +47,9 @@ def main(command: list[str]) -> None:
 
 
 def places() -> list[Path]:
-    """Returns the places for folders of weights, best first."""
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
+    """Returns the places for folders of weights that this user may write to, best first."""
+    found = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    return [place for place in found if place.is_dir() and os.access(place, os.W_OK)]
 
 
 def remove_abandoned() -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 import psutil
 
 from agentjet.compute.cluster import guardian
-from agentjet.errors import ConfigError
+from agentjet.errors import ComputeError, ConfigError
 
 STOP_SECONDS = 10.0
 """Time for a guardian to kill its command. Then the guardian is killed, too."""
@@ -47,7 +47,7 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes, which end with it. A name is not used twice."""
+    """Starts processes, which end with it. Two processes of one name never live at the same time."""
 
     async def num_gpus(self) -> int | None:
         """Returns the number of GPUs that processes can get. None if there are none: processes run on the CPU."""
@@ -58,7 +58,7 @@ class Launcher(Protocol):
     ) -> Process:
         """Start a process with that many GPUs. `environment` is added to that of the machine.
 
-        Raises `ConfigError` if it cannot be started.
+        Raises `ConfigError` if it cannot be started, and `ComputeError` if its GPUs are in use at present.
         """
         ...
 
@@ -72,11 +72,24 @@ def visible_gpus() -> list[str]:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         ids = [one.strip() for one in visible.split(",")]
         return [one for one in ids if one and one != "-1"]
+    return [index for index, *_ in _query_gpus("index")]
+
+
+def visible_gpu_memory() -> tuple[int, ...]:
+    """Returns the bytes of memory of each of the `visible_gpus`. Those that nvidia-smi does not list are left out."""
+    memory: dict[str, int] = {}
+    for index, name, size in _query_gpus("index", "uuid", "memory.total"):
+        memory |= dict.fromkeys((index, name), int(size) * 2**20)
+    return tuple(memory[gpu] for gpu in visible_gpus() if gpu in memory)
+
+
+def _query_gpus(*facts: str) -> list[list[str]]:
+    """Returns these facts of each GPU of this machine; nothing without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.split() if done.returncode == 0 else []
+    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
 class LocalProcess:
@@ -88,14 +101,16 @@ class LocalProcess:
         self.gpus = gpus
         self._guardian = guardian
         self._log_path = log_path
+        self._place = ""
         self._watching = asyncio.create_task(self._watch())
 
     @property
     def place(self) -> str:
-        with contextlib.suppress(psutil.Error):
-            if children := psutil.Process(self._guardian.pid).children():
-                return f"this machine, process {children[0].pid}"
-        return ""
+        if not self._place and not self.ended.done():
+            with contextlib.suppress(psutil.Error):  # It reads the process table, so only until the child is found.
+                if children := psutil.Process(self._guardian.pid).children():
+                    self._place = f"this machine, process {children[0].pid}"
+        return self._place
 
     async def stop(self) -> None:
         if self._guardian.stdin is not None:
@@ -157,12 +172,16 @@ class LocalLauncher:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
     async def _choose_gpus(self, name: str, number: int) -> list[str]:
-        """Returns the ids of free GPUs. Raises `ConfigError`."""
+        """Returns the ids of free GPUs. Raises `ConfigError`, and `ComputeError` if they are in use at present."""
         await self.num_gpus()
         used = {gpu for process in self._processes for gpu in process.gpus}
         free = [gpu for gpu in self._gpus or () if gpu not in used]
         if len(free) < number:
-            raise ConfigError(f"{name} needs {number} GPUs, and {len(free)} of {len(self._gpus or ())} are free")
+            total = len(self._gpus or ())
+            # Those of a process that is being killed become free.
+            raise (ConfigError if number > total else ComputeError)(
+                f"{name} needs {number} GPUs, and {len(free)} of {total} are free"
+            )
         return free[:number]
 
 

@@ -17,6 +17,8 @@ from agentjet.errors import ConfigError
 
 USABLE = 0.6
 """Part of a device's memory for weights, gradients and moments. The rest is for activations and fragmentation."""
+REPLICA_USABLE = 0.9
+"""Part of a GPU that vLLM takes."""
 REPLICA_EXTRA = 2 * 2**30
 """Bytes of a replica on CUDA beside weights and cache: context, graphs, workspace. An estimate."""
 
@@ -152,8 +154,11 @@ def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1
 def fewest_ranks(
     size: ModelSize, memory: int, *, sharding: Literal["gathered", "sharded"], value_bytes: int = 2, trained: int = 0
 ) -> int | None:
-    """Returns the fewest ranks whose devices of `memory` bytes hold the model; None if 1,024 do not."""
-    for power in range(11):
+    """Returns the fewest ranks whose devices of `memory` bytes hold the model; None if 1,024 do not.
+
+    Sharded ranks are at least 2.
+    """
+    for power in range(1 if sharding == "sharded" else 0, 11):
         need = rank_need(size, ranks=2**power, sharding=sharding, value_bytes=value_bytes, trained=trained)
         if need.total <= USABLE * memory:
             return int(2**power)

@@ -137,7 +137,7 @@ class Replicas:
         return len(self._waiting)
 
     def status(self) -> list[ProcessStatus]:
-        """Returns the replicas, oldest first."""
+        """Returns the replicas, oldest first, without their places."""
         return [_status(replica) for replica in self.fleet.replicas]
 
     # ---- placement --------------------------------------------------------------------------------------------------
@@ -226,9 +226,10 @@ def _status(replica: Replica) -> ProcessStatus:
         state = replica.problem or "waits for weights"
     else:
         state = replica.problem or ("samples" if running else "idle")
-    place = replica.peer.host if replica.peer is not None else ""
     is_ready = replica.version is not None
-    return ProcessStatus(replica.name, "replica", state, place, replica.version, running, is_ready)
+    return ProcessStatus(
+        replica.name, "replica", state, version=replica.version, completions=running, is_ready=is_ready
+    )
 
 
 def derived_seed(seed: int, position: int) -> int:

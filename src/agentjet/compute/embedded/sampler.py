@@ -159,8 +159,8 @@ class ModelSampler:
     def _admit(self) -> None:
         """Start waiting requests: of the policy with the fewest running completions, then in order of arrival.
 
-        No request overtakes one that waits for free blocks. A request is postponed while another row computes a prefix
-        of its prompt.
+        No request overtakes one that waits for free blocks. Overtaken are the requests of paused policies, and one
+        whose prefix another row computes now. Does nothing unless something changed since the last time.
         """
         if not (self._waiting and self._may_admit):
             return
