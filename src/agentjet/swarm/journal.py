@@ -307,10 +307,13 @@ class Journal:
     def _unreadable(self, what: str, job: Any, error: ValidationError) -> ConfigError:
         recipe = job.get("recipe") if isinstance(job, dict) else None
         name = recipe.get("name", "") if isinstance(recipe, dict) else ""
-        wrong = [(".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")) for one in error.errors()]
+        wrong = [  # Those of `given` and of `job` are mostly the same.
+            f"{'.'.join(map(str, ('job', *one['loc'][1:])))}: {one['msg'].removeprefix('Value error, ')}"
+            for one in error.errors()
+        ]
         return ConfigError(
             f"{self.path}: {what} (recipe {name!r}) cannot be read: "
-            f"{'; '.join(dict.fromkeys(f'{at}: {said}' for at, said in wrong))}. Start with the packages and versions "
+            f"{'; '.join(dict.fromkeys(wrong))}. Start with the packages and versions "
             "that wrote it, or make a new data dir from a checkpoint (agentjet checkpoints branch)"
         )
 
