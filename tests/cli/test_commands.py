@@ -25,6 +25,7 @@ from agentjet.errors import (
 )
 from agentjet.protocol import EpisodeTree
 from tests.server.serving import TOKEN, Served, in_thread, serving
+from tests.swarm.world import World
 
 
 def run(*arguments: str) -> str:
@@ -232,6 +233,23 @@ def test_a_demo_with_a_misspelt_setting_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean job.batch_size\?"):
         run("demo", "--out", str(tmp_path / "out"), "--set", "job.batchsize=3")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "default"
+    folder.mkdir(parents=True)
+    world = World(folder)
+    held = json.loads(world.journal.file.meta("job_settings", ""))
+    held["job"]["recipe"] = {"name": "gone.package:Recipe"}
+    world.journal.file.set_meta("job_settings", json.dumps(held))
+    world.close()
+    monkeypatch.setattr(sys, "argv", ["agentjet", "serve", "--data-dir", str(tmp_path), "--set", "server.port=0"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "stored job settings (recipe 'gone.package:Recipe') cannot be read" in line
 
 
 @pytest.mark.parametrize("place", ["", "runs/default"])

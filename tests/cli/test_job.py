@@ -92,6 +92,6 @@ def test_another_recipe_begins_with_its_own_defaults() -> None:
     other = edited(job, {"recipe.loss": "cispo", "recipe.loss.clip_high": 5.0})
     assert JobConfig.model_validate(other).recipe.model_dump()["loss"] == {
         "name": "cispo",
-        "clip_low": 0.2,
+        "clip_low": 10.0,
         "clip_high": 5.0,
     }

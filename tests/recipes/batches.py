@@ -59,8 +59,8 @@ def recipe_of(name: str, **parameters: object) -> PolicyGradient:
 
 
 def advantages(batch: TrainingBatch, name: str, **parameters: object) -> list[float]:
-    """The advantage of each call: all its tokens have the same one."""
+    """The advantage of each call: all its tokens have the same one. 0 for calls that the recipe leaves out."""
     forest = recipe_of(name, **parameters).columns(batch, {})[0]
-    found = [forest["advantage"][forest["call"] == call] for call in range(int(forest["call"].max()) + 1)]
-    assert all(np.all(own == own[0]) for own in found)
-    return [float(own[0]) for own in found]
+    found = [forest["advantage"][forest["call"] == call] for call in range(int(batch.forest["call"].max()) + 1)]
+    assert all(np.all(own == own[:1]) for own in found)
+    return [float(own[0]) if len(own) else 0.0 for own in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,11 @@ import pytest
 import torch
 
 from agentjet.recipes import registry
+from agentjet.recipes.losses import Clip, PolicyLoss
 from agentjet.recipes.recipe import FinishedGroup
+from agentjet.recipes.registry import make_recipe
+from agentjet.recipes.shelf.dapo import overlong
+from agentjet.timeline.batch import TrainingBatch
 from tests.recipes.batches import advantages, make_batch, recipe_of
 
 NAMES = registry.built_in()
@@ -125,6 +130,9 @@ def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -
         ("awr", 1.0, 2.0, {"max_weight": 5.0}, 2.0, -5.0),  # e^2 is above the cap
         ("awr", 7.0, 1.0, {"beta": 0.5}, 0.4 * 7.389056, -7.389056),
         ("rft", 7.0, 1.0, {}, 0.4, -1.0),
+        ("cispo", 1.5, 1.0, {}, 0.48, -1.2),
+        ("cispo", 0.5, -1.0, {}, -0.2, 0.5),  # no lower bound
+        ("cispo", 0.01, 1.0, {}, 0.004, -0.01),
     ],
 )
 def test_losses_by_hand(
@@ -148,6 +156,73 @@ def test_dapo_drops_groups_that_teach_nothing_and_keeps_its_defaults() -> None:
     assert dapo.loss.model_dump() == {"name": "clip", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": 10.0}
     group = FinishedGroup("t", "", [1.0, 1.0], [{}, {}], [3, 4], is_uniform=True)
     assert dapo.accept(group) == "zero_variance" and recipe_of("grpo").accept(group) == ""
+    with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
+        recipe_of("rft", drop_zero_variance=True)
+
+
+def test_the_loss_of_another_recipe_has_that_recipes_defaults() -> None:
+    taken = {"name": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+    grpo = recipe_of("grpo", loss="dapo")
+    assert grpo.loss.model_dump() == taken
+    assert recipe_of(**grpo.model_dump()) == grpo, "as the journal stores it"
+    assert recipe_of("rloo", loss={"name": "dapo", "clip_high": 0.3}).loss.model_dump() == taken | {"clip_high": 0.3}
+
+
+def test_dapos_penalty_has_a_bound() -> None:
+    assert overlong(np.array([[4.0], [9.0], [99.0]]), 10, 4, 0.5).tolist() == [[0.0], [-0.375], [-0.5]]
+    with pytest.raises(ValueError, match="buffer = 4096 is above max_length = 100"):
+        recipe_of("dapo", max_length=100)
+
+
+def one_is_not_compared() -> TrainingBatch:
+    """Rewards 1, 0 and 0.5 of 2, 2 and 3 tokens. Only the first two episodes name a reward for the role."""
+    batch = make_batch([[1, 0, 0.5]], calls=[[2], [2], [3]])
+    assert batch.facts is not None
+    return replace(batch, facts=replace(batch.facts, role_rewards=np.array([[1.0], [0.0], [np.nan]])))
+
+
+def test_what_is_not_compared_is_not_trained() -> None:
+    batch = one_is_not_compared()
+    # mean 1/2, variance 1/3 over the tokens 1 1 0 0
+    assert advantages(batch, "reinforce_pp") == pytest.approx([0.866025, -0.866025, 0], abs=2e-6)
+    assert advantages(batch, "reinforce_pp_baseline") == pytest.approx([0.866025, -0.866025, 0], abs=2e-6)
+    assert make_recipe("reinforce_pp_baseline").smallest_group == 2
+    awr = recipe_of("awr")
+    forest = awr.columns(batch, {})[0]
+    assert forest.num_targets == 4 and awr.weights(forest).tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "kept"), [("rft", [1, 0.5, 0, 1], 4), ("loop", [1, 0.5, 0, 0.5], 4), ("rft", [0, 0], 0)]
+)
+def test_rejected_episodes_are_in_no_denominator(name: str, rewards: list[float], kept: int) -> None:
+    recipe = recipe_of(name)
+    forest = recipe.columns(make_batch([rewards]), {})[0]
+    assert forest.num_targets == kept and forest.num_sequences == kept // 2
+    assert recipe.contributing(forest).all()
+    if kept:
+        assert recipe.weights(forest).sum() == pytest.approx(1)
+    corrected = recipe_of(name, correction="tis").columns(
+        make_batch([rewards]), {"proximal": np.full(2 * len(rewards), -1.0, np.float32)}
+    )[0]
+    assert corrected["advantage"].tolist() == forest["advantage"].tolist()
+
+
+def test_defaults_of_publications() -> None:
+    assert (make_recipe("gspo").mini_batches, make_recipe("loop").epochs, make_recipe("grpo").mini_batches) == (4, 2, 1)
+
+
+def test_a_loss_says_itself_that_it_is_linear() -> None:
+    class Squared(Clip):
+        def token_loss(self, logp: Any, columns: Any) -> Any:
+            return columns["advantage"] ** 2 * logp, {}
+
+    class Narrow(Clip):
+        clip_low: float = 0.1
+
+    assert Narrow.is_linear and not Squared.is_linear and not PolicyLoss.is_linear
+    linear = {name for name in NAMES if recipe_of(name).loss.is_linear}
+    assert {*NAMES} - linear == {"awr", "dro"}
 
 
 def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.protocol import FinishRequest
+from agentjet.recipes.shelf.grpo import Grpo
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -66,9 +67,45 @@ def test_wrong_or_missing_rewards_of_calls_are_refused(
     world.swarm.finish(episode.id, FinishRequest(reward=1.0, by_turn={"": [0.0]}))
 
 
-def test_rewards_of_calls_are_variance(make_world: Make) -> None:
-    world = make_world(batch_size=1, recipe={"drop_zero_variance": True})
-    for reward in (0.0, 1.0):
+def test_a_repeated_finish_does_not_resolve_turns_again(make_world: Make) -> None:
+    world = make_world(batch_size=1, recipe="mars")
+    episode, (first, second) = two_turns(world)
+    world.swarm.store.undelivered_calls = lambda _: [second]  # The answer is in flight at the end.
+    done = world.finish(episode, 1.0, by_turn={"": [0.25, 0.75]})
+    assert done.call_rewards == {first: 0.25, second: 0.75}
+    assert world.finish(episode, 1.0, by_turn={"": [0.25, 0.75]}) == done
+    for other in ({"": [0.25]}, {"": [0.25, 0.75, 1.0]}, {"nobody": [1.0]}, {}):
+        with pytest.raises(Conflict, match="has ended"):
+            world.finish(episode, 1.0, by_turn=other)
+
+
+class ComparesTurns(Grpo):
+    needs_call_rewards: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first", "second", "equal"),
+    [
+        ("grpo", [0.0], [1.0], True),  # It does not read them.
+        (f"{__name__}:ComparesTurns", [0.0, 1.0], [0.0, 1.0], True),
+        (f"{__name__}:ComparesTurns", [1.0], [1.0, 1.0], False),
+        (f"{__name__}:ComparesTurns", [1.0, 0.0], [0.0, 1.0], False),
+    ],
+)
+def test_rewards_of_turns_are_variance_for_recipes_that_read_them(
+    make_world: Make, recipe: str, first: list[float], second: list[float], equal: bool
+) -> None:
+    world = make_world(batch_size=1, recipe={"name": recipe, "drop_zero_variance": True})
+    for rewards in (first, second):
         episode, _ = two_turns(world)
-        world.finish(episode, 1.0, by_turn={"": [reward]})
-    assert world.swarm.batches.ready()
+        world.finish(episode, 1.0, by_turn={"": rewards})
+    assert world.swarm.batches.ready() is not equal
+
+
+def test_the_same_reward_of_another_turn_is_variance(make_world: Make) -> None:
+    world = make_world(batch_size=1, recipe={"name": f"{__name__}:ComparesTurns", "drop_zero_variance": True})
+    for turn in (0, 1):
+        episode, calls = two_turns(world)
+        world.finish(episode, 1.0, by_call={calls[turn]: 1.0})
+    batch = world.swarm.batches.compose()
+    assert world.swarm.batches.learned(batch, {})["groups/zero_variance"] == 0.0

@@ -9,10 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
-from agentjet.errors import Later
+from agentjet.errors import ConfigError, Later
+from agentjet.recipes.recipe import FinishedGroup
+from agentjet.recipes.shelf.grpo import Grpo
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]
@@ -158,6 +161,34 @@ def test_zero_variance_groups_are_dropped_up_to_the_cap(make_world: Make) -> Non
     assert world.swarm.batches.learned(batch, {})["groups/dropped_zero_variance"] == 2.0
     world.play("e", 1, 1)
     assert world.swarm.queries.groups == ()  # the next batch has its own allowance
+
+
+class DropsByTask(Grpo):
+    smallest_group: ClassVar[int] = 1
+
+    def accept(self, group: FinishedGroup) -> str:
+        return group.task_id
+
+
+def test_the_cap_counts_all_reasons_of_the_recipe_together(make_world: Make) -> None:
+    world = make_world(
+        group_size=1, min_group_size=1, recipe={"name": f"{__name__}:DropsByTask", "max_dropped_groups": 2}
+    )
+    silent = world.begin("silent")
+    world.finish(silent, 1.0)
+    assert world.swarm.episode(silent.id).dropped == "no_tokens", "not a reason of the recipe"
+    for reason in ("easy", "hard"):
+        [episode] = world.play(reason, 1, task_id=reason)
+        assert world.swarm.episode(episode.id).dropped == reason
+    world.play("next", 1, task_id="odd")
+    assert [group.name for group in world.swarm.queries.groups] == ["next"]
+
+
+@pytest.mark.parametrize("reason", ["Too long a story", "too_few"])
+def test_a_reason_of_a_recipe_is_a_short_name_of_its_own(make_world: Make, reason: str) -> None:
+    world = make_world(group_size=1, min_group_size=1, recipe=f"{__name__}:DropsByTask")
+    with pytest.raises(ConfigError, match=rf"DropsByTask' drops a group for the reason '{reason}'"):
+        world.play("a", 1, task_id=reason)
 
 
 def test_zero_variance_groups_are_kept_by_default(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sqlite3
@@ -200,3 +201,35 @@ def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
     assert seqs(before=waiting.id) == [1]
     assert seqs(status="finished") == [4, 2]
     assert seqs(status="aborted") == [1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        ({"name": "gone.package:Recipe"}, r"'gone.package:Recipe' cannot be imported .*install its package"),
+        ({"name": "grpo", "kl_weight": 0.1}, "'grpo' has no parameter 'kl_weight'"),
+    ],
+)
+def test_what_can_no_longer_be_read_is_not_replaced(world: World, recipe: dict[str, Any], sentence: str) -> None:
+    world.play("a", 0, 1)
+    world.play("b", 0, 1)
+    world.swarm.batches.compose()
+    held = json.loads(world.journal.file.meta("job_settings", ""))
+    for job in (held["job"], held["given"]):
+        job["recipe"] = recipe
+    old = world.journal.file.meta("job_settings", "")
+    world.journal.file.set_meta("job_settings", json.dumps(held))
+    said = (
+        rf"journal.sqlite: the stored job settings \(recipe '{recipe['name']}'\) cannot be read: .*{sentence}.*branch"
+    )
+    with pytest.raises(ConfigError, match=said) as refused:
+        world.reopen()
+    assert "\n" not in str(refused.value)
+    world.journal.file.set_meta("job_settings", old)
+    [(body,)] = world.journal.file.db.execute("SELECT body FROM batches")
+    changed = json.loads(body)
+    changed["job"]["recipe"] = recipe
+    world.journal.file.db.execute("UPDATE batches SET body = ?", (json.dumps(changed),))
+    for read in (world.reopen, lambda: world.journal.newest_batch()):
+        with pytest.raises(ConfigError, match=rf"batch 0 \(recipe '{recipe['name']}'\) cannot be read: .*{sentence}"):
+            read()

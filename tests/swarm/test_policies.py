@@ -18,7 +18,7 @@ from agentjet.compute.operations import body_digest
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.swarm import Batch, Journal
-from agentjet.swarm.groups import all_equal
+from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import ModelInfo
 from tests.swarm.test_origin import CARD
@@ -131,7 +131,7 @@ def test_a_group_without_variance_has_none_for_any_policy(
     world: World, rewards: list[tuple[float, dict[str, float]]], equal: bool
 ) -> None:
     members = [world.finish(world.begin(), reward, by_role=by_role) for reward, by_role in rewards]
-    assert all_equal(members, NAMES) is equal
+    assert is_uniform(world.journal, members, NAMES, of_turns=False) is equal
 
 
 def test_a_role_without_a_reward_is_left_out_of_its_policy_alone(

@@ -59,7 +59,11 @@ def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any
     folder = path if (path / METRICS).exists() else path / "runs" / run
     steps = _steps(folder / METRICS)
     with closing(Journal.open_read_only(folder / JOURNAL)) as journal:
-        held, origin = journal.job_settings(), journal.origin
+        try:
+            held = journal.job_settings()
+        except ConfigError:  # Figures can be compared without the package of the run's recipe.
+            held = None
+        origin = journal.origin
         evaluations, rollbacks = ([e.body for e in journal.events_of(kind)] for kind in ("evaluation", "rollback"))
     undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
     rewards = {

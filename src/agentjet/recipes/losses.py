@@ -7,7 +7,7 @@ of the batch's start. Both are at the sampling temperature. `AGGREGATIONS` turn 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,14 @@ class PolicyLoss(Component):
     """Metrics that are 0 for tokens without advantage."""
     aggregation: ClassVar[str] = "token_mean"
     """The aggregation of its publication, a key of `AGGREGATIONS`."""
-    is_linear: ClassVar[bool] = True
-    """True if the loss is linear in the advantage: advantage 0 has no gradient, and a correction can scale it."""
+    is_linear: ClassVar[bool] = False
+    """True if the loss is linear in the advantage: advantage 0 has no gradient, and a correction can scale it. A
+    subclass that overrides `token_loss` must say it again."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "token_loss" in vars(cls) and "is_linear" not in vars(cls):
+            cls.is_linear = False
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses [M], and metrics [M]."""
@@ -60,6 +66,8 @@ class Clip(PolicyLoss):
     dual_clip: float = Field(0.0, ge=0)
     """Maximum ratio for negative advantages; use a value above 1. 0: no maximum."""
 
+    is_linear: ClassVar[bool] = True
+
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         advantage = columns["advantage"]
         ratio = log_ratio(logp, columns["logprob"]).exp()
@@ -71,16 +79,18 @@ class Clip(PolicyLoss):
         return loss, {CLIP_FRACTION: clipped}
 
 
-def find_loss(name: str) -> type[PolicyLoss]:
-    """Returns a loss by name: `clip`, the loss of a recipe, or an import path. Raises `ValueError`."""
+def find_loss(name: str) -> tuple[type[PolicyLoss], dict[str, Any]]:
+    """Returns a loss by name, with the parameters that its recipe changes: `clip`, the loss of a recipe, or an import
+    path. Raises `ValueError`.
+    """
     if name == Clip.model_fields["name"].default:
-        return Clip
+        return Clip, {}
     if ":" in name:
-        return registry.load(name, PolicyLoss)
+        return registry.load(name, PolicyLoss), {}
     field = registry.find(name).model_fields.get("loss")
     if field is None or not isinstance(field.default, PolicyLoss):
         raise ValueError(f"the recipe {name!r} has no policy loss: choose another, such as 'clip' or 'gspo'")
-    return type(field.default)
+    return type(field.default), field.default.model_dump()
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

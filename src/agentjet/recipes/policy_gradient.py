@@ -102,6 +102,17 @@ class PolicyGradient(Recipe):
                     rewards_G = np.where(is_named_G, named_G, facts.rewards[members])
                     yield Comparison(members[compared_G], role, rewards_G[compared_G])
 
+    def compared(self, facts: Facts) -> NDArray[np.bool_]:
+        """Returns True [E, R] for the episodes and roles that are compared."""
+        compared_ER = np.zeros(facts.spoke.shape, bool)
+        for episodes, role, _ in self.comparisons(facts):
+            compared_ER[episodes, role] = True
+        return compared_ER
+
+    def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Returns True [M] for the targets that count; others are in no denominator. Default: all."""
+        return np.full(batch.forest.num_targets, True)
+
     # ---- hooks ---------------------------------------------------------------------------------------------
 
     @property
@@ -132,8 +143,9 @@ class PolicyGradient(Recipe):
         behaviour = forest["logprob"]
         # The entropy is unbiased, over every sampled token, and needs no forward pass.
         metrics = {"policy/entropy": -float(behaviour.mean(dtype=np.float64))}
+        counting = self.counting(batch, advantage)
         if self.correction == "none":
-            return forest, metrics
+            return forest if counting.all() else select(forest, counting), metrics
         import torch
 
         proximal = outputs["proximal"]
@@ -146,6 +158,7 @@ class PolicyGradient(Recipe):
             "policy/correction_dropped": float((weight == 0).mean()),
         }
         forest = forest.with_columns(advantage=advantage * weight, logprob=proximal)
+        counts &= counting
         return forest if counts.all() else select(forest, counts), metrics
 
     def weights(self, forest: Forest) -> NDArray[np.float32]:
@@ -182,7 +195,17 @@ class PolicyGradient(Recipe):
         name = given.get("name") or own.name
         if name == own.name:  # The recipe may have other defaults than the loss.
             return type(own).model_validate({**own.model_dump(), **given, "name": name})
-        return find_loss(name).model_validate({**given, "name": name})
+        loss, changed = find_loss(name)
+        return loss.model_validate({**changed, **given, "name": name})
+
+    @model_validator(mode="after")
+    def _groups_are_compared(self) -> Self:
+        if self.drop_zero_variance and self.smallest_group == 1:
+            raise ValueError(
+                f"drop_zero_variance = True: the recipe {self.name!r} does not compare the episodes of a group, so "
+                "groups with equal rewards teach, too; set it to False"
+            )
+        return self
 
     @model_validator(mode="after")
     def _constant_is_given(self) -> Self:

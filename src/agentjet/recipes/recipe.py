@@ -10,7 +10,8 @@ The gateway and the learner call the hooks:
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
 | `token_loss` | learner, for each micro-batch | the loss of each token |
 
-A recipe is immutable and has no state, so a replay of the journal gives the same weights. Shapes: M targets.
+A recipe is immutable and has no state, so a replay of the journal with the same code gives the same weights. Shapes: M
+targets.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class FinishedGroup:
     num_tokens: Sequence[int]
     """Sampled tokens [G] of each episode."""
     is_uniform: bool
-    """True if all rewards are equal: those of the episodes, and those by role, call and turn."""
+    """True if all rewards are equal: those of the episodes and of roles, and those of each role's turns if the recipe
+    has `needs_call_rewards`."""
 
 
 class Component(Section):
@@ -115,7 +117,9 @@ class Recipe(Component):
         return ()
 
     def accept(self, group: FinishedGroup) -> str:
-        """Returns '' to train a finished group, or the reason to drop it. Drops are counted by reason."""
+        """Returns '' to train a finished group, or the reason to drop it: a short name of letters a-z and `_`, by which
+        drops are counted.
+        """
         return ""
 
     def columns(

@@ -9,7 +9,6 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -239,11 +238,44 @@ def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict
     return metrics | {name: fmean(values) for name, values in by_name.items()}
 
 
-def share_metrics(batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]) -> dict[str, float]:
+def turns_of(journal: Journal, episode_id: str) -> dict[str, list[str]]:
+    """The ids of the calls of each role that train, in order. A turn is a place in such a list."""
+    trees = load_trees(journal, episode_id)
+    orphaned = find_orphans(journal, episode_id, trees)
+    return {
+        role: [call.id for call in tree.calls if not call.untrained and call.id not in orphaned and call.completion]
+        for role, tree in trees.items()
+    }
+
+
+def is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[str], *, of_turns: bool) -> bool:
+    """True if each policy and role, and with `of_turns` each turn of each role, has the same reward in all members."""
+    roles = {role for member in members for role in member.by_role} - {*policies}
+    rewards = [{reward_of(member, policy, policies) for member in members} for policy in policies or (SOLE_POLICY,)]
+    rewards += [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
+    if not all(len(values) == 1 for values in rewards):
+        return False
+    if not of_turns:
+        return True
+    named = [
+        {
+            role: [member.call_rewards.get(call) for call in calls]
+            for role, calls in turns_of(journal, member.id).items()
+        }
+        for member in members
+    ]
+    return all(one == named[0] for one in named)
+
+
+def share_metrics(
+    journal: Journal, batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]
+) -> dict[str, float]:
     """Shares of the named task sets in the groups, and of groups without variance in a reward."""
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
-    equal = sum(all_equal([episodes[member] for member in group], policies) for group in batch.groups)
+    of_turns = batch.job.recipe.needs_call_rewards
+    members = [[episodes[member] for member in group] for group in batch.groups]
+    equal = sum(is_uniform(journal, group, policies, of_turns=of_turns) for group in members)
     return {"groups/zero_variance": equal / len(batch.groups), **shares}
 
 

@@ -140,7 +140,7 @@ class Batches:
         assert store.pending is not None and batch.id == store.pending.id, "batches are learned in order"
         merged = {
             **batch_forest.episode_metrics([store.episodes[e] for e in batch.episode_ids], store.policies),
-            **batch_forest.share_metrics(batch, store.episodes, store.policies),
+            **batch_forest.share_metrics(self._journal, batch, store.episodes, store.policies),
             **batch_forest.loss_metrics(store.state.lost("groups", batch.id), store.state.lost("episodes", batch.id)),
             **self._forest_metrics.get(batch.id, {}),
             **metrics,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import FinishRequest
-from agentjet.swarm.batch_forest import find_orphans, load_trees
+from agentjet.swarm.batch_forest import load_trees, turns_of
 from agentjet.swarm.journal import Journal
 
 
@@ -20,12 +22,8 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
     """
     if not (request.by_call or request.by_turn):
         return {}
+    turns = turns_of(journal, episode_id)
     trees = load_trees(journal, episode_id)
-    orphaned = find_orphans(journal, episode_id, trees)
-    turns: dict[str, list[str]] = {
-        role: [call.id for call in tree.calls if not call.untrained and call.id not in orphaned and call.completion]
-        for role, tree in trees.items()
-    }
     given: dict[str, float] = {}
     for role, rewards in request.by_turn.items():
         if role not in turns:
@@ -43,6 +41,14 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
             raise _refused(f"by_call[{name!r}]: the episode has no such call; give the `id` of an answer", "by_call")
         given[name] = reward
     return {call.id: given[call.id] for tree in trees.values() for call in tree.calls if call.id in given}
+
+
+def digest(request: FinishRequest) -> str:
+    """Digest of the rewards of calls as they were sent; empty without any."""
+    if not (request.by_call or request.by_turn):
+        return ""
+    sent = json.dumps([request.model_dump()[name] for name in ("by_call", "by_turn")], sort_keys=True)
+    return hashlib.sha256(sent.encode()).hexdigest()[:16]
 
 
 def _without_prefixes(by_call: Mapping[str, float]) -> dict[str, float]:

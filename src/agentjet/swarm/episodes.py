@@ -22,7 +22,7 @@ from agentjet.errors import Conflict, InvalidRequest, Later
 from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest
 from agentjet.swarm import groups
 from agentjet.swarm.batches import Batches
-from agentjet.swarm.call_rewards import call_rewards
+from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
@@ -234,12 +234,13 @@ class SwarmState:
         if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        of_calls = call_rewards(self._journal, episode_id, request)
-        score = (request.reward, request.by_role, of_calls, request.metrics)
-        recorded = (episode.reward, episode.by_role, episode.call_rewards, episode.metrics)
+        # Turns are those before the end: it marks answers in flight undelivered, and calls are pruned later.
+        score = (request.reward, request.by_role, digest(request), request.metrics)
+        recorded = (episode.reward, episode.by_role, episode.call_rewards_digest, episode.metrics)
         if episode.status == "finished" and recorded == score:
             return episode
         episode = self._live(episode_id)
+        of_calls = call_rewards(self._journal, episode_id, request)
         recipe = self.job.recipe
         if recipe.needs_call_rewards and not of_calls and episode.mode == "train" and episode.num_calls:
             raise InvalidRequest(
@@ -257,6 +258,7 @@ class SwarmState:
                 reward=request.reward,
                 by_role=dict(request.by_role),
                 call_rewards=of_calls,
+                call_rewards_digest=digest(request),
                 metrics=dict(request.metrics),
             )
             self.store.put(episode)

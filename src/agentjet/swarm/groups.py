@@ -10,23 +10,29 @@ The functions take a `Store` and are called inside its transactions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentjet.errors import Conflict, Later
+from agentjet.errors import ConfigError, Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.recipes.recipe import FinishedGroup
+from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
-from agentjet.swarm.state import Episode, Group, reward_of
+from agentjet.swarm.state import Episode, Group
 from agentjet.swarm.store import Leases, Store
-from agentjet.types import SOLE_POLICY, EpisodeStatus
+from agentjet.types import EpisodeStatus
 
 MAX_STEPS_RETRY_SECONDS = 60.0
 SURPLUS = "surplus: training had enough without it"
 STALE = "stale: its tokens are older than job.max_staleness allows"
 STALLED = "stalled: its task set finished nothing for as long as an episode may last, while others waited for it"
 REPLACED = "replaced: another process of this client has taken its places over"
+OWN_REASONS = frozenset(
+    {"too_few", "no_tokens", "no_members", "stalled", "surplus", "stale", "poisoned", "rolled_back"}
+)
+"""Reasons to drop a group that are not those of recipes."""
 
 # ---- admission ---------------------------------------------------------------------------------------------
 
@@ -222,30 +228,26 @@ def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
         return "too_few"
     if not any(member.num_tokens for member in members):
         return "no_tokens"
+    reason = job.recipe.accept(_finished_group(store, members))
+    if reason and (not re.fullmatch("[a-z_]+", reason) or reason in OWN_REASONS):
+        raise ConfigError(
+            f"the recipe {job.recipe.name!r} drops a group for the reason {reason!r}: a reason is a short name of "
+            f"letters a-z and _, other than {', '.join(sorted(OWN_REASONS))}"
+        )
     cap = job.recipe.max_dropped_groups or 10 * job.batch_size
     lost = store.state.lost("groups", store.next_batch)
-    reason = job.recipe.accept(_finished_group(members, store.policies))
-    return reason if lost.get(reason, 0) < cap else ""
+    return reason if sum(count for name, count in lost.items() if name not in OWN_REASONS) < cap else ""
 
 
-def _finished_group(members: Sequence[Episode], policies: Sequence[str]) -> FinishedGroup:
+def _finished_group(store: Store, members: Sequence[Episode]) -> FinishedGroup:
     return FinishedGroup(
         task_id=members[0].task_id,
         task_set=members[0].task_set,
         rewards=[member.reward or 0.0 for member in members],
         metrics=[member.metrics for member in members],
         num_tokens=[member.num_tokens for member in members],
-        is_uniform=all_equal(members, policies),
+        is_uniform=is_uniform(store.journal, members, store.policies, of_turns=store.job.recipe.needs_call_rewards),
     )
-
-
-def all_equal(members: Sequence[Episode], policies: Sequence[str]) -> bool:
-    """True if every advantage would be 0: each policy, role and call has the same reward in all members."""
-    roles = {role for member in members for role in member.by_role} - {*policies}
-    rewards = [{reward_of(member, policy, policies) for member in members} for policy in policies or (SOLE_POLICY,)]
-    rewards += [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
-    of_calls = {tuple(member.call_rewards.values()) for member in members}
-    return len(of_calls) == 1 and all(len(values) == 1 for values in rewards)
 
 
 def drop(store: Store, group: Group, reason: str, now: float) -> None:

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError
@@ -191,12 +191,12 @@ class Journal:
         self.file.set_meta("state", _STATE.dump_json(state).decode())
 
     def job_settings(self) -> JobSettings | None:
-        """None before the first start, and if another AgentJet wrote settings that this one cannot read."""
+        """None before the first start. Raises `ConfigError` if they can no longer be read."""
         held = self.file.meta("job_settings", "")
         try:
             return _JOB_SETTINGS.validate_json(held) if held else None
-        except ValueError:
-            return None
+        except ValidationError as error:
+            raise self._unreadable("the stored job settings", json.loads(held).get("job"), error) from None
 
     def put_job_settings(self, settings: JobSettings) -> None:
         self.file.set_meta("job_settings", _JOB_SETTINGS.dump_json(settings).decode())
@@ -289,12 +289,33 @@ class Journal:
         """Batches from `start` on, before `stop`, in order, learned or not."""
         query = "SELECT body FROM batches WHERE id >= ? AND id < ? ORDER BY id"
         rows = self._db.execute(query, (start, 2**62 if stop is None else stop))
-        return [_BATCH.validate_json(body) for (body,) in rows]
+        return [self._batch(body) for (body,) in rows]
 
     def newest_batch(self) -> Batch | None:
         """The newest batch, learned or not."""
         body = self._one("SELECT body FROM batches ORDER BY id DESC LIMIT 1")
-        return None if body is None else _BATCH.validate_json(body)
+        return None if body is None else self._batch(body)
+
+    def _batch(self, body: str) -> Batch:
+        """Raises `ConfigError` if the batch's recipe can no longer be read."""
+        try:
+            return _BATCH.validate_json(body)
+        except ValidationError as error:
+            held = json.loads(body)
+            raise self._unreadable(f"batch {held.get('id')}", held.get("job"), error) from None
+
+    def _unreadable(self, what: str, job: Any, error: ValidationError) -> ConfigError:
+        recipe = job.get("recipe") if isinstance(job, dict) else None
+        name = recipe.get("name", "") if isinstance(recipe, dict) else ""
+        wrong = [  # Those of `given` and of `job` are mostly the same.
+            f"{'.'.join(map(str, ('job', *one['loc'][1:])))}: {one['msg'].removeprefix('Value error, ')}"
+            for one in error.errors()
+        ]
+        return ConfigError(
+            f"{self.path}: {what} (recipe {name!r}) cannot be read: "
+            f"{'; '.join(dict.fromkeys(wrong))}. Start with the packages and versions "
+            "that wrote it, or make a new data dir from a checkpoint (agentjet checkpoints branch)"
+        )
 
     def remove_batches(self, start: int) -> None:
         """Delete the batches from `start` on, learned or not."""

@@ -43,6 +43,8 @@ class Episode:
     by_role: Mapping[str, float] = field(default_factory=dict)
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of single calls by call id, in the order of the calls."""
+    call_rewards_digest: str = ""
+    """Digest of `by_call` and `by_turn` as they were sent, by which a repeated finish is known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     """Why it was aborted or expired."""

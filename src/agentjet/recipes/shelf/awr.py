@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, SerializeAsAny
 
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.timeline.batch import TrainingBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +27,6 @@ class AwrLoss(PolicyLoss):
     """Largest weight."""
 
     reports: ClassVar[tuple[str, ...]] = ()
-    is_linear: ClassVar[bool] = False
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         weight = (columns["advantage"] / self.beta).exp().clamp(max=self.max_weight)
@@ -44,3 +46,9 @@ class Awr(Grpo):
     name: str = "awr"
     loss: SerializeAsAny[PolicyLoss] = AwrLoss()
     """The policy loss."""
+
+    def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Without sequences that are not compared: their advantage 0 would be a weight of 1."""
+        if batch.facts is None:
+            return super().counting(batch, advantage)
+        return batch.facts.of_tokens(self.compared(batch.facts).astype(np.float64), batch.forest) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, SerializeAsAny
 
@@ -18,10 +18,12 @@ class CispoLoss(PolicyLoss):
     """REINFORCE with a clipped, detached ratio as weight. Every token keeps a gradient."""
 
     name: str = "cispo"
-    clip_low: float = Field(0.2, ge=0)
-    """Weights are at least 1 - clip_low."""
+    clip_low: float = Field(10.0, ge=0)
+    """Weights are at least 1 - clip_low. 1 or more: no lower bound."""
     clip_high: float = Field(0.2, ge=0)
     """Weights are at most 1 + clip_high."""
+
+    is_linear: ClassVar[bool] = True
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         advantage = columns["advantage"]
@@ -35,7 +37,7 @@ class Cispo(Grpo):
 
         L = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log(policy)
 
-    Source: arXiv 2506.13585. Confidence: reproduced. verl's example has clip_low = 10, ScaleRL clip_high = 5.
+    Source: arXiv 2506.13585. Confidence: reproduced. `clip_high` is verl's; ScaleRL has 5.
     Use: rare, decisive tokens (reasoning words) that PPO's clip silences.
     Cost: as GRPO.
     """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from agentjet.recipes.losses import Clip, PolicyLoss
 from agentjet.recipes.policy_gradient import FloatArray, lengths
@@ -15,9 +17,9 @@ from agentjet.timeline.batch import TrainingBatch
 class Dapo(Grpo):
     """DAPO: GRPO with a higher upper clip, dynamic sampling, a mean over tokens, and a penalty for overlong episodes.
 
-        r_i += min(-(len_i - (max_length - buffer)) / buffer x factor, 0)
+        r_i += clip(-(len_i - (max_length - buffer)) / buffer x factor, -factor, 0)
 
-    Source: arXiv 2503.14476, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2503.14476, as verl computes it up to `max_length`. Confidence: reproduced.
     Use: long reasoning with rewards of 0 and 1. Set `max_length` for the penalty.
     Cost: as GRPO, and the episodes of dropped groups.
     """
@@ -32,7 +34,16 @@ class Dapo(Grpo):
     buffer: Int64 = Field(4096, ge=1)
     """Tokens before `max_length` over which the penalty grows."""
     factor: float = Field(1.0, ge=0)
-    """Penalty at `max_length`."""
+    """Penalty at `max_length`, the largest."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if 0 < self.max_length < self.buffer:
+            raise ValueError(
+                f"buffer = {self.buffer} is above max_length = {self.max_length}, so the shortest episodes would have "
+                "a penalty; set it to max_length or less"
+            )
+        return self
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         assert batch.facts is not None
@@ -47,4 +58,4 @@ def overlong(lengths_ER: FloatArray, max_length: int, buffer: int, factor: float
     """Returns the penalty [E, R], at most 0, of lengths near `max_length`."""
     if not max_length:
         return np.zeros_like(lengths_ER)
-    return np.minimum(-(lengths_ER - (max_length - buffer)) / buffer * factor, 0.0)
+    return np.clip(-(lengths_ER - (max_length - buffer)) / buffer * factor, -factor, 0.0)

@@ -22,7 +22,6 @@ class DroLoss(PolicyLoss):
     """Weight of the squared log-ratio."""
 
     reports: ClassVar[tuple[str, ...]] = ()
-    is_linear: ClassVar[bool] = False
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         gap = logp - columns["logprob"]

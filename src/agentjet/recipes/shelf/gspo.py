@@ -9,6 +9,7 @@ from pydantic import Field, SerializeAsAny
 
 from agentjet.recipes.losses import CLIP_FRACTION, PolicyLoss, surrogate
 from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.section import Int64
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,7 @@ class GspoLoss(PolicyLoss):
 
     reads: ClassVar[tuple[str, ...]] = ("sequence_log_ratio", "advantage")
     aggregation: ClassVar[str] = "sequence_mean"
+    is_linear: ClassVar[bool] = True
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = (columns["sequence_log_ratio"] + logp - logp.detach()).clamp(max=10.0).exp()
@@ -38,10 +40,12 @@ class Gspo(Grpo):
         s_i = exp(mean over tokens of log(policy / sampling policy)),  L = max(-A s_i, -A clip(s_i, 1 - low, 1 + high))
 
     Source: arXiv 2507.18071, bounds of its section 5.1. Confidence: reproduced.
-    Use: long answers and mixtures of experts, where ratios of single tokens are noisy. With several mini-batches.
+    Use: long answers and mixtures of experts, where ratios of single tokens are noisy.
     Cost: one more forward pass for the ratios.
     """
 
     name: str = "gspo"
     loss: SerializeAsAny[PolicyLoss] = GspoLoss()
     """The policy loss."""
+    mini_batches: Int64 = Field(4, ge=1)
+    """Optimiser steps in each pass."""

@@ -17,7 +17,8 @@ class Mars(PolicyGradient):
 
         A_k = sum over turns j >= k of gamma^(j - k) (r_j - mean of the role's turn rewards in the task set)
 
-    Source: github.com/thu-nics/MARS at 5979f75, its core without the whitenings. Confidence: reproduced in this part.
+    Source: github.com/thu-nics/MARS at 5979f75, its core: without the whitenings, and without the
+    second mean of each role, of the sums. Confidence: reproduced in this part.
     Use: multi-turn games and tools whose turns have rewards. Agents finish with `by_turn` or `by_call`; a call without
     a reward has 0, and the reward of the episode is not used.
     Cost: as GRPO.

@@ -29,7 +29,7 @@ class ReinforcePp(PolicyGradient):
         rewards_ER = np.zeros(batch.facts.spoke.shape)
         for episodes, role, rewards_G in self.comparisons(batch.facts):
             rewards_ER[episodes, role] = self.baselined(rewards_G)
-        return whitened(rewards_ER, lengths(batch))
+        return whitened(rewards_ER, np.where(self.compared(batch.facts), lengths(batch), 0.0))
 
     def baselined(self, rewards_G: FloatArray) -> FloatArray:
         """Returns the rewards of a group [G] before the whitening."""

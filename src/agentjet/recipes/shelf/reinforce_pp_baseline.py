@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from agentjet.recipes.policy_gradient import FloatArray, centred
 from agentjet.recipes.shelf.reinforce_pp import ReinforcePp
 
@@ -17,6 +19,8 @@ class ReinforcePpBaseline(ReinforcePp):
     """
 
     name: str = "reinforce_pp_baseline"
+
+    smallest_group: ClassVar[int] = 2
 
     def baselined(self, rewards_G: FloatArray) -> FloatArray:
         return centred(rewards_G)

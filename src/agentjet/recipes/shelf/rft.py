@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, SerializeAsAny
 
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import FloatArray, PolicyGradient
+from agentjet.timeline.batch import TrainingBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,7 @@ class CrossEntropy(PolicyLoss):
 
     reads: ClassVar[tuple[str, ...]] = ("advantage",)
     reports: ClassVar[tuple[str, ...]] = ()
+    is_linear: ClassVar[bool] = True
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         return -columns["advantage"] * logp, {}
@@ -30,7 +33,7 @@ class CrossEntropy(PolicyLoss):
 class Rft(PolicyGradient):
     """Rejection fine-tuning: cross-entropy on the episodes whose reward reaches a threshold.
 
-        A_i = 1 if r_i >= threshold else 0,  L = -A log(policy)
+        L = -log(policy), mean over the episodes with r_i >= threshold
 
     Source: standard, also called filtered behaviour cloning. Confidence: reproduced.
     Use: a first phase for models that rarely succeed; groups of one are enough.
@@ -47,3 +50,7 @@ class Rft(PolicyGradient):
 
     def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
         return np.where(rewards_G >= self.threshold, 1.0, 0.0)
+
+    def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Without rejected episodes."""
+        return np.asarray(advantage != 0)
