@@ -12,7 +12,7 @@ class LocalCluster:
     def __init__(self, gpus: int = 1) -> None:
         from ray.cluster_utils import Cluster
 
-        os.environ["RAY_worker_niceness"] = "0"  # Ray's own 15 starves ranks beside other tests.
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's own 15 starves ranks beside other tests.
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": gpus})
         self.address = str(self.cluster.address)
 
