@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from agentjet.errors import InvalidRequest
 from agentjet.types import (
@@ -445,14 +445,6 @@ class Problem(Response):
 
 
 TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
-
-
-def first_mistake(error: ValueError) -> str:
-    """Returns the first error of a body or a file in one line, with its key."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 def check_tag(name: str) -> None:
