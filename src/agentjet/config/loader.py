@@ -170,3 +170,11 @@ def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def cache_dir() -> Path:
     """Folder of unpacked models and tokenizers: `$XDG_CACHE_HOME/agentjet`, else `~/.cache/agentjet`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentjet"
+
+
+def first_mistake(error: ValueError) -> str:
+    """Returns the first error of a body or a file in one line, with its key."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))

@@ -22,10 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from agentjet.compute import Compute
-from agentjet.config import JobConfig, PolicyConfig, ServeConfig, parse_config
+from agentjet.config import JobConfig, PolicyConfig, ServeConfig, first_mistake, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
@@ -270,7 +268,7 @@ class Runs:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else _first_mistake(error)
+            why = error.strerror if isinstance(error, OSError) else first_mistake(error)
             raise ConfigError(
                 f"{path} cannot be read as the settings of a run ({why}): restore it, or move the folder away"
             ) from None
@@ -334,11 +332,3 @@ def _refuse_first_edition(data_dir: Path) -> None:
         )
     if (stray := data_dir / "checkpoints").exists():
         raise ConfigError(f"{stray} belongs to no run: move it to {data_dir / 'runs' / DEFAULT_RUN / 'checkpoints'}")
-
-
-def _first_mistake(error: ValueError) -> str:
-    """Returns the first error of a body or a file in one line, with its key."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
