@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentjet.cli.doctor import GB, REPLICA_USABLE
+from agentjet.cli.doctor import GB
 from agentjet.compute.cluster.memory import (
+    REPLICA_USABLE,
     USABLE,
     ModelSize,
     fewest_ranks,
