@@ -15,6 +15,10 @@ class ConfigError(AgentJetError):
     """A setting is unknown, malformed or impossible. The process must not start."""
 
 
+class RecipeError(ConfigError):
+    """A hook of the recipe failed, or returned what cannot be trained. The run stops, and nothing is lost."""
+
+
 def _encodable(text: str) -> str:
     """Returns the text with lone surrogates as escapes, because UTF-8 cannot encode them."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,7 +1,7 @@
 """Gradients computed twice: by the learner, and independently of it.
 
 The independent way computes one row per call through the model's own `eager` attention. Every formula is written out
-here, and autograd runs over the whole loss at once. It uses neither `recipes/` nor passes nor plans.
+in `formulas`, and autograd runs over the whole loss at once. It uses neither `recipes/` nor passes nor plans.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.conftest import tokens
+from tests.compute.formulas import FORMULAS
 
 Weights = dict[str, Tensor]
 
@@ -92,10 +93,12 @@ class Baseline:
         weights = _weights(self._rows, recipe)
         total = torch.zeros((), dtype=self._logps[0].dtype)
         for row, logp, reference in zip(self._rows, self._logps, self._references, strict=True):
-            log_ratio = logp - torch.from_numpy(row["logprob"])
-            if recipe.loss.name == "gspo":
-                log_ratio = self._sequence_mean(row["sequence"]) + logp - logp.detach()
-            loss = _loss(log_ratio.exp(), logp, row["advantage"], recipe.loss)
+            columns = {
+                "logprob": torch.from_numpy(row["logprob"]),
+                "advantage": torch.full_like(logp, row["advantage"], requires_grad=False),
+                "mean_log_ratio": self._sequence_mean(row["sequence"]),
+            }
+            loss = FORMULAS[recipe.loss.name](logp, columns, recipe.loss)
             if recipe.kl_coef:
                 gap = reference - logp
                 loss = loss + recipe.kl_coef * (gap.exp() - gap - 1)
@@ -151,16 +154,6 @@ def _of_completion(logits: Tensor, row: Row) -> Tensor:
         ids = np.flatnonzero(decode_set(encoded, len(line))).tolist()
         logps.append(line[ids].log_softmax(-1)[ids.index(token)])
     return torch.stack(logps)
-
-
-def _loss(ratio: Tensor, logp: Tensor, advantage: float, chosen: Any) -> Tensor:
-    clipped = ratio.clamp(1 - chosen.clip_low, 1 + chosen.clip_high)
-    if chosen.name == "cispo":
-        return -advantage * clipped.detach() * logp
-    loss = -torch.minimum(advantage * ratio, advantage * clipped)
-    if chosen.name == "clip" and chosen.dual_clip and advantage < 0:
-        loss = loss.clamp(max=-advantage * chosen.dual_clip)
-    return loss
 
 
 def _weights(rows: Sequence[Row], recipe: PolicyGradient) -> dict[int, float]:

@@ -6,12 +6,13 @@ The package is installed as a wheel would be: a folder on the path with the modu
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from tests.e2e.server import Server
+from tests.e2e.server import Server, environment, serve_command
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.e2e
@@ -44,3 +45,40 @@ def test_a_plug_in_trains_and_replays(tmp_path: Path) -> None:
         server.until(lambda: server.get("/status")["policy_version"] == 2)
         after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
         assert all((before[name] == after[name]).all() for name in before)
+
+
+BROKEN = """
+from agentjet.recipes.policy_gradient import PolicyGradient
+
+
+class Broken(PolicyGradient):
+    def group_advantages(self, rewards_G):
+        return (rewards_G - rewards_G.mean()) / (rewards_G.std() + EPS)
+
+
+EPS = 0
+"""
+
+
+def test_a_bad_plug_in_stops_the_run_and_the_mended_one_continues(tmp_path: Path) -> None:
+    model, site = make_model(tmp_path / "model"), tmp_path / "site"
+    site.mkdir()
+    (site / "broken.py").write_text(BROKEN)
+    settings = {"job__recipe": "broken:Broken"}
+    with Server(model, tmp_path / "data", paths=[site], **settings) as server:
+        for member in range(4):
+            episode = server.begin(task_id=f"t{member // 2}")
+            server.ask(episode, "hello")
+            server.post(f"/episodes/{episode['episode_id']}/finish", reward=1.0)
+        server.until(lambda: server.get("/status")["state"] == "failed")
+        reason = "the recipe 'broken:Broken': `group_advantages` returned [nan, nan] for the rewards [1.0, 1.0]"
+        assert reason in server.output and reason in server.get("/status")["waiting_for"]
+        server.kill()
+    (site / "broken.py").rename(site / "elsewhere.py")
+    command, env = serve_command(model, tmp_path / "data", **settings), environment(site)
+    refused = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert refused.returncode == 1 and "there is no module 'broken'. Install its package" in refused.stderr
+    (site / "broken.py").write_text(BROKEN.replace("EPS = 0", "EPS = 1e-6"))
+    with Server(model, tmp_path / "data", paths=[site], **settings) as server:
+        server.until(lambda: server.get("/status")["policy_version"] == 1)
+        assert server.get("/status")["episodes"]["trained"] == 4

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from agentjet.errors import ConfigError, Later
+from agentjet.errors import Later, RecipeError
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.shelf.grpo import Grpo
 from tests.swarm.world import LEASE, World
@@ -187,7 +187,7 @@ def test_the_cap_counts_all_reasons_of_the_recipe_together(make_world: Make) -> 
 @pytest.mark.parametrize("reason", ["Too long a story", "too_few"])
 def test_a_reason_of_a_recipe_is_a_short_name_of_its_own(make_world: Make, reason: str) -> None:
     world = make_world(group_size=1, min_group_size=1, recipe=f"{__name__}:DropsByTask")
-    with pytest.raises(ConfigError, match=rf"DropsByTask' drops a group for the reason '{reason}'"):
+    with pytest.raises(RecipeError, match=rf"DropsByTask' drops a group for the reason '{reason}'"):
         world.play("a", 1, task_id=reason)
 
 

@@ -21,7 +21,16 @@ from typing import TypeVar
 
 from agentjet.compute.protocol import check_capabilities
 from agentjet.config import JobConfig
-from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
+from agentjet.errors import (
+    AgentJetError,
+    CheckpointError,
+    ConfigError,
+    Conflict,
+    Later,
+    RecipeError,
+    WorkerDied,
+    WorkerHung,
+)
 from agentjet.gateway import observability
 from agentjet.gateway.checkpoints import combined_stamp, policy_folders
 from agentjet.gateway.observability import emit_event
@@ -84,7 +93,8 @@ class Engine:
         if self._stop_task is not None and not self._stop_task.done():
             raise Later("The engine is being stopped.", code="engine_stopping", status=503, retry_after=2.0)
         if self._task is None or self._task.done():
-            self.training.stopping, self._failures, self.fatal = False, 0, None
+            self.training.stopping, self.training.error = False, None
+            self._failures, self.fatal = 0, None
             self._run.gate.hold()
             self._enter("loading")
             self._task = asyncio.create_task(self._supervise())
@@ -133,6 +143,15 @@ class Engine:
         if self.state == "failed":
             return Later(f"The engine failed: {self.reason}", code="engine_failed", status=503, retry_after=30.0)
         return Later("The engine is stopped.", code="engine_stopped", status=503, retry_after=10.0)
+
+    def recipe_failed(self, error: RecipeError) -> Later:
+        """Stops training for a failure of the recipe in the gateway. Returns the refusal of the request.
+
+        The request had no effect, and its client repeats it until the recipe is mended.
+        """
+        self.training.error = error
+        self._run.changed.notify()
+        return Later(f"The engine failed: {error}", code="engine_failed", status=503, retry_after=30.0)
 
     async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
         """Returns the result of a maintenance task, run while nothing is sampled or learned.

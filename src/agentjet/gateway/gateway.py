@@ -10,8 +10,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
 from agentjet.gateway import observability, views
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
@@ -190,7 +190,9 @@ class Gateway:
                 raise self.engine.refusal()
             try:
                 self._check_limit(request, idempotency_key)
-                return await self._durably(self.swarm.begin(request, idempotency_key=idempotency_key))
+                with self._calling_recipe():
+                    episode = self.swarm.begin(request, idempotency_key=idempotency_key)
+                return await self._durably(episode)
             except Later as later:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
@@ -220,10 +222,22 @@ class Gateway:
         return await self._durably(self.swarm.heartbeat(episode_id))
 
     async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
-        return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
+        with self._calling_recipe():
+            episode = self.swarm.finish(episode_id, request, idempotency_key=idempotency_key)
+        return await self._durably(episode)
 
     async def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
+        with self._calling_recipe():
+            episode = self.swarm.abort(episode_id, request, idempotency_key=idempotency_key)
+        return await self._durably(episode)
+
+    @contextmanager
+    def _calling_recipe(self) -> Iterator[None]:
+        """Context of a change that may complete a group. Raises `Later` if the recipe fails, which stops training."""
+        try:
+            yield
+        except RecipeError as error:
+            raise self.engine.recipe_failed(error) from error
 
     async def _durably(self, episode: Episode) -> Episode:
         await self.durable()
@@ -432,8 +446,9 @@ class Gateway:
                 if self.swarm.store.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.store.probe_disk()
-                self.swarm.reap()
-            except Later:  # The journal has logged it.
+                with self._calling_recipe():
+                    self.swarm.reap()
+            except Later:  # The journal or the engine has logged it.
                 pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.
                 if repr(error) != logged:

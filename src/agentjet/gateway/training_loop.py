@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import Compute
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, Conflict, Later, WorkerDied
+from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, WorkerDied
 from agentjet.gateway import observability
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
@@ -80,6 +80,8 @@ class TrainingLoop:
         """`enter` is called at each change between sampling and learning."""
         self.stopping = False
         """If set, the loop ends after the present batch. Notify `changed` after setting it."""
+        self.error: RecipeError | None = None
+        """A failure of the recipe outside the worker, which ends the loop. Notify `changed` after setting it."""
         self.timer = StepTimer(run.gate.busy_seconds)
         self._run = run
         self._swarm = run.swarm
@@ -103,8 +105,10 @@ class TrainingLoop:
         swarm, gate = self._swarm, self._run.gate
         while True:
             await self._run.changed.until(
-                lambda: bool(self.stopping or self._maintenance or swarm.pending or swarm.batches.ready())
+                lambda: bool(self.stopping or self.error or self._maintenance or swarm.pending or swarm.batches.ready())
             )
+            if self.error is not None and not self.stopping:
+                raise self.error
             # With `max_staleness`, completions continue during a step: the worker learns between two of their tokens.
             if not (self.stopping or self._is_partial) and (self._maintenance or not swarm.job.max_staleness):
                 gate.hold()

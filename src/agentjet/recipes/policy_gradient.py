@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from agentjet.recipes import registry
+from agentjet.recipes import hooks, registry
 from agentjet.recipes.losses import AGGREGATIONS, CORRECTIONS, Clip, PolicyLoss, find_loss, importance_ratio, kl_k3
 from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -73,13 +73,17 @@ class PolicyGradient(Recipe):
         assert batch.facts is not None
         advantages_ER = np.zeros(batch.facts.spoke.shape)
         for episodes, role, rewards_G in self.comparisons(batch.facts):
-            advantages_ER[episodes, role] = self.group_advantages(rewards_G)
+            advantages_G = self.group_advantages(rewards_G)
+            hooks.check_group(self, advantages_G, rewards_G)
+            advantages_ER[episodes, role] = advantages_G
         return advantages_ER
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
         """Returns the advantage [M] of each target."""
         assert batch.facts is not None
-        return batch.facts.of_tokens(self.sequence_advantages(batch), batch.forest).astype(np.float32)
+        advantages_ER = self.sequence_advantages(batch)
+        hooks.check_shape(self, "sequence_advantages", advantages_ER, batch.facts.spoke.shape, "each episode and role")
+        return batch.facts.of_tokens(advantages_ER, batch.forest).astype(np.float32)
 
     def comparisons(self, facts: Facts) -> Iterator[Comparison]:
         """Yields the episodes that are compared, for each group and role.

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from agentjet.recipes import shelf
+from agentjet.recipes import hooks, shelf
 from agentjet.recipes.recipe import Component, Recipe
 
 GROUP = "agentjet.recipes"
@@ -74,23 +74,37 @@ def find(name: str) -> type[Recipe]:
 
 def load(path: str, base: type[Part]) -> type[Part]:
     """Returns the class of an import path `package.module:Class`. Raises `ValueError` if it is not a `base`."""
-    module, _, attribute = path.partition(":")
+    name, _, attribute = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):  # Not a module that the file itself imports.
+            raise ValueError(
+                f"{path!r} cannot be imported: there is no module {error.name!r}. Install its package for the server, "
+                "or put its folder on PYTHONPATH"
+            ) from None
+        raise _broken(path, error) from error
     except Exception as error:  # Boundary: the module is not ours.
-        raise ValueError(
-            f"{path!r} cannot be imported ({type(error).__name__}: {error}): install its package for the server, or "
-            "put its folder on PYTHONPATH"
-        ) from None
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{path!r} is not a subclass of {base.__module__}.{base.__name__}")
-    return found
+        raise _broken(path, error) from error
+    found = getattr(module, attribute, None)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    where = getattr(module, "__file__", None) or name
+    usable = [key for key, value in vars(module).items() if _is_defined_in(value, module, base)]
+    way_out = f"{where} has {', '.join(usable) or 'none'}"
+    if found is None:
+        raise ValueError(f"{path!r}: there is no class {attribute!r} in {where}. Of a {base.__name__} {way_out}")
+    raise ValueError(f"{path!r} is not a subclass of {base.__module__}.{base.__name__}. Of these {way_out}")
+
+
+def _broken(path: str, error: Exception) -> ValueError:
+    return ValueError(f"{path!r} cannot be imported: {hooks.place(error)}: {type(error).__name__}: {error}")
+
+
+def _is_defined_in(value: object, module: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
 
 
 def _defined_in(module: Any) -> type[Recipe]:
-    [own] = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Recipe) and value.__module__ == module.__name__
-    ]
-    return own
+    [own] = [value for value in vars(module).values() if _is_defined_in(value, module, Recipe)]
+    return own  # type: ignore[no-any-return]

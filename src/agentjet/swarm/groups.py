@@ -10,13 +10,13 @@ The functions take a `Store` and are called inside its transactions.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentjet.errors import ConfigError, Conflict, Later
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
+from agentjet.recipes import hooks
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
@@ -228,12 +228,7 @@ def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
         return "too_few"
     if not any(member.num_tokens for member in members):
         return "no_tokens"
-    reason = job.recipe.accept(_finished_group(store, members))
-    if reason and (not re.fullmatch("[a-z_]+", reason) or reason in OWN_REASONS):
-        raise ConfigError(
-            f"the recipe {job.recipe.name!r} drops a group for the reason {reason!r}: a reason is a short name of "
-            f"letters a-z and _, other than {', '.join(sorted(OWN_REASONS))}"
-        )
+    reason = hooks.accept(job.recipe, _finished_group(store, members), OWN_REASONS)
     cap = job.recipe.max_dropped_groups or 10 * job.batch_size
     lost = store.state.lost("groups", store.next_batch)
     return reason if sum(count for name, count in lost.items() if name not in OWN_REASONS) < cap else ""

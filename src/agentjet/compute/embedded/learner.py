@@ -29,6 +29,7 @@ from agentjet.compute.operations import merged_metrics
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
+from agentjet.recipes import hooks
 from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.policy_gradient import MISMATCH
 from agentjet.recipes.recipe import Recipe
@@ -37,6 +38,8 @@ from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
 TOKENS_COMPUTED = "forest/tokens_computed"
+NOT_FINITE = "recipe/not_finite"
+"""Sum over the tokens of a mini-batch; not a metric."""
 Number = TypeVar("Number", bound=np.generic)
 HEAD_ROWS = 512
 """Number of distributions whose logits over the vocabulary exist at the same time."""
@@ -161,7 +164,7 @@ class PolicyLearner:
             with self._reference_weights():
                 outputs["reference"] = self._batch_logprobs(batch.forest, loss.micro_batch_tokens)
             batch = replace(batch, forest=batch.forest.with_columns(reference=outputs["reference"]))
-        return _PreparedBatch(batch.id, loss, *loss.recipe.columns(batch, outputs))
+        return _PreparedBatch(batch.id, loss, *hooks.columns(loss.recipe, batch, outputs))
 
     def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch; returns means over its targets.
@@ -169,17 +172,17 @@ class PolicyLearner:
         Only targets that contribute to the loss are computed. Their weights count every target. The mismatch is a mean
         over computed targets. A skipped target is never clipped, and with a KL term no target is skipped.
         """
-        contributing = recipe.contributing(forest)
+        contributing = hooks.contributing(recipe, forest)
         if not contributing.any():
             return {**dict.fromkeys(recipe.reports if forest.num_targets else (), 0.0), TOKENS_COMPUTED: 0.0}
-        weighted = select(forest.with_columns(weight=recipe.weights(forest)), contributing)
+        weighted = select(forest.with_columns(weight=hooks.weights(recipe, forest)), contributing)
         pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
         if "sequence_log_ratio" in recipe.reads:
             pieces = self._with_sequence_ratios(pieces, int(weighted["sequence"].max()) + 1)
         if "reference" in recipe.reads and "reference" not in weighted.targets:
             with self._reference_weights():
                 pieces = [_with_column(piece, "reference", _array(self.logprobs(piece))) for piece in pieces]
-        sums = defaultdict[str, float](float, dict.fromkeys(recipe.reports, 0.0))
+        sums = defaultdict[str, float](float, dict.fromkeys((NOT_FINITE, *recipe.reports), 0.0))
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
@@ -187,7 +190,9 @@ class PolicyLearner:
         self._reduce_gradients()
         sums[TOKENS_COMPUTED] = float(sum(map(self._pass.num_computed, pieces)))
         counts = {MISMATCH: weighted.num_targets, TOKENS_COMPUTED: 1}
-        return {name: total / counts.get(name, forest.num_targets) for name, total in self._totals(sums).items()}
+        totals = dict(self._totals(sums))
+        hooks.check_loss(recipe, totals.pop(NOT_FINITE, 0.0), weighted)
+        return {name: total / counts.get(name, forest.num_targets) for name, total in totals.items()}
 
     def _with_sequence_ratios(self, pieces: list[Forest], num_sequences: int) -> list[Forest]:
         """Add the sequence means of logp - old, over the tokens of all micro-batches."""
@@ -258,7 +263,8 @@ class PolicyLearner:
         for chunk, logp in self._heads(cut, rows, forest):
             names = ("weight", "logprob", *recipe.reads)
             columns = {name: _to(forest[name][chunk], cut.device).to(logp.dtype) for name in names}
-            loss, metrics = recipe.token_loss(logp, columns)
+            loss, metrics = hooks.token_loss(recipe, logp, columns)
+            sums[NOT_FINITE] += hooks.num_not_finite(loss.detach(), logp.detach())
             (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
             for name, values in metrics.items():

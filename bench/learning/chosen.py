@@ -1,0 +1,59 @@
+"""The recipes that are measured, with the parameters that the small worlds need, and whether rewards rose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentjet.recipes import registry
+from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.registry import make_recipe
+
+MODEL = "MODEL"
+"""In parameters: the folder of the tiny model."""
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "rft": {"threshold": 0.5},  # The worlds' rewards are shares: few episodes reach 1.
+}
+"""By recipe, where its defaults are for other rewards or lengths than those of the worlds."""
+EXCUSED: dict[str, str] = {}
+"""Why a recipe need not learn in these worlds, by name."""
+Z = 1.96
+"""Half the width of the interval, in standard errors: 95%."""
+
+
+def names() -> list[str]:
+    """Returns all recipes that are registered: those of the shelf and of installed packages."""
+    return sorted({*registry.built_in(), *registry.installed()})
+
+
+def settings(name: str, model: Path | None = None, **more: object) -> dict[str, Any]:
+    """Returns the section `[job.recipe]` of a recipe in these worlds."""
+    own = {key: str(model) if value == MODEL else value for key, value in PARAMETERS.get(name, {}).items()}
+    return {"name": name, **own, **more}
+
+
+def chosen(name: str, model: Path | None = None, **more: object) -> Recipe:
+    return make_recipe(settings(name, model, **more))
+
+
+def rise(batches: Sequence[Sequence[float]], share: float = 0.25) -> dict[str, float]:
+    """Returns the mean reward of the first and of the last batches, and the interval's half-width of the difference.
+
+    `share` is the share of the batches at either end.
+    """
+    count = max(1, round(share * len(batches)))
+    first, last = (np.concatenate([np.asarray(b, float) for b in part]) for part in (batches[:count], batches[-count:]))
+    error = np.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+    return {
+        "first": round(float(first.mean()), 4),
+        "last": round(float(last.mean()), 4),
+        "interval": round(float(Z * error), 4),
+    }
+
+
+def has_risen(found: dict[str, float]) -> bool:
+    """True if the reward rose by more than the interval."""
+    return found["last"] - found["first"] > found["interval"]

@@ -1,0 +1,195 @@
+"""Calls the hooks of a recipe, and checks what they return.
+
+A hook that fails, or returns what cannot be trained, raises `RecipeError` with the recipe, the hook, the value and the
+line of the file. The run stops with that message. Its finished episodes and its batch stay in the journal, so that the
+run continues with the mended recipe. Shapes: M targets.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentjet.errors import AgentJetError, RecipeError
+from agentjet.recipes.recipe import FinishedGroup, Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from agentjet.timeline.batch import TrainingBatch
+    from agentjet.timeline.forest import Forest
+
+Result = TypeVar("Result")
+COMPUTED = ("new_", "reference", "sequence_log_ratio")
+"""Beginnings of the columns that `token_loss` may read without `columns`, because the learner computes them."""
+LIBRARIES = ("numpy", "torch", "pydantic")
+WAY_OUT = "mend the recipe and start the server again; nothing is lost"
+
+
+def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
+    """Returns what a hook returns. Raises `RecipeError` if it fails."""
+    try:
+        return function()
+    except (AgentJetError, MemoryError):
+        raise
+    except Exception as error:  # Boundary: the recipe may be a plug-in.
+        if type(error).__name__ == "OutOfMemoryError":  # Of torch: the batch is too large, the recipe is not wrong.
+            raise
+        raise RecipeError(
+            f"{_name(recipe, hook)} failed at {place(error)}: {type(error).__name__}: {error}; {WAY_OUT}"
+        ) from error
+
+
+def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
+    """Returns the recipe's reason to drop a group, or ''. `others` are reasons that have another meaning."""
+    reason = called(recipe, "accept", lambda: recipe.accept(group))
+    if not isinstance(reason, str) or (reason and (not re.fullmatch("[a-z_]+", reason) or reason in others)):
+        raise RecipeError(
+            f"the recipe {recipe.name!r} drops a group for the reason {reason!r}: `accept` returns '' to train the "
+            f"group, or a short name of letters a-z and _, other than {', '.join(sorted(others))}; {WAY_OUT}"
+        )
+    return reason
+
+
+def columns(
+    recipe: Recipe, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
+) -> tuple[Forest, dict[str, float]]:
+    """Returns the forest with the columns of the recipe, and metrics."""
+    from agentjet.timeline.forest import Forest
+
+    hook = "columns"
+    result: Any = called(recipe, hook, lambda: recipe.columns(batch, outputs))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Forest)):
+        raise _wrong(recipe, hook, f"returned {_kind(result)} instead of a forest and metrics")
+    forest, metrics = result
+    if not isinstance(metrics, dict) or not all(isinstance(value, Real) for value in metrics.values()):
+        raise _wrong(recipe, hook, f"returned the metrics {metrics!r} instead of a dict of numbers")
+    for name in recipe.reads:
+        if name not in forest.targets and not name.startswith(COMPUTED):
+            has = ", ".join(sorted(forest.targets))
+            raise _wrong(recipe, hook, f"returned no column {name!r}, which `reads` names; the forest has {has}")
+    given = [batch.forest.targets[name] for name in recipe.reads if name in batch.forest.targets]
+    if all(_is_finite(values) for values in (*given, *outputs.values())):  # Otherwise the policy has diverged.
+        for name in forest.targets.keys() & set(recipe.reads):
+            _check_column(recipe, hook, forest, forest[name], f"the column {name!r}")
+    return forest, {name: float(value) for name, value in metrics.items()}
+
+
+def weights(recipe: Recipe, forest: Forest) -> NDArray[np.float32]:
+    """Returns the weight [M] of each token in the loss."""
+    found = called(recipe, "weights", lambda: recipe.weights(forest))
+    _check_column(recipe, "weights", forest, found, "weights")
+    return found
+
+
+def contributing(recipe: Recipe, forest: Forest) -> NDArray[np.bool_]:
+    """Returns True [M] for targets that must be computed."""
+    found: Any = called(recipe, "contributing", lambda: recipe.contributing(forest))
+    _check_column(recipe, "contributing", forest, found, "values")
+    if found.dtype != bool:
+        raise _wrong(recipe, "contributing", f"returned values of type {found.dtype} instead of bool")
+    return found  # type: ignore[no-any-return]
+
+
+def token_loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the losses [M], and metrics [M]. Values that are not finite are for `check_loss`."""
+    from torch import Tensor
+
+    hook = "token_loss"
+    result: Any = called(recipe, hook, lambda: recipe.token_loss(logp, columns))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise _wrong(recipe, hook, f"returned {_kind(result)} instead of the losses and a dict of metrics")
+    loss, metrics = result
+    for what, values in {"losses": loss, **{f"the metric {name!r}": one for name, one in metrics.items()}}.items():
+        if not isinstance(values, Tensor) or values.shape != logp.shape:
+            raise _wrong(recipe, hook, f"returned {what} as {_kind(values)} instead of a tensor of {len(logp)} values")
+    if not loss.requires_grad:
+        raise _wrong(recipe, hook, "returned losses without gradient: compute them from `logp`, without `detach`")
+    return loss, metrics
+
+
+def num_not_finite(loss: Tensor, logp: Tensor) -> float:
+    """Returns the number of losses that are not finite although the log-probability is."""
+    return float((~loss.isfinite() & logp.isfinite()).sum())
+
+
+def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
+    """Raises `RecipeError` if some losses of a mini-batch are not finite."""
+    if num_not_finite:
+        raise _wrong(
+            recipe, "token_loss", f"returned {num_not_finite:g} of {forest.num_targets} losses that are not finite"
+        )
+
+
+def check_shape(recipe: Recipe, hook: str, values: Any, shape: tuple[int, ...], of: str) -> None:
+    """Raises `RecipeError` unless the returned array has the shape. `of` names what the array has one value for."""
+    import numpy as np
+
+    if np.shape(values) != shape:
+        raise _wrong(recipe, hook, f"returned {_kind(values)} instead of an array of shape {shape}: one value for {of}")
+
+
+def check_group(recipe: Recipe, advantages: NDArray[np.float64], rewards: NDArray[np.float64]) -> None:
+    """Raises `RecipeError` unless `group_advantages` returned one finite number for each reward."""
+    hook = "group_advantages"
+    check_shape(recipe, hook, advantages, rewards.shape, "each episode")
+    if not _is_finite(advantages):
+        raise _wrong(
+            recipe,
+            hook,
+            f"returned {_few(advantages)} for the rewards {_few(rewards)}: a division by a deviation of 0 needs a "
+            "small number, such as 1e-6, in the divisor",
+        )
+
+
+def place(error: BaseException) -> str:
+    """Returns file and line of an error: the innermost that is not of a library."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
+        and not frame.f_code.co_filename.startswith("<frozen")
+    ]
+    return frames[-1] if frames else "an unknown line"
+
+
+def _check_column(recipe: Recipe, hook: str, forest: Forest, values: Any, what: str) -> None:
+    import numpy as np
+
+    if not isinstance(values, np.ndarray) or values.shape != (forest.num_targets,):
+        raise _wrong(
+            recipe, hook, f"returned {what} as {_kind(values)} instead of an array of {forest.num_targets} tokens"
+        )
+    if not _is_finite(values):
+        number = int((~np.isfinite(values)).sum())
+        raise _wrong(recipe, hook, f"returned {what} with {number} of {len(values)} values that are not finite")
+
+
+def _is_finite(values: Any) -> bool:
+    import numpy as np
+
+    return bool(np.isfinite(values).all())
+
+
+def _wrong(recipe: Recipe, hook: str, what: str) -> RecipeError:
+    return RecipeError(f"{_name(recipe, hook)} {what}; {WAY_OUT}")
+
+
+def _name(recipe: Recipe, hook: str) -> str:
+    return f"the recipe {recipe.name!r}: `{hook}`"
+
+
+def _few(values: NDArray[np.float64]) -> str:
+    return str([float(value) for value in values[:8]]) + ("..." if len(values) > 8 else "")
+
+
+def _kind(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"

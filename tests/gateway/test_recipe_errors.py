@@ -1,0 +1,60 @@
+"""A hook that fails stops the run with its message, and nothing is lost: it continues with the mended recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from agentjet.errors import Later, RecipeError
+from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.recipes.recipe import FinishedGroup
+from agentjet.recipes.shelf.grpo import Grpo
+from tests.fakes import Running, running
+
+pytestmark = pytest.mark.anyio
+
+
+class Fragile(Grpo):
+    """Fails until it is mended."""
+
+    mended: ClassVar[bool] = False
+
+    def accept(self, group: FinishedGroup) -> str:
+        return "" if Fragile.mended else str(1 / 0)
+
+
+async def failed(run: Running) -> str:
+    await run.until(lambda: run.gateway.engine.state == "failed")
+    with pytest.raises(Later) as refusal:
+        await run.gateway.begin(BeginRequest(task_id="t"))
+    assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
+    return run.gateway.engine.reason
+
+
+async def test_a_failure_while_a_batch_is_learned(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.fail_learn = [RecipeError("the recipe 'x': `columns` failed")]
+        ended = await run.fill_batch()
+        assert "the recipe 'x': `columns` failed" in await failed(run)
+        await run.gateway.start_engine()
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)
+        assert run.compute.learned == [0], "not quarantined"
+        assert all(run.gateway.swarm.episode(id).status == "finished" for id in ended)
+
+
+async def test_a_failure_of_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path / "d", job={"recipe": f"{__name__}:Fragile", "batch_size": 1}) as run:
+        await run.episode(0.0)
+        last = await run.gateway.begin(BeginRequest(task_id="t", client_id="c"))
+        await run.say(last.id)
+        with pytest.raises(Later, match=r"`accept` failed at .*ZeroDivisionError"):
+            await run.gateway.finish(last.id, FinishRequest(reward=1.0))
+        assert "ZeroDivisionError" in await failed(run)
+        assert run.gateway.swarm.episode(last.id).status == "live"
+        monkeypatch.setattr(Fragile, "mended", True)
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        await run.gateway.finish(last.id, FinishRequest(reward=1.0))
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)

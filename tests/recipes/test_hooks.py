@@ -1,0 +1,159 @@
+"""A hook that fails or returns what cannot be trained is refused: recipe, hook, value and line. Built-ins pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentjet.errors import RecipeError
+from agentjet.recipes import hooks, registry
+from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.recipe import FinishedGroup, Recipe
+from tests.recipes.batches import make_batch
+
+BATCH = make_batch([[1, 1], [1, 0]])
+GROUP = FinishedGroup("t", "", [1.0, 0.0], [{}, {}], [3, 4], is_uniform=False)
+
+
+def refusal(recipe: type[Recipe], call: Callable[[Recipe], Any]) -> str:
+    with pytest.raises(RecipeError) as error:
+        call(recipe())
+    assert "recipe 'broken'" in str(error.value) and str(error.value).endswith(hooks.WAY_OUT)
+    return str(error.value)
+
+
+def broken(base: type[Recipe], **methods: Any) -> type[Recipe]:
+    return type("Broken", (base,), {"__annotations__": {"name": str}, "name": "broken", **methods})
+
+
+def columns(recipe: Recipe) -> Any:
+    return hooks.columns(recipe, BATCH, {})
+
+
+def zero_division(self: Any, rewards_G: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return (rewards_G - rewards_G.mean()) / rewards_G.std()
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "sentence"),
+    [
+        ("group_advantages", zero_division, r"returned \[nan, nan\] for the rewards \[1.0, 1.0\]: a division by"),
+        ("group_advantages", lambda self, rewards_G: 0.5, r"returned float instead of an array of shape \(2,\)"),
+        ("group_advantages", lambda self, rewards_G: rewards_G[:1], r"ndarray of shape \(1,\) instead of an array of"),
+        ("group_advantages", lambda self, rewards_G: 1 / 0, r"`columns` failed at .*test_hooks.py:\d+: ZeroDivision"),
+        ("sequence_advantages", lambda self, batch: np.zeros(4), r"`sequence_advantages` .* of shape \(4, 1\)"),
+        ("token_advantages", lambda self, batch: np.zeros(3), r"column 'advantage' as ndarray of shape \(3,\) inst"),
+        ("token_advantages", lambda self, batch: np.full(8, np.inf), r"with 8 of 8 values that are not finite"),
+        ("columns", lambda self, batch, outputs: batch.forest, "returned Forest instead of a forest and metrics"),
+        ("columns", lambda self, batch, outputs: (batch.forest, {}), "no column 'advantage', which `reads` names"),
+        ("columns", lambda self, batch, outputs: None, "returned NoneType instead of"),
+    ],
+)
+def test_columns(method: str, function: Any, sentence: str) -> None:
+    found = refusal(broken(PolicyGradient, **{method: function}), columns)
+    assert re.search(sentence, found), found
+
+
+def test_metrics_are_numbers() -> None:
+    def with_text(self: Any, batch: Any, outputs: Any) -> Any:
+        return batch.forest, {"policy/kind": "new"}
+
+    assert "the metrics {'policy/kind': 'new'} instead of" in refusal(broken(Recipe, columns=with_text), columns)
+
+
+def test_a_diverged_policy_is_not_a_mistake_of_the_recipe() -> None:
+    nothing = np.full(BATCH.forest.num_targets, np.nan, np.float32)
+    forest, _ = hooks.columns(registry.make_recipe({"correction": "tis"}), BATCH, {"proximal": nothing})
+    assert np.isnan(forest["advantage"]).any()
+
+
+@pytest.mark.parametrize(
+    ("hook", "function", "sentence"),
+    [
+        ("weights", lambda self, forest: [1.0], "`weights` returned weights as list instead of an array of 8 tokens"),
+        ("contributing", lambda self, forest: np.ones(8), "returned values of type float64 instead of bool"),
+        ("contributing", lambda self, forest: np.ones(3, bool), r"returned values as ndarray of shape \(3,\)"),
+    ],
+)
+def test_weights_and_contributing(hook: str, function: Any, sentence: str) -> None:
+    found = refusal(broken(Recipe, **{hook: function}), lambda recipe: getattr(hooks, hook)(recipe, BATCH.forest))
+    assert re.search(sentence, found), found
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda self, logp, columns: -logp, "returned Tensor of shape (2,) instead of the losses and a dict"),
+        (lambda self, logp, columns: (-logp.mean(), {}), "losses as Tensor of shape () instead of a tensor of 2"),
+        (lambda self, logp, columns: (-logp.detach(), {}), "returned losses without gradient"),
+        (lambda self, logp, columns: (-logp, {"a": 1.0}), "the metric 'a' as float instead of a tensor of 2 values"),
+        (lambda self, logp, columns: columns["missing"], "`token_loss` failed at"),
+    ],
+)
+def test_token_loss(function: Any, sentence: str) -> None:
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = refusal(broken(Recipe, token_loss=function), lambda recipe: hooks.token_loss(recipe, logp, {}))
+    assert sentence in found, found
+
+
+def test_losses_that_are_not_finite_are_counted_where_the_policy_is_finite() -> None:
+    loss, logp = torch.tensor([np.nan, np.inf, 1.0, np.nan]), torch.tensor([-1.0, -1.0, -1.0, np.nan])
+    assert hooks.num_not_finite(loss, logp) == 2
+    found = refusal(broken(Recipe), lambda recipe: hooks.check_loss(recipe, 2.0, BATCH.forest))
+    assert "`token_loss` returned 2 of 8 losses that are not finite" in found
+
+
+@pytest.mark.parametrize("reason", [None, True, "Too long a story", "too_few"])
+def test_accept(reason: object) -> None:
+    def call(recipe: Recipe) -> str:
+        return hooks.accept(recipe, GROUP, frozenset({"too_few"}))
+
+    found = refusal(broken(Recipe, accept=lambda self, group: reason), call)
+    assert f"drops a group for the reason {reason!r}: `accept` returns ''" in found
+    found = refusal(broken(Recipe, accept=lambda self, group: group.rewards["a"]), call)
+    assert "`accept` failed at" in found and "TypeError" in found
+
+
+def test_memory_that_is_not_enough_is_not_a_mistake_of_the_recipe() -> None:
+    def fails(self: Any, batch: Any, outputs: Any) -> Any:
+        raise torch.OutOfMemoryError("too large")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        columns(broken(Recipe, columns=fails)())
+
+
+FILES = {
+    "absent": ("", "cannot be imported: there is no module 'absent'. Install its package"),
+    "imports": ("\nimport not_installed_here\n", r"imports.py:2: ModuleNotFoundError: No module named 'not_inst"),
+    "mistyped": ("x = 1\ndef f(:\n", r"mistyped.py:2: SyntaxError"),
+    "untyped": (
+        "from agentjet.recipes.policy_gradient import PolicyGradient\n\nclass Chosen(PolicyGradient):\n"
+        "    name = 'chosen'\n",
+        r"untyped.py:3: PydanticUserError: Field 'name' defined on a base class was overridden by a non-annotated",
+    ),
+    "other": (
+        "from agentjet.recipes.policy_gradient import PolicyGradient\n\nclass Chose(PolicyGradient):\n    pass\n",
+        r"there is no class 'Chosen' in .*other.py. Of a Recipe .*other.py has Chose$",
+    ),
+    "wrong": (
+        "class Chosen:\n    pass\n",
+        r"is not a subclass of agentjet.recipes.recipe.Recipe. Of these .* has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_plug_in_that_cannot_be_imported(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, sentence = FILES[module]
+    monkeypatch.syspath_prepend(tmp_path)
+    if text:
+        (tmp_path / f"{module}.py").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        registry.make_recipe(f"{module}:Chosen")
