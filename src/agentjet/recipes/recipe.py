@@ -9,9 +9,10 @@ The gateway and the learner call the hooks:
 | `columns` | learner, once a batch | the forest with one number per token and column |
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
 | `token_loss` | learner, for each micro-batch | the loss of each token |
+| `next_state` | learner, after the last step of a batch | the numbers that `columns` of the next batch gets |
 
-A recipe is immutable and has no state, so a replay of the journal with the same code gives the same weights. Shapes: M
-targets.
+A recipe is immutable. Its state, if it has any, is a table of numbers that the learner keeps with the weights and saves
+in their checkpoint. So a replay of the journal with the same code gives the same weights. Shapes: M targets.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from agentjet.timeline.batch import TrainingBatch
     from agentjet.timeline.forest import Forest
 
-Need = Literal["proximal", "reference"]
-"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0."""
+Need = Literal["proximal", "reference", "entropy"]
+"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `entropy`:
+entropies of the distributions that the weights before the batch give, each over the set of its token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,9 @@ class Recipe(Component):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Log-probabilities that the learner computes for `columns`, once a batch, over all targets."""
+        """Columns that the learner computes for `columns`, once a batch, over all targets. One pass computes
+        `proximal` and `entropy`.
+        """
         return frozenset()
 
     @property
@@ -127,9 +131,17 @@ class Recipe(Component):
     ) -> tuple[Forest, dict[str, float]]:
         """Returns the forest of the targets that count, with the columns that the loss reads, and metrics.
 
-        `outputs` has the log-probabilities [M] of each of `needs`.
+        `outputs` has the values [M] of each of `needs`. The forest of the batch has them as columns, too.
         """
         return batch.forest, {}
+
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged.
+
+        `metrics` are those of the batch, of `columns` and `token_loss`: means over its steps. The state is empty before
+        the first batch, and after a batch of a recipe with another name.
+        """
+        return state
 
     def weights(self, forest: Forest) -> NDArray[np.float32]:
         """Returns the weight [M] of each token in the loss of a mini-batch. Default: 1 / M, the mean."""
