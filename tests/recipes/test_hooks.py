@@ -105,7 +105,8 @@ def test_token_loss(function: Any, sentence: str) -> None:
 
 def test_losses_that_are_not_finite_are_counted_where_the_policy_is_finite() -> None:
     loss, logp = torch.tensor([np.nan, np.inf, 1.0, np.nan]), torch.tensor([-1.0, -1.0, -1.0, np.nan])
-    assert hooks.num_not_finite(loss, logp) == 2
+    assert hooks.num_not_finite(loss, logp, {}) == 2
+    assert hooks.num_not_finite(loss, logp, {"advantage": torch.tensor([np.inf, 1.0, 1.0, 1.0])}) == 1
     found = refusal(broken(Recipe), lambda recipe: hooks.check_loss(recipe, 2.0, BATCH.forest))
     assert "`token_loss` returned 2 of 8 losses that are not finite" in found
 

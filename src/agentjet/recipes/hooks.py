@@ -7,6 +7,7 @@ run continues with the mended recipe. Shapes: M targets.
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -113,9 +114,12 @@ def token_loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> t
     return loss, metrics
 
 
-def num_not_finite(loss: Tensor, logp: Tensor) -> float:
-    """Returns the number of losses that are not finite although the log-probability is."""
-    return float((~loss.isfinite() & logp.isfinite()).sum())
+def num_not_finite(loss: Tensor, logp: Tensor, columns: Mapping[str, Tensor]) -> float:
+    """Returns the number of losses that are not finite although log-probability and columns are."""
+    wrong = ~loss.detach().isfinite()
+    for values in (logp, *columns.values()):
+        wrong &= values.detach().isfinite()
+    return float(wrong.sum())
 
 
 def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
@@ -124,6 +128,17 @@ def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
         raise _wrong(
             recipe, "token_loss", f"returned {num_not_finite:g} of {forest.num_targets} losses that are not finite"
         )
+
+
+def next_state(recipe: Recipe, state: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the state of the recipe for the next batch."""
+    hook = "next_state"
+    found: Any = called(recipe, hook, lambda: recipe.next_state(state, metrics))
+    if not isinstance(found, Mapping) or not all(
+        isinstance(value, Real) and math.isfinite(value) for value in found.values()
+    ):
+        raise _wrong(recipe, hook, f"returned {found!r} instead of a dict of finite numbers")
+    return {name: float(value) for name, value in found.items()}
 
 
 def check_shape(recipe: Recipe, hook: str, values: Any, shape: tuple[int, ...], of: str) -> None:
