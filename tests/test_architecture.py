@@ -49,25 +49,26 @@ PACKAGES = {
     "types": rule(""),
     "section": rule("", "pydantic"),
     "protocol": rule(VOCABULARY, "pydantic"),
+    "demonstrations": rule("types protocol", "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),
     "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic", lazy="torch"),
     "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "swarm": rule(f"{VOCABULARY} config protocol timeline recipes.hooks recipes.recipe", "numpy pydantic"),
+    "swarm": rule(f"{VOCABULARY} config protocol demonstrations timeline recipes.hooks recipes.recipe", "numpy pydantic"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",
+        f"{VOCABULARY} config protocol demonstrations timeline rendering swarm compute.operations compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
     "server": rule(
-        f"{VOCABULARY} config protocol gateway",
+        f"{VOCABULARY} config protocol demonstrations gateway",
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
-    "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "client": rule(f"{VOCABULARY} protocol demonstrations", "httpx pydantic", lazy="rich"),
     "research": rule(
         f"{VOCABULARY} config client", "jinja2 markdown_it matplotlib numpy optuna pydantic scipy", lazy="httpx"
     ),

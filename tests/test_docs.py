@@ -195,7 +195,7 @@ def test_table_of_packages_is_the_enforced_one() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", text, re.MULTILINE))
     assert rows.pop("cli") == "everything"
     enforced = {name: set(rules.ours) for name, rules in PACKAGES.items() if (SOURCE / name).is_dir()} | {
-        name: set(PACKAGES[name].ours) for name in ("section", "protocol")
+        name: set(PACKAGES[name].ours) for name in ("section", "protocol", "demonstrations")
     }
     written = {name: set(filter(None, imports.split(", "))) for name, imports in rows.items()}
     assert written == {**enforced, "errors": set(), "types": set()}
@@ -207,7 +207,7 @@ def test_tree_in_the_readme_is_the_tree() -> None:
         name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()
     }
     folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert packages == {*folders, "errors.py", "types.py", "section.py", "protocol.py"}
+    assert packages == {*folders, "errors.py", "types.py", "section.py", "protocol.py", "demonstrations.py"}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
 
 

@@ -219,6 +219,23 @@ def wrong_reward_name(names: Iterable[str], policies: Sequence[str]) -> tuple[st
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointName:
+    """A policy of a run at a checkpoint: `RUN@VERSION`, or `RUN/POLICY@VERSION`."""
+
+    run: str
+    policy: str
+    """Empty for the only policy of the run."""
+    version: str
+    """A policy version, or a tag."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Returns None for other text, such as a Hugging Face id."""
+        found = re.fullmatch(rf"({RUN_NAME.pattern})(?:/([a-z][a-z0-9_-]*))?@([A-Za-z0-9][A-Za-z0-9._-]*)", text)
+        return None if found is None else cls(found[1], found[2] or "", found[3])
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyId:
     """The name of a policy on a backend."""
 
@@ -384,6 +401,7 @@ class Call:
     suffix: tuple[int, ...]
     completion: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Empty if the completion was given, not sampled: a demonstration."""
     versions: tuple[int, ...]
     temperature: float
     finish_reason: FinishReason

@@ -177,7 +177,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         if held is None:
             raise ConfigError(f"{str(folder)!r} has no job settings: its server was never started by this AgentJet")
         MetricsFile(folder / METRICS).check_journal(recorded.policy_version)
-        target = find_checkpoint(store, version)
+        target = store.find(version)
         check_rollback(journal, recorded, target)
         states, _ = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given, policies=policies_of(journal.origin))
@@ -211,7 +211,7 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
             raise ConfigError(f"{data_dir} would be inside the data dir {parent}: give a folder outside it")
     store = CheckpointStore(folder)
     with closing(Journal.open_read_only(folder / JOURNAL)) as original:
-        target = find_checkpoint(store, version)
+        target = store.find(version)
         _, stamp = _verified(store, original, target)
         origin = original.origin
     with new_path(data_dir) as unfinished:
@@ -226,20 +226,6 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
                 journal.put_checkpoint(stamp)
                 journal.branch(origin, f"{(source if run == DEFAULT_RUN else folder).resolve()}@{target}")
     return target
-
-
-def find_checkpoint(store: CheckpointStore, version: str) -> int:
-    """The policy version of a checkpoint by its number or tag. Raises `CheckpointError` with the existing ones."""
-    tags = store.tags.read()
-    found = [info.policy_version for info in store.listing()]
-    wanted = int(version) if version.isdecimal() else tags.get(version)
-    if wanted not in found:
-        named = [f"{name} ({version})" for name, version in sorted(tags.items()) if version in found]
-        raise CheckpointError(
-            f"{str(store.run_folder)!r} has no checkpoint {version!r}; it has versions "
-            f"{', '.join(map(str, found)) or 'none'} and tags {', '.join(named) or 'none'}"
-        )
-    return wanted
 
 
 def _verified(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentjet.cli import Override, print_text
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from agentjet.compute.cluster.memory import ModelSize, Need
@@ -193,10 +194,12 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     from agentjet.compute.cluster.adapters import publishes_adapter
     from agentjet.compute.cluster.memory import adapter_parameters, model_size
     from agentjet.errors import ConfigError
+    from agentjet.gateway.first_weights import whole_model
 
     model = settings.model_of(policy)
-    folder = find_folder(model.name)
-    if folder is None:
+    start = whole_model(settings.server.data_dir / "runs" / DEFAULT_RUN, model.name)
+    folder = find_folder(model.name) if start is None else start
+    if folder is None or not folder.is_dir():
         yield Finding("note", f"{policy}: {model.name} is not on this machine yet, so its size is unknown")
         return
     try:

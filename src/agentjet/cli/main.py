@@ -17,12 +17,14 @@ from agentjet.cli import (
     doctor,
     episodes,
     load_example,
+    merge,
     printable,
     recipes,
     research,
     run,
     runs,
     serve,
+    sft,
     status,
 )
 from agentjet.errors import AgentJetError
@@ -60,10 +62,12 @@ for command in (
     serve.serve,
     demo,
     run.run,
+    sft.sft,
     status.status,
     status.watch,
     compare.compare,
     checkpoints.export,
+    merge.merge,
     doctor.doctor,
 ):
     app.command()(command)

@@ -166,9 +166,11 @@ async def _print_steps(gateway: Gateway) -> None:
         # The first batch's time includes the wait for the first client.
         speed = "" if is_first else f"  {metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
         is_first = False
+        supervised = [value for name, value in metrics.items() if name.endswith("policy/cross_entropy")]
         own = ", ".join(f"{policy} {metrics.get(f'{policy}/reward/mean', 0.0):.3f}" for policy in gateway.policies)
         reward = f"{metrics.get('reward/mean', 0.0):.3f}" + (f" ({own})" if own else "")
-        _print(f"{_of(gateway)}step {event.body['policy_version']}  reward {reward}{speed}")
+        result = f"cross-entropy {supervised[0]:.3f}" if supervised else f"reward {reward}"
+        _print(f"{_of(gateway)}step {event.body['policy_version']}  {result}{speed}")
 
 
 def _of(gateway: Gateway) -> str:

@@ -28,6 +28,7 @@ SHOWN_METRICS = (
     "episode/num_turns",
     "policy/entropy",
     "policy/kl",
+    "policy/cross_entropy",
     "optim/grad_norm",
     "perf/tokens_per_second",
 )

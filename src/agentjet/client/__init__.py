@@ -19,6 +19,7 @@ from agentjet.client.report import (
     wilson_interval,
 )
 from agentjet.client.rollout import Agent, AgentFailing
+from agentjet.client.sft import SftReport
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.sync_client import Swarm
 
@@ -40,6 +41,7 @@ __all__ = [
     "Evaluation",
     "Result",
     "Retry",
+    "SftReport",
     "Step",
     "Swarm",
     "TrainReport",

@@ -11,6 +11,8 @@ from typing import TextIO
 from agentjet.client.report import EpisodeResult
 
 NUM_ERRORS_SHOWN = 3
+CROSS_ENTROPY = "policy/cross_entropy"
+"""Metric of a batch of demonstrations; a named policy has its name in front."""
 
 
 class Progress:
@@ -32,6 +34,7 @@ class Progress:
         """A batch was learned."""
         names = {"reward": "reward/mean"} | {policy: f"{policy}/reward/mean" for policy in self.policies}
         parts = [f"{name} {metrics[metric]:.3f}" for name, metric in names.items() if metric in metrics]
+        parts += [f"cross-entropy {value:.3f}" for name, value in metrics.items() if name.endswith(CROSS_ENTROPY)]
         # The first batch's time includes the server's idle time before this client began.
         if self._done and "perf/tokens_per_second" in metrics:
             parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")

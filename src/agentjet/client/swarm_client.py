@@ -29,7 +29,9 @@ from agentjet.client.evaluation import (
 from agentjet.client.inputs import build_request, check_finite, check_policy, check_run, checked_tasks, edited
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
+from agentjet.client.sft import Sft, SftReport, checked_demonstrations
 from agentjet.client.training import Training
+from agentjet.demonstrations import DemonstrationBody
 from agentjet.errors import AgentJetError
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
@@ -238,6 +240,35 @@ class AsyncSwarm:
                 return report
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
+
+    async def sft(
+        self,
+        demonstrations: Iterable[Mapping[str, Any] | DemonstrationBody],
+        *,
+        epochs: int = 1,
+        batch_size: int = 16,
+        lr: float | None = None,
+        policy: str = "",
+        seed: int = 0,
+        progress: bool = True,
+    ) -> SftReport:
+        """Train a policy on conversations with given answers: supervised fine-tuning.
+
+        Each demonstration has `messages` in OpenAI's chat format, and perhaps `tools`. All assistant messages are
+        learned, except those with `"weight": 0`. Each batch of `batch_size` demonstrations is one policy version.
+        `lr` is a constant learning rate; by default that of the job applies. All demonstrations are checked first.
+        Training episodes of other clients that become older than `job.max_staleness` are dropped as `stale`.
+
+        Raises `ValueError` or `InvalidRequest` for a wrong demonstration, before anything is learned. Raises
+        `InvalidRequest` if the job ends before the batches, and `Conflict` if the engine is stopped or has failed.
+        """
+        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r}: it is an integer of 1 or more")
+        if lr is not None and not 0 < lr < float("inf"):
+            raise ValueError(f"lr = {lr!r}: it is a number above 0")
+        given, client_id = checked_demonstrations(demonstrations), self._settings.client_id
+        return await Sft(self._connection, client_id, given, epochs, batch_size, lr, policy, seed, progress).run()
 
     # ---- the server -----------------------------------------------------------------------------------------------
 

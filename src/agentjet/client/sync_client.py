@@ -109,6 +109,7 @@ class Swarm:
     abort = blocking(AsyncSwarm.abort)
     train = blocking_run(AsyncSwarm.train)
     evaluate = blocking_run(AsyncSwarm.evaluate)
+    sft = blocking_run(AsyncSwarm.sft)
     episodes = blocking(AsyncSwarm.episodes)
     episode_tree = blocking(AsyncSwarm.episode_tree)
     evaluations = blocking(AsyncSwarm.evaluations)

@@ -53,7 +53,7 @@ class Training:
 
     def __post_init__(self) -> None:
         status, connection = self.status, self.connection
-        self._target = _target(status, self.steps)
+        self._target = target_version(status, self.steps)
         """The last policy version wanted."""
         self._shown = progress_for("training", self.steps, wanted=self.progress)
         self._shown.policies = status.policies
@@ -139,7 +139,7 @@ class Training:
         self._runner.goal_reached = True
 
 
-def _target(status: StatusResponse, steps: int) -> int:
+def target_version(status: StatusResponse, steps: int) -> int:
     """The policy version after `steps` more batches, if the server can get there."""
     if status.state in ("offline", "failed"):
         raise Conflict(f"the engine is {status.state}: {status.waiting_for}", code=f"engine_{status.state}")

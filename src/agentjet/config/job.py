@@ -169,6 +169,16 @@ class JobConfig(Section):
     def optimizer_of(self, policy: str) -> OptimizerConfig:
         return self.optimizers.get(policy, self.optimizer)
 
+    def for_demonstrations(self, lr: float | None = None) -> Self:
+        """Returns the settings of a batch of demonstrations, with `lr` as a constant learning rate if it is given."""
+        recipe = self.recipe if self.recipe.only_given else registry.make_recipe("sft")
+        if lr is None:
+            return self.model_copy(update={"recipe": recipe})
+        constant = {"lr": lr, "schedule": "constant", "warmup_steps": 0}
+        optimizers = {name: one.model_copy(update=constant) for name, one in self.optimizers.items()}
+        optimizer = self.optimizer.model_copy(update=constant)
+        return self.model_copy(update={"recipe": recipe, "optimizer": optimizer, "optimizers": optimizers})
+
     @model_validator(mode="before")
     @classmethod
     def _algorithm_is_a_recipe(cls, values: Any) -> Any:

@@ -77,6 +77,21 @@ class CheckpointStore:
         ]
         return sorted(found, key=lambda info: info.policy_version)
 
+    def find(self, version: str) -> int:
+        """Returns the policy version of a checkpoint by its number or tag. Raises `CheckpointError` with the existing
+        ones.
+        """
+        tags = self.tags.read()
+        found = [info.policy_version for info in self.listing()]
+        wanted = int(version) if version.isdecimal() else tags.get(version)
+        if wanted not in found:
+            named = [f"{name} ({version})" for name, version in sorted(tags.items()) if version in found]
+            raise CheckpointError(
+                f"{str(self.run_folder)!r} has no checkpoint {version!r}; it has versions "
+                f"{', '.join(map(str, found)) or 'none'} and tags {', '.join(named) or 'none'}"
+            )
+        return wanted
+
     def newest(self) -> int | None:
         """Returns the policy version of the newest checkpoint, or None."""
         return max((info.policy_version for info in self.listing()), default=None)

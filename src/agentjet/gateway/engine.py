@@ -32,7 +32,7 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
-from agentjet.gateway import observability
+from agentjet.gateway import first_weights, observability
 from agentjet.gateway.checkpoints import combined_stamp, policy_folders
 from agentjet.gateway.observability import emit_event
 from agentjet.gateway.training_loop import OpenRun, TrainingLoop
@@ -285,9 +285,11 @@ class Engine:
         for policy in self._run.policies:
             name = policy.policy
             config = self._run.config
-            model = await self._compute.add(
-                policy, config.model_of(name), worker=config.worker_of(name), settings=config.compute_of(name)
-            )
+            wanted, worker, settings = config.model_of(name), config.worker_of(name), config.compute_of(name)
+            folder = self._store.run_folder
+            await first_weights.write(folder, policy, wanted, self._compute, worker=worker, settings=settings)
+            resolved = first_weights.resolved(folder, wanted)
+            model = await self._compute.add(policy, resolved, worker=worker, settings=settings)
             self._swarm.check_origin(name, model)
             _check_model(self._swarm.job, model)
             known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -19,13 +19,16 @@ from pathlib import Path
 from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
+from agentjet.demonstrations import SftRequest, SftResponse
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
-from agentjet.gateway import observability, views
+from agentjet.gateway import first_weights, observability, views
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
 from agentjet.gateway.concurrency import LARGE, AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
+from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.observability import MetricsFile, Tracing
+from agentjet.gateway.prompts import num_characters
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
@@ -104,6 +107,8 @@ class Gateway:
         self._compute = compute
         self.began = clock()
         models = {policy: config.model_of(policy) for policy in config.policy_names}
+        for model in models.values():
+            first_weights.check(self.folder, model)
         self._journal = Journal.open(self.folder / "journal.sqlite", models=models)
         metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
         self.store = CheckpointStore(self.folder)
@@ -217,6 +222,28 @@ class Gateway:
                 retry_after=5.0,
                 code=TOO_MANY_EPISODES,
             )
+
+    async def demonstrate(
+        self, request: SftRequest, given: Sequence[Demonstration], *, idempotency_key: str | None = None
+    ) -> SftResponse:
+        """Commits demonstrations as the next batch. Raises `InvalidRequest` for the first wrong one, and `Later`."""
+        policy = chosen_policy(self.config, request.policy)
+        role = policy if self.policies else ""
+        if self.engine.state in NOT_SERVING:
+            raise self.engine.refusal()
+        await self.ready()
+        renderer, size = self._renderer_of(role), sum(num_characters(one.conversation) for one in given)
+        assert renderer is not None, "the policies are up"
+        answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
+        trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
+        batch = self.swarm.demonstrated(request, idempotency_key)
+        if batch is None and not request.check_only:
+            batch = self.swarm.demonstrate(request, answered, idempotency_key=idempotency_key).id
+            self.changed.notify()
+            await self.durable()
+        return SftResponse(
+            batch=batch, num_answers=len(trained), num_tokens=sum(len(call.completion) for call in trained)
+        )
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))

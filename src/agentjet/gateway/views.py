@@ -134,7 +134,7 @@ def _call(call: Call, orphan: str, renderer: Renderer | None) -> CallView:
         tokens=tokens,
         texts=[renderer.token_bytes(t).decode(errors="replace") for t in tokens] if renderer is not None else [],
         mask=[0] * len(call.suffix) + [0 if orphan else 1] * len(call.completion),
-        logprobs=[*context, *call.logprobs],
+        logprobs=[*context, *(call.logprobs or [None] * len(call.completion))],
         versions=[*context, *call.versions],
         temperature=call.temperature,
         finish_reason=call.finish_reason,

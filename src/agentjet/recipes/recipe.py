@@ -107,6 +107,8 @@ class Recipe(Component):
 
     needs_call_rewards: ClassVar[bool] = False
     """True if episodes that end without rewards of calls (`by_turn`, `by_call`) are refused."""
+    only_given: ClassVar[bool] = False
+    """True if it learns from given answers only (demonstrations): training episodes are refused."""
     smallest_group: ClassVar[int] = 1
     """Smallest `job.group_size` that has a training signal."""
 

@@ -100,6 +100,32 @@ class Renderer:
             return conversation.prompt is not None
         return self._template.render(conversation) == self._template.render(conversation, variables=variables)
 
+    def tokenize_answer(self, conversation: Conversation, answer: Message) -> tuple[int, ...]:
+        """Returns the tokens of a given answer to `conversation`: what the template writes after the generation prompt,
+        up to the end token.
+
+        Raises `InvalidRequest` (`template_error`) if the template writes an answer in another place or without an end.
+        """
+        prompt = self.render(conversation)
+        answered = replace(conversation, messages=(*conversation.messages, answer))
+        whole = self._encode(self._template.render(answered, generation_prompt=False), {})
+        if not whole.startswith(prompt):
+            hint = " (it opens a reasoning block: give reasoning_content)" if self.generation_tail else ""
+            raise InvalidRequest(
+                f"the model's chat template does not write this answer after its generation prompt{hint}",
+                code="template_error",
+                param="messages",
+            )
+        tokens = self.tokenize(whole[len(prompt) :])
+        end = next((i for i, token in enumerate(tokens) if token in self._model_info.end_tokens), None)
+        if end is None:
+            raise InvalidRequest(
+                "the model's chat template ends this answer without an end token",
+                code="template_error",
+                param="messages",
+            )
+        return tokens[: end + 1]
+
     def encode_raw_prompt(self, prompt: str | Sequence[int]) -> bytes:
         """Returns a raw prompt as encoded text: text after the tokens with which the tokenizer opens it, ids unchanged.
 

@@ -13,7 +13,10 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import StreamingResponse
 
 import agentjet.protocol as bodies
+from agentjet.demonstrations import SftRequest, SftResponse
+from agentjet.gateway.concurrency import offload
 from agentjet.gateway.views import view
+from agentjet.server.demonstrations import to_demonstration
 from agentjet.server.deps import (
     ADMIN,
     BEARER,
@@ -105,6 +108,16 @@ async def abort_episode(
 ) -> bodies.EpisodeView:
     """End a failed episode without a score."""
     return view(await deps.gateway.abort(episode_id, body or bodies.AbortRequest(), idempotency_key=idempotency_key))
+
+
+@router.post("/sft", dependencies=CLIENT)
+async def learn_demonstrations(
+    body: SftRequest, request: Request, deps: Deps, idempotency_key: IdempotencyKey = None
+) -> SftResponse:
+    """Train on conversations with given answers: one batch. The answer does not wait until the batch is learned."""
+    num_bytes = len(await request.body())
+    given = await offload(num_bytes, lambda: [to_demonstration(one) for one in body.demonstrations])
+    return await deps.gateway.demonstrate(body, given, idempotency_key=idempotency_key)
 
 
 @router.get("/status", dependencies=VIEWER)

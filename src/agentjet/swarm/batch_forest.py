@@ -197,7 +197,7 @@ def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: i
     return [
         call_row(
             tokens[timelines[call.id]],
-            np.asarray(call.logprobs, np.float32),
+            np.asarray(call.logprobs or [np.nan] * len(call.completion), np.float32),
             np.asarray(call.versions, np.int32),
             None,
             call.temperature,
@@ -216,8 +216,8 @@ def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict
     num_tokens = sum(episode.num_tokens for episode in members)
     num_calls = sum(episode.num_calls for episode in members)
     metrics = {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
+        # Demonstrations have no rewards.
+        **({"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}),
         "episode/num_turns": num_calls / len(members),
         "completion/tokens": num_tokens / max(1, num_calls),
         "batch/episodes": float(len(members)),
@@ -273,6 +273,8 @@ def share_metrics(
     """Shares of the named task sets in the groups, and of groups without variance in a reward."""
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
+    if batch.job.recipe.only_given:
+        return {}
     of_turns = batch.job.recipe.needs_call_rewards
     members = [[episodes[member] for member in group] for group in batch.groups]
     equal = sum(is_uniform(journal, group, policies, of_turns=of_turns) for group in members)

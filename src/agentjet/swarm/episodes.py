@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from agentjet.config import JobConfig
+from agentjet.demonstrations import SftRequest
 from agentjet.errors import Conflict, InvalidRequest, Later
 from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest
-from agentjet.swarm import groups
+from agentjet.swarm import demonstrations, groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
+from agentjet.swarm.demonstrations import Answered
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
@@ -139,12 +141,19 @@ class SwarmState:
         * `group_closed`: it may only join a group, and there is none;
         * `task_set_unknown`: `job.task_weights` has no place for its task set;
         * `task_set_full`: the same at present, for a request with `unless_full`;
+        * `recipe_needs_answers`: the recipe learns from demonstrations only;
         * `version_gone`: it is pinned to a version that is not the present one;
         * `client_replaced`: a newer process of the client has begun episodes.
         """
         known = self.begun(request, idempotency_key)
         if known is not None:
             return known
+        if request.mode == "train" and self.job.recipe.only_given:
+            raise Conflict(
+                f"The recipe {self.job.recipe.name} learns from demonstrations only: send them with agentjet sft or "
+                "swarm.sft, or choose a recipe for sampled answers, such as job.recipe = 'rft'.",
+                code="recipe_needs_answers",
+            )
         self.take_over(request)
         now = self._clock()
         if outdated := groups.outdated(self.store, request):
@@ -217,6 +226,19 @@ class SwarmState:
             if group.client_id == request.client_id and group.state == "open" and is_left:
                 with store.transaction():
                     groups.close(store, group, now)
+
+    # ---- demonstrations ------------------------------------------------------------------------------------
+
+    def demonstrated(self, request: SftRequest, idempotency_key: str | None) -> int | None:
+        """See `demonstrations.learned_before`."""
+        return demonstrations.learned_before(self.store, request, idempotency_key)
+
+    def demonstrate(
+        self, request: SftRequest, answered: Sequence[Answered], *, idempotency_key: str | None = None
+    ) -> Batch:
+        """See `demonstrations.compose`."""
+        job = self.job.for_demonstrations(request.lr)
+        return demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ class Store:
         before = self.episodes.get(episode.id)
         self._changed.add(episode.id)
         self.state.count(before, episode)
-        if episode.ended is not None and episode.reward is None:
+        if episode.status in ("aborted", "expired"):
             start, colon, _ = episode.reason.partition(":")
             is_known = colon and start in UNSCORED_REASONS
             reason = start.replace(" ", "_") if is_known else episode.status

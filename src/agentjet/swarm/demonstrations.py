@@ -1,0 +1,110 @@
+"""Batches of demonstrations: finished episodes whose answers were given, not sampled.
+
+Such an episode has no reward and is a group of one. Its batch takes the policies to the next version like any other:
+the journal, the training loop and the replay do not distinguish them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agentjet.config import JobConfig
+from agentjet.demonstrations import SftRequest
+from agentjet.errors import Conflict, Later
+from agentjet.swarm.groups import announce, training_is_over
+from agentjet.swarm.journal import RecordedCall
+from agentjet.swarm.mixture import RETRY_SECONDS
+from agentjet.swarm.state import Batch, Episode, Group, new_episode_id
+from agentjet.swarm.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The calls of a demonstration in order, without the id of their episode and without versions."""
+
+    task_id: str
+    calls: tuple[RecordedCall, ...]
+
+
+def learned_before(store: Store, request: SftRequest, idempotency_key: str | None) -> int | None:
+    """The batch of an earlier copy of this request. Raises `Conflict` for the key of another request."""
+    known = store.recall(_scope(request), idempotency_key, request)
+    return None if known is None else int(known)
+
+
+def compose(
+    store: Store,
+    request: SftRequest,
+    answered: Sequence[Answered],
+    job: JobConfig,
+    now: float,
+    idempotency_key: str | None,
+) -> Batch:
+    """Commit demonstrations as the next batch, with the settings `job`, before any of them is learned.
+
+    Raises `Later` (`not_sampling`) while another batch is being learned or an evaluation needs the present version.
+    Raises `Conflict` (`training_over`) if `job.max_steps` is reached.
+    """
+    if training_is_over(store):
+        raise Conflict(
+            f"Training is over: job.max_steps = {job.max_steps} is reached; raise it to learn more.",
+            code="training_over",
+        )
+    if store.pending is not None:
+        raise Later("The worker is learning a batch.", code="not_sampling", retry_after=RETRY_SECONDS)
+    if pinned := store.num_pinned():
+        raise Later(
+            f"{pinned} evaluation episodes need policy version {store.policy_version}.",
+            code="not_sampling",
+            retry_after=RETRY_SECONDS,
+        )
+    with store.transaction():
+        episodes = [_record(store, request, one, now) for one in answered]
+        batch = Batch(
+            id=store.policy_version,
+            groups=tuple((episode.id,) for episode in episodes),
+            job=job,
+            composed=now,
+            carry=store.state.carry,
+        )
+        store.journal.add_batch(batch)
+        store.pending = batch
+        store.remember(_scope(request), idempotency_key, request, str(batch.id))
+    return batch
+
+
+def _record(store: Store, request: SftRequest, given: Answered, now: float) -> Episode:
+    """Records a demonstration as an episode that has finished, with its calls."""
+    version = store.policy_version
+    group = Group(
+        store.state.num_groups + 1, request.client_id, given.task_id, opened=now, touched=now, state="batched"
+    )
+    store.put_group(group)
+    episode = Episode(
+        id=new_episode_id(now),
+        seq=store.state.num_episodes + 1,
+        client_id=request.client_id,
+        task_id=given.task_id,
+        task_set="",
+        group=given.task_id,
+        group_id=group.id,
+        mode="train",
+        policy_version=version,
+        begun=now,
+        status="finished",
+        ended=now,
+        num_calls=len(given.calls),
+        num_tokens=sum(len(call.completion) for call, *_ in given.calls if not call.untrained),
+        oldest_version=version,
+    )
+    for call, suffix, completion in given.calls:
+        call = replace(call, episode_id=episode.id, versions=(version,) * len(call.completion))
+        store.journal.add_call(call, suffix, completion)
+    store.put(episode)
+    announce(store, episode)
+    return episode
+
+
+def _scope(request: SftRequest) -> str:
+    return f"sft/{request.client_id}"

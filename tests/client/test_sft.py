@@ -1,0 +1,168 @@
+"""Demonstrations from the client to the learner, over the real application and a scripted worker.
+
+1. Batches are learned in order, as versions without a reward; nothing is sampled.
+2. The tokens are those of an agent's calls: prompts from the tree, answers with their end tokens.
+3. A wrong demonstration is refused with its name before anything is learned.
+4. A repeated request learns once. A kill between the journal and the worker loses nothing.
+5. Training episodes that a batch makes too old are dropped as `stale`; recipe `sft` refuses them.
+6. `agentjet sft` reads files as data sets have them, and those of `agentjet episodes export`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.cli.main import app
+from agentjet.client.sft import read_demonstrations
+from agentjet.errors import ConfigError, Conflict, InvalidRequest
+from agentjet.protocol import BeginRequest
+from agentjet.types import ModelInfo
+from tests.client.test_real_server import client
+from tests.fakes import running
+from tests.server.serving import serving
+from tests.tiny import make_model_info
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def asked(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+USING_TOOLS = {
+    "messages": [
+        {"role": "system", "content": "You add."},
+        {"role": "user", "content": "1 and 1"},
+        {"role": "assistant", "content": None, "tool_calls": [ADD]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two", "weight": 0},
+        {"role": "user", "content": "and so?"},
+        {"role": "assistant", "content": "two again"},
+    ],
+    "tools": TOOLS,
+}
+
+
+def card(folder: Path) -> ModelInfo:
+    """A model with tools."""
+    return make_model_info(folder / "llama3", "llama3", tool_format="llama3")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.anyio
+async def test_demonstrations_are_learned_as_versions(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", card=card(tmp_path)) as served, client(served) as swarm:
+        given = [asked(f"what is {number}?", f"it is {number}") for number in range(3)]
+        report = await swarm.sft([*given, USING_TOOLS], epochs=2, batch_size=3, progress=False)
+        assert [step.policy_version for step in report.steps] == [1, 2, 3, 4]
+        assert (report.num_demonstrations, report.num_answers) == (4, 5)
+        assert served.run.compute.learned == [0, 1, 2, 3] and served.run.compute.asked == []
+        for step in report.steps:
+            assert "reward/mean" not in step.metrics and "groups/zero_variance" not in step.metrics
+            assert step.metrics["forest/drift"] == 0
+        status = await swarm.status()
+        assert status.episodes["trained"] == 8 and status.episodes["waiting"] == 0
+        await served.run.batch()
+        assert served.run.gateway.swarm.policy_version == 5
+        listed = (await swarm.episodes(limit=20)).episodes
+        [tree] = [await swarm.episode_tree(one.episode_id) for one in listed if one.task_id == "demonstration-4"][:1]
+        assert tree.reward is None and tree.status == "finished"
+        first, second, third = tree.calls
+        assert first.response["tool_calls"][0]["name"] == "add" and second.orphan == "side"
+        assert third.kept == len(first.tokens) + len(second.tokens), "later turns keep the tokens of earlier ones"
+        learned = "".join(text for text, mask in zip(third.texts, third.mask, strict=True) if mask)
+        assert learned.startswith("two again") and learned != "two again", "the end token is learned"
+        assert third.logprobs == [None] * len(third.tokens)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [{"role": "user", "content": "hello"}]}, "demonstration-2: no answer to learn"),
+    ({"messages": [{"role": "assistant", "content": "hello"}]}, r"messages\.0: an answer without a question"),
+    ({"messages": [*asked("a", "b")["messages"], {"role": "robot", "content": ""}]}, r"messages\.2\.role"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [ADD]}]}, "add tools"),
+    ({"messages": [{"role": "user", "content": "a", "wait": 1}]}, r"'messages\.0\.wait' is not a known key"),
+    (
+        {"messages": [{**message, "weight": 2} for message in asked("a", "b")["messages"]]},
+        "1 to learn the answer, or 0",
+    ),
+    ({**asked("a", '{"name": "add", "parameters": {}}'), "tools": TOOLS}, "would be read as"),
+    (asked("long " * 4000, "b"), "context"),
+]
+
+
+@pytest.mark.anyio
+async def test_a_wrong_demonstration_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", card=card(tmp_path)) as served, client(served) as swarm:
+        for wrong, why in WRONG:
+            with pytest.raises(InvalidRequest, match=why):
+                await swarm.sft([asked("a", "b"), wrong], batch_size=1, progress=False)
+        with pytest.raises(InvalidRequest, match="policy = 'other'"):
+            await swarm.sft([asked("a", "b")], policy="other", progress=False)
+        with pytest.raises(ValueError, match="lr = 0"):
+            await swarm.sft([asked("a", "b")], lr=0, progress=False)
+        assert served.run.compute.learned == [] and (await swarm.status()).episodes["finished"] == 0
+
+
+@pytest.mark.anyio
+async def test_a_repeated_request_and_a_kill(tmp_path: Path) -> None:
+    body = {"demonstrations": [{"task_id": "one", **asked("a", "b")}], "client_id": "me", "lr": 1e-3}
+    async with serving(tmp_path / "d") as served:
+        await served.run.batch()
+        served.run.compute.may_learn.clear()
+        key = {"Idempotency-Key": "k"}
+        answers = [await served.http.post("/swarm/v1/sft", json=body, headers=key) for _ in range(2)]
+        assert [answer.json()["batch"] for answer in answers] == [1, 1], answers[0].text
+        busy = await served.http.post("/swarm/v1/sft", json=body)
+        assert (busy.status_code, busy.json()["code"]) == (429, "not_sampling")
+        served.run.compute.die()
+        await served.run.until(lambda: served.run.compute.starts == 2)
+        served.run.compute.may_learn.set()
+        await served.run.until(lambda: served.run.gateway.swarm.policy_version == 2)
+        assert served.run.compute.learned == [0, 1], "the new worker learned both again"
+        weights = served.run.compute.weights
+        journal = served.run.gateway.swarm.store.journal
+        assert [(batch.job.recipe.name, batch.job.optimizer.lr) for batch in journal.batches(0)][1] == ("sft", 1e-3)
+    async with running(tmp_path / "d") as run:
+        await run.until(lambda: run.compute.learned[-1:] == [1] or run.compute.version == 2)
+        assert run.compute.weights == weights
+
+
+@pytest.mark.anyio
+async def test_training_episodes_beside_demonstrations(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served, client(served) as swarm:
+        await served.run.episode(1.0)
+        await swarm.sft([asked("a", "b")], progress=False)
+        assert (await swarm.status()).dropped == {"stale": 1}
+    async with serving(tmp_path / "e", job={"recipe": "sft", "group_size": 1, "min_group_size": 1}) as served:
+        with pytest.raises(Conflict, match=r"agentjet sft or swarm\.sft"):
+            await served.run.gateway.begin(BeginRequest(task_id="t"))
+        await served.run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
+
+
+def test_files_of_demonstrations(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    exported = {**USING_TOOLS, "tools": json.dumps(TOOLS), "reward": 1.0}
+    file.write_text(f"{json.dumps(asked('a', 'b'))}\n\n{json.dumps(exported)}\n")
+    found, ignored = read_demonstrations(file)
+    assert [one.task_id for one in found] == ["d.jsonl:1", "d.jsonl:3"] and ignored == {"reward"}
+    assert found[1].tools == TOOLS
+    assert found[1].messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    for text, why in (
+        ("", "no demonstrations"),
+        ("{", "d.jsonl:1, column 2"),
+        ('{"prompt": "a"}', 'd.jsonl:1: a demonstration is an object with messages, such as {"messages"'),
+        ('{"messages": ["a"]}', "every message is an object"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            read_demonstrations(file)
+    assert "sft" in {command.callback.__name__ for command in app.registered_commands if command.callback}

@@ -1,0 +1,63 @@
+"""RAM and RAM+ against numbers worked out by hand, and on folders of models and adapters.
+
+1. Weights that one model changed stay whole, shared ones are averaged.
+2. A model without weights of its own has factor 1; unchanged weights are those of the base, in its type.
+3. An adapter and a whole model merge into a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.merging import Shares, base_of, merge
+from agentjet.config import LoraConfig, ModelConfig
+from agentjet.errors import ConfigError
+from tests.tiny import make_model
+
+CHANGES = [[0.1, 0.2, 0, 0, 0, 0.05], [0.3, 0, 0.4, 0, 0, 0], [0, 0, 0, 0.6, 0, 0.15]]
+
+
+@pytest.mark.parametrize(
+    ("rescale", "expected"), [(1.0, [0.2, 0.2, 0.4, 0.6, 0, 0.1]), (1.2, [0.2, 0.24, 0.48, 0.72, 0, 0.1])]
+)
+def test_the_arithmetic(rescale: float, expected: list[float]) -> None:
+    base = {"w": torch.zeros(6), "only_in_base": torch.ones(2, dtype=torch.bfloat16)}
+    merged, shares = merge(base, ({"w": torch.tensor(change)} for change in CHANGES), rescale)
+    assert merged["w"].tolist() == pytest.approx(expected)
+    assert merged["only_in_base"].dtype == torch.bfloat16 and merged["only_in_base"].tolist() == [1, 1]
+    assert shares == [Shares(2, 1), Shares(1, 1), Shares(1, 1)]
+
+
+def test_a_model_without_unique_weights() -> None:
+    merged, shares = merge({"w": torch.zeros(1)}, [{"w": torch.ones(1)}, {"w": torch.full((1,), 3.0)}], 1.2)
+    assert merged["w"].tolist() == [2.0] and shares == [Shares(1, 0)] * 2
+
+
+def test_folders_of_an_adapter_and_of_a_model(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "base")
+    config = ModelConfig(name=str(folder), device="cpu", dtype="float32")
+    whole, adapted = load_policy(config), load_policy(config.model_copy(update={"lora": LoraConfig(rank=2)}))
+    before = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
+    name = next(name for name in before if "layers.0" in name and "q_proj" in name)
+    with torch.no_grad():
+        dict(whole.model.named_parameters())[name][0] += 0.5
+        for path, parameter in adapted.model.named_parameters():
+            if "lora_B" in path and "layers.1" in path and "q_proj" in path:
+                parameter += 0.1
+    whole.save(tmp_path / "whole", merged=True)
+    adapted.save(tmp_path / "adapter", merged=False)
+    places = [str(tmp_path / "whole"), str(tmp_path / "adapter")]
+    done = CliRunner().invoke(app, ["merge", str(tmp_path / "out"), *places])
+    assert done.exit_code == 0, done.output
+    merged = load_policy(ModelConfig(name=str(tmp_path / "out"), device="cpu", dtype="float32")).model.state_dict()
+    changed = [name for name in before if not torch.equal(before[name], merged[name])]
+    assert changed == sorted([name, name.replace("layers.0", "layers.1")])
+    assert torch.allclose(merged[name][0], before[name][0] + 0.5)
+    with pytest.raises(ConfigError, match="--base"):
+        base_of([tmp_path / "whole"])

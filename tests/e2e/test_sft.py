@@ -1,0 +1,40 @@
+"""`agentjet sft` on a real server: it learns the answers, and a kill changes no bit of the weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.e2e.server import Server, environment
+from tests.tiny import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
+
+
+def test_the_command_trains_and_a_kill_changes_nothing(tmp_path: Path) -> None:
+    model, file = make_model(tmp_path / "model"), tmp_path / "answers.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "hello"}]}
+        for n in range(8)
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--epochs", "5", "--batch-size", "8", "--lr", "0.01", "--json"]
+    with Server(model, tmp_path / "data", job__checkpoint_every=2) as server:
+        where = ["--url", server.url, "--token", server.token]
+        command = [sys.executable, "-m", "agentjet.cli", "sft", str(file), *options, *where]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["policy_version"] == 5 and report["last_loss"] < report["first_loss"] - 1
+        before = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
+        server.kill()
+    with Server(model, tmp_path / "data", job__checkpoint_every=2) as server:
+        server.until(lambda: server.get("/status")["state"] == "sampling")
+        assert server.get("/status")["policy_version"] == 5
+        after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
+    assert all((before[name] == after[name]).all() for name in before)

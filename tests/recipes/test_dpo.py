@@ -1,0 +1,103 @@
+"""DPO against numbers worked out by hand, and its gradient against the loss written out.
+
+1. Pairs by margin, and best against worst; none among equal rewards.
+2. The loss of log-ratios +2 and -1, and of 0 and 0.
+3. The gradient equals autograd's of the loss over whole sequences.
+4. Pairs without a shared prefix are left out and counted. A batch without pairs has no gradient.
+5. Several optimiser steps a batch are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from agentjet.recipes.registry import make_recipe
+from agentjet.recipes.shelf.dpo import Dpo
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Row, build_forest
+from tests.recipes.batches import make_batch
+
+
+def recipe_of(**parameters: object) -> Dpo:
+    recipe = make_recipe({"name": "dpo", **parameters})
+    assert isinstance(recipe, Dpo)
+    return recipe
+
+
+def shared_batch(rewards: list[float], prompts: list[int] | None = None, size: int = 2) -> TrainingBatch:
+    """One group whose episodes answer one prompt with `size` tokens, or the given first tokens of prompts."""
+    made = make_batch([rewards], calls=[[size]] * len(rewards))
+    rows = [
+        Row(
+            np.array([prompt, 50 + e, *range(100, 99 + size)], np.int32),
+            slice(1, 1 + size),
+            {"logprob": -1.0, "version": 0, "sequence": e, "call": e, "temperature": 1.0},
+        )
+        for e, prompt in enumerate(prompts or [1] * len(rewards))
+    ]
+    return replace(made, forest=build_forest(rows))
+
+
+def outputs(batch: TrainingBatch, ratios: list[float]) -> dict[str, np.ndarray]:
+    """Log-probabilities whose sums over sequences differ from the reference's by `ratios`."""
+    sequence = batch.forest["sequence"]
+    each = np.array(ratios, np.float32)[sequence] / np.bincount(sequence)[sequence]
+    reference = np.full(len(sequence), -2, np.float32)
+    return {"reference": reference, "proximal": (reference + each).astype(np.float32)}
+
+
+def test_pairs() -> None:
+    rewards = np.array([1, 0.2, 0.9, 0.2])
+    assert [*recipe_of(pairs="all", margin=0.5).pairs_of(rewards)] == [(0, 1), (0, 3), (2, 1), (2, 3)]
+    assert [*recipe_of().pairs_of(rewards)] == [(0, 1)]
+    assert [*recipe_of(margin=0.9).pairs_of(rewards)] == [] == [*recipe_of(pairs="all").pairs_of(np.ones(3))]
+
+
+@pytest.mark.parametrize(("ratios", "loss"), [([2, -1], 0.554355), ([0, 0], 0.693147)])
+def test_the_loss_and_its_gradient(ratios: list[float], loss: float) -> None:
+    recipe, batch = recipe_of(), shared_batch([1, 0])
+    forest, metrics = recipe.columns(batch, outputs(batch, ratios))
+    assert metrics["dpo/loss"] == pytest.approx(loss, abs=1e-6) and metrics["dpo/pairs"] == 1
+    assert metrics["dpo/accuracy"] == (ratios[0] > ratios[1])
+    slope = 0.1 * (1 - np.exp(-loss))  # beta * sigmoid(-margin)
+    winner = forest["sequence"] == 0
+    assert forest["advantage"] == pytest.approx(np.where(winner, slope, -slope), abs=1e-7)
+
+
+def test_the_gradient_is_that_of_the_whole_loss() -> None:
+    recipe, rewards, ratios = recipe_of(pairs="all", beta=0.5), [1.0, 0.2, 0.9, 0.2], [0.3, -0.4, 1.1, 0.2]
+    batch = shared_batch(rewards, size=3)
+    given = outputs(batch, ratios)
+    forest, metrics = recipe.columns(batch, given)
+    logp = torch.from_numpy(given["proximal"]).double().requires_grad_()
+    reference, sequence = torch.from_numpy(given["reference"]).double(), torch.from_numpy(batch.forest["sequence"])
+    sums = torch.zeros(4, dtype=torch.float64).index_add(0, sequence.long(), logp - reference)
+    pairs = [(0, 1), (0, 2), (0, 3), (2, 1), (2, 3)]
+    whole = torch.stack([-torch.nn.functional.logsigmoid(0.5 * (sums[w] - sums[x])) for w, x in pairs]).mean()
+    whole.backward()  # type: ignore[no-untyped-call]
+    assert metrics["dpo/loss"] == pytest.approx(float(whole.detach()), abs=1e-6)
+    own = torch.from_numpy(given["proximal"]).requires_grad_()
+    loss, _ = recipe.token_loss(own, {"advantage": torch.from_numpy(forest["advantage"])})
+    (loss * torch.from_numpy(recipe.weights(forest))).sum().backward()  # type: ignore[no-untyped-call]
+    assert own.grad is not None and logp.grad is not None
+    assert own.grad.numpy() == pytest.approx(logp.grad.numpy(), abs=1e-7)
+
+
+def test_pairs_need_a_shared_prefix() -> None:
+    recipe, batch = recipe_of(pairs="all"), shared_batch([1, 0, 0.5], prompts=[1, 1, 9])
+    forest, metrics = recipe.columns(batch, outputs(batch, [0, 0, 0]))
+    assert (metrics["dpo/pairs"], metrics["dpo/pairs_unshared"]) == (1, 2)
+    assert set(forest["sequence"].tolist()) == {0, 1}
+    equal = shared_batch([1, 1])
+    forest, metrics = recipe.columns(equal, outputs(equal, [0, 0]))
+    assert forest.num_targets == 0 and metrics == {"dpo/pairs": 0, "dpo/pairs_unshared": 0}
+
+
+@pytest.mark.parametrize("key", ["epochs", "mini_batches"])
+def test_several_steps_are_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} = 2: dpo does one optimiser step"):
+        recipe_of(**{key: 2})
