@@ -20,7 +20,7 @@ from agentjet.timeline.batch import TrainingBatch
 from tests.recipes.batches import advantages, make_batch, recipe_of
 
 NAMES = registry.built_in()
-SCALED = {"rft", "mars"}
+SCALED = {"rft", "mars", "digirl_curriculum"}
 """Recipes whose advantages are not differences of rewards within a group."""
 
 
@@ -31,6 +31,14 @@ SCALED = {"rft", "mars"}
         ("cispo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
         ("gspo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
         ("awr", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("dart", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("scaling_inter", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("task_temperature", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("pass_rate", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("staged", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("rapo_pruning", {"groups": [[1, 0], [1, 1]]}, {}, [1.414212, -1.414212, 0, 0]),
+        ("single_stream", {"groups": [[1, 0], [0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
+        ("digirl_curriculum", {"groups": [[1, 0, 0, 0]]}, {}, [1, 0, 0, 0]),
         ("dr_grpo", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
         ("dro", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
         ("rloo", {"groups": [[0.2, 0.8, 0.5]]}, {}, [-0.45, 0.45, 0]),
