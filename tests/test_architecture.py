@@ -54,7 +54,10 @@ PACKAGES = {
     "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic", lazy="torch"),
     "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "swarm": rule(f"{VOCABULARY} config protocol demonstrations timeline recipes.hooks recipes.recipe", "numpy pydantic"),
+    "swarm": rule(
+        f"{VOCABULARY} config protocol demonstrations timeline recipes.hooks recipes.recipe recipes.rollout",
+        "numpy pydantic",
+    ),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",

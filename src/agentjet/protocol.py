@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -75,6 +76,10 @@ class BeginRequest(Request):
     """Join an open group, never open one. 409 `group_closed` if no open group has room."""
     unless_full: bool = False
     """409 `task_set_full` at once while the task set has its share of the batch."""
+    unless_skipped: bool = False
+    """409 `task_skipped` while the recipe skips the task. If false, it is begun nevertheless."""
+    place: Int64 = Field(0, ge=0)
+    """Number of the episode in its group, from 0. 409 `group_closed` if the recipe wants fewer episodes."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""
@@ -86,11 +91,9 @@ class BeginRequest(Request):
 
     @model_validator(mode="after")
     def _only_evaluation_is_pinned(self) -> Self:
-        if self.mode == "eval":
-            return self
-        if self.at_version is not None:
+        if self.mode != "eval" and self.at_version is not None:
             raise ValueError("at_version is for mode 'eval': a training episode may see the policy learn")
-        if self.temperature is not None:
+        if self.mode != "eval" and self.temperature is not None:
             raise ValueError("temperature is for mode 'eval': in training it is the job's, or the call's")
         return self
 
@@ -109,6 +112,10 @@ class BeginResponse(Response):
     policy_version: int
     lease_seconds: float
     expires_at: float
+    group_size: int = 0
+    """Number of finished episodes that complete the group; 0 in eval mode."""
+    max_turns: int = 0
+    """Maximum number of trained calls of each role; a further one is refused with `turn_limit`. 0: no maximum."""
 
 
 class FinishRequest(Request):
@@ -470,12 +477,7 @@ REPORTED_BATCHES = 3
 
 def batches_without_variance(steps: Sequence[Mapping[str, float]]) -> int:
     """Number of newest batches in a row in which no group had any variance. `steps` are their metrics in order."""
-    count = 0
-    for metrics in reversed(steps):
-        if metrics.get("groups/zero_variance") != 1.0:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda metrics: metrics.get("groups/zero_variance") == 1.0, reversed(steps)))
 
 
 def report_lines(found: ZeroVariance) -> list[str]:

@@ -116,3 +116,22 @@ def test_state_values_and_teachers_survive_a_kill(tmp_path: Path, name: str) -> 
         server.until(lambda: server.get("/status")["policy_version"] == 2)
         after = exported(server)
         assert all((before[key] == after[key]).all() for key in before)
+
+
+@pytest.mark.thorough
+def test_the_rollouts_that_a_recipe_chose_survive_a_kill(tmp_path: Path) -> None:
+    """DART limits turns by earlier successes: 9 before the first, then ceil(1.2 x 1)."""
+    model = make_model(tmp_path / "model")
+    settings = {"job__recipe": "dart", "job__recipe__max_turns": 9, "job__optimizer__lr": 1e-2}
+    with Server(model, tmp_path / "data", **settings) as server:
+        server.batch()
+        server.batch()
+        begun = server.begin(task_id="t0")
+        assert (begun["max_turns"], server.begin(task_id="new")["max_turns"]) == (2, 9)
+        before = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
+        server.kill()
+    with Server(model, tmp_path / "data", **settings) as server:
+        server.until(lambda: server.get("/status")["policy_version"] == 2)
+        assert server.begin(task_id="t0")["max_turns"] == 2, "it joins its group"
+        after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
+        assert all((before[name] == after[name]).all() for name in before)

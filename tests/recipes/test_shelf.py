@@ -25,7 +25,7 @@ ESTIMATORS = [name for name in NAMES if issubclass(registry.find(name), PolicyGr
 """Recipes with an advantage. The others have tests in files of their names."""
 CRITICS = {"archer", "digirl", "distill", "ppo"}
 """Recipes whose advantages need columns that the learner computes: `test_values` has their numbers."""
-SCALED = {"rft", "mars", *CRITICS}
+SCALED = {"rft", "mars", "digirl_curriculum", *CRITICS}
 """Recipes whose advantages are not differences of rewards within a group."""
 
 
@@ -37,6 +37,14 @@ SCALED = {"rft", "mars", *CRITICS}
         ("gspo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
         ("adaptive_kl", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
         ("awr", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("dart", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("scaling_inter", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("task_temperature", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("pass_rate", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("staged", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("rapo_pruning", {"groups": [[1, 0], [1, 1]]}, {}, [1.414212, -1.414212, 0, 0]),
+        ("single_stream", {"groups": [[1, 0], [0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
+        ("digirl_curriculum", {"groups": [[1, 0, 0, 0]]}, {}, [1, 0, 0, 0]),
         ("dr_grpo", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
         ("dro", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
         ("rloo", {"groups": [[0.2, 0.8, 0.5]]}, {}, [-0.45, 0.45, 0]),

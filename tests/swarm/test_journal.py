@@ -37,7 +37,7 @@ def test_an_older_schema_is_refused(tmp_path: Path, version: str) -> None:
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
     for open_journal in (Journal.open, Journal.open_read_only):
         with pytest.raises(
-            ConfigError, match=rf"has journal schema {version}, this AgentJet reads 12: .*agentjet export"
+            ConfigError, match=rf"has journal schema {version}, this AgentJet reads 13: .*agentjet export"
         ):
             open_journal(path)
 

@@ -2,7 +2,8 @@
 
 The program finds the model in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, and the same for
 `ANTHROPIC_`). So an agent written with either SDK needs no change, in any language. In a run with named policies
-`AGENTJET_POLICIES` has their names. No shell is involved. The program runs in a fresh working directory and in a new
+`AGENTJET_POLICIES` has their names. `AGENTJET_MAX_TURNS` is set if the recipe limits the turns of the episode. No shell
+is involved. The program runs in a fresh working directory and in a new
 process group (POSIX only).
 
 * Every end of the episode (reward, crash, time-out, server, Ctrl-C) also ends the whole process group.
@@ -191,6 +192,7 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
         kept |= {"NO_PROXY": direct, "no_proxy": direct}
     server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model
     kept |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
+    kept |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}
     return kept | {
         URL_VARIABLE: server,
         "OPENAI_BASE_URL": episode.base_url,

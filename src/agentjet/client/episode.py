@@ -58,6 +58,8 @@ class _EpisodeFields:
         """The policies that the run names. The agent sends one of these names as `model`."""
         self.policy_version: int = begun.policy_version
         self.lease_seconds: float = begun.lease_seconds
+        self.max_turns: int = begun.max_turns
+        """Maximum number of calls of each role, chosen by the recipe: end the agent's loop there. 0: no maximum."""
         self.task_id: str = request.task_id
         self.task_set: str = request.task_set
         self.group: str = request.group or request.task_id

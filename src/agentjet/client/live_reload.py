@@ -19,7 +19,7 @@ from agentjet.client.episode import AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.threads import in_thread
-from agentjet.errors import AgentJetError
+from agentjet.errors import AgentJetError, Conflict
 
 SETTLE_SECONDS = 0.2
 """Time that the files must stay unchanged before they are loaded: an editor may be writing them."""
@@ -81,8 +81,11 @@ class LiveReload:
             self._open.add(spec.group)
         try:
             return await request(loaded.version.code_version), loaded.version.agent
-        except AgentJetError:  # There was no room: the group may begin later, with another version.
-            self._forget(spec.group)
+        except AgentJetError as error:
+            if isinstance(error, Conflict) and error.code == "group_closed" and not spec.spare:
+                self._count_done(spec.group)  # The recipe wants fewer episodes.
+            else:  # There was no room: the group may begin later, with another version.
+                self._forget(spec.group)
             raise
 
     def ended(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
@@ -92,13 +95,19 @@ class LiveReload:
         loaded = self._loaded(result.code_version)
         loaded.num_finished += result.outcome == "finished"
         loaded.num_failed += result.outcome in ("aborted", "expired")
-        self._num_done[spec.group] += last and not spec.spare
-        if result.outcome == "not_needed" or self._num_done[spec.group] >= self._group_size:
-            self._num_done[spec.group] = self._group_size
-            self._open.discard(spec.group)
+        if result.outcome == "not_needed":
+            self._num_done[spec.group] = self._group_size - 1
+        if result.outcome == "not_needed" or (last and not spec.spare):
+            self._count_done(spec.group)
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
         if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back:
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
+
+    def _count_done(self, group: str) -> None:
+        """Count a member that is not attempted again."""
+        self._num_done[group] += 1
+        if self._num_done[group] >= self._group_size:
+            self._open.discard(group)
 
     def is_on_trial(self, code_version: str) -> bool:
         """True for an edited version without a finished episode: its failures may come from the edit."""

@@ -43,8 +43,20 @@ ATTEMPTS = 3
 """Attempts at one episode of the queue."""
 BEGINNING_SECONDS = 0.02
 """Interval between checks that no episode is being begun, at the end of a run."""
+SKIPPED_GROUPS = 1000
+"""More than are being begun at a time."""
 FULL_SECONDS = 1.0
 """Seconds before a worker that found every task set full requests again."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One visit of a task: what the specs of its group share."""
+
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an episode of the group has begun. A spare one joins a group, so it waits for this."""
+    size: int | None = None
+    """Number of episodes that complete the group, once the server has answered. The recipe may want few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +68,30 @@ class RolloutSpec:
     index: int
     spare: bool = False
     """Beyond the size of its group: not begun if the group is complete by then."""
-    opened: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    """Shared by the group, set when one of its episodes has begun. A spare one joins a group, so it waits for this."""
+    place: int = 0
+    """Number of the episode in its group."""
+    visit: Visit = field(default_factory=Visit, compare=False)
+
+    @property
+    def is_wanted(self) -> bool:
+        """False for a place that the group does not have."""
+        return self.spare or self.visit.size is None or self.place < self.visit.size
 
 
 class RolloutQueue:
     """The episodes of a run, in order. One that the server had no room for is put back, and is next of its task set."""
 
-    def __init__(self, specs: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str]) -> None:
-        """`specs` are by task set; `order` yields the task set of each next episode."""
+    def __init__(
+        self, specs: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str], tasks: Sequence[Task] = ()
+    ) -> None:
+        """`specs` are by task set; `order` yields the task set of each next episode; `tasks` may be skipped."""
         self._specs = specs
         self._order = order
         self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in specs}
         self.task_sets = frozenset(specs)
+        self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in specs}
+        self._skipped: dict[str, set[str]] = {name: set() for name in specs}
+        """Tasks that the recipe skips at the present policy version, by task set."""
 
     @classmethod
     def training(cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> RolloutQueue:
@@ -82,13 +105,13 @@ class RolloutQueue:
 
         def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
             for epoch, task in _epochs(own, seed):
-                group, opened = f"{task.id[:200]}/{run}/{epoch}", asyncio.Event()
-                for is_spare in members:
-                    yield RolloutSpec(task, group, next(index), is_spare, opened)
+                group, visit = f"{task.id[:200]}/{run}/{epoch}", Visit()
+                for place, is_spare in enumerate(members):
+                    yield RolloutSpec(task, group, next(index), is_spare, place, visit)
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
         by_set = {name: specs([task for task in tasks if task.task_set == name]) for name in task_sets}
-        return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members))
+        return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members), tasks)
 
     @classmethod
     def once(cls, tasks: Sequence[Task]) -> RolloutQueue:
@@ -97,14 +120,34 @@ class RolloutQueue:
         return cls({"": specs}, itertools.repeat(""))
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
-        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full."""
-        task_set = next(name for name in self._order if name not in full)
+        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full.
+
+        Sets whose tasks are all skipped come last: they are begun nevertheless if no other set has room, so that
+        training never stops.
+        """
+        closed = {*full, *filter(self.is_skipped, self.task_sets)}
+        if closed == self.task_sets:
+            closed = {*full}
+        task_set = next(name for name in self._order if name not in closed)
         waiting = self._put_back[task_set]
         return waiting.popleft() if waiting else next(self._specs[task_set], None)
 
     def put_back(self, spec: RolloutSpec) -> None:
         """Return an episode that the server had no room for."""
         self._put_back[spec.task.task_set].append(spec)
+
+    def skip(self, task: Task) -> None:
+        """Record that the recipe skips a task at present."""
+        self._skipped[task.task_set].add(task.id)
+
+    def is_skipped(self, task_set: str) -> bool:
+        """True if the recipe skips all tasks of the set."""
+        return bool(self._ids[task_set]) and self._skipped[task_set] == self._ids[task_set]
+
+    def forget_skipped(self) -> None:
+        """After a new policy version: the recipe may choose otherwise."""
+        for skipped in self._skipped.values():
+            skipped.clear()
 
 
 def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
@@ -183,6 +226,8 @@ class Runner:
         self._needs_calls, self._is_on_trial = needs_calls, is_on_trial
         self._unneeded: set[str] = set()
         """Groups that the server dropped. Begun again, such a group would lack the members it had."""
+        self._skipped: deque[str] = deque(maxlen=SKIPPED_GROUPS)
+        """The newest groups whose task the recipe skips. Their other members are not begun."""
         self.goal_reached = False
         """True if the run reached its goal; False if it was interrupted, or failed."""
         self.num_begun = 0
@@ -192,7 +237,8 @@ class Runner:
 
     async def run(self, queue: RolloutQueue, concurrency: int) -> None:
         """Run every episode of the queue, `concurrency` at a time, with up to `ATTEMPTS` attempts each. While a task
-        set has no room (`Conflict`, `task_set_full`), episodes of other sets are begun.
+        set has no room (`Conflict`, `task_set_full`), episodes of other sets are begun. Tasks that the recipe skips
+        (`task_skipped`) are passed over.
 
         Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call although calls are
         needed.
@@ -211,7 +257,10 @@ class Runner:
                         if full == queue.task_sets:
                             await asyncio.sleep(FULL_SECONDS)
                             full.clear()
-                    elif not (spec.spare and refusal.code == "group_closed"):
+                    elif refusal.code == "task_skipped":
+                        queue.skip(spec.task)
+                        self._skipped.append(spec.group)
+                    elif refusal.code != "group_closed":  # A spare episode, or the recipe wants fewer.
                         raise
 
         await wait_until(asyncio.FIRST_EXCEPTION, [work() for _ in range(concurrency)])
@@ -222,7 +271,7 @@ class Runner:
         The worker of a failed episode begins the next attempt at once. If attempts were queued, all workers could wait
         for room for new groups while this group lacks a member.
         """
-        attempts_left = ATTEMPTS
+        attempts_left = 0 if spec.group in self._skipped else ATTEMPTS
         while attempts_left and spec.group not in self._unneeded:
             result = await self.attempt(spec)
             full.clear()
@@ -286,13 +335,14 @@ class Runner:
 
     async def _begin(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
         if spec.spare:
-            await spec.opened.wait()
+            await spec.visit.opened.wait()
         self._num_beginning += 1
         try:
             episode, agent = await self._start(spec)
         finally:
             self._num_beginning -= 1
-        spec.opened.set()
+        spec.visit.opened.set()
+        spec.visit.size = spec.visit.size or episode.begun.group_size or None
         self.num_begun += 1
         self.live.add(episode)
         return episode, agent

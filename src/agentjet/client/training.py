@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -86,10 +86,18 @@ class Training:
         def on_abort(episode: AsyncEpisode) -> None:
             self._note(spec, not_needed(episode), True)
 
-        def request(code_version: str) -> Awaitable[AsyncEpisode]:
+        async def request(code_version: str) -> AsyncEpisode:
+            if not spec.is_wanted:
+                raise Conflict(f"The recipe wants {spec.visit.size} episodes of {spec.group!r}.", code="group_closed")
             body = self.request(spec.task.id, spec.task.task_set, spec.group, code_version=code_version)
-            body = body.model_copy(update={"join_only": spec.spare, "unless_full": len(self._queue.task_sets) > 1})
-            return begin_episode(self.connection, body, wait=math.inf, on_abort=on_abort)
+            update = {
+                "join_only": spec.spare,
+                "unless_full": len(self._queue.task_sets) > 1,
+                "unless_skipped": not self._queue.is_skipped(spec.task.task_set),
+                "place": spec.place,
+            }
+            body = body.model_copy(update=update)
+            return await begin_episode(self.connection, body, wait=math.inf, on_abort=on_abort)
 
         return await self._live.begin(spec, request)
 
@@ -115,6 +123,7 @@ class Training:
     async def _record(self, step: Step) -> None:
         """Record a step; shows a report once for each streak of batches without a learning signal."""
         self._learned.append(step)
+        self._queue.forget_skipped()
         self._shown.step(step.metrics)
         if self.held_out is not None and len(self._learned) < self.steps:
             self.held_out.learned(len(self._learned))

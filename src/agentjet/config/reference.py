@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -91,6 +91,8 @@ def type_of(field: FieldInfo) -> str:
     origin = get_origin(field.annotation)
     if origin in (tuple, dict) and _inner_section(field.annotation):
         return "list of tables" if origin is tuple else "table of tables"
+    if origin is tuple and (inner := _plain(get_args(field.annotation)[0])) in TYPES:
+        return f"list of {TYPES[inner]}"
     if origin is tuple:
         return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"
     if origin is dict:
@@ -104,6 +106,11 @@ def type_of(field: FieldInfo) -> str:
     if not isinstance(field.annotation, type):
         return "table"
     return " ".join([TYPES[field.annotation], ", ".join(bounds)]).strip()
+
+
+def _plain(annotation: Any) -> Any:
+    """Returns a type without its bounds."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def toml(value: object) -> str:

@@ -243,6 +243,7 @@ class CallPath:
     async def _prepare(self, call: ActiveCall) -> None:
         """Checks the request and prepares its prompts, so that every error shows before the call is held."""
         episode, job = call.episode, self._swarm.job
+        self._check_turns(call)
         call.request = request = with_overrides(call.request, job, episode)
         params = sampling_params(request, job, episode)
         call.model = model = await self._loaded_model(call.role)
@@ -265,6 +266,21 @@ class CallPath:
             limited = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
             call.prompts.append((replace(prompt, fork="role") if is_new_role else prompt, limited))
         self._swarm.note(episode.id, noted=request.notes)
+
+    def _check_turns(self, call: ActiveCall) -> None:
+        """Raises `InvalidRequest` (`turn_limit`) for a turn beyond those of the episode. A retry is not a turn."""
+        most, request = call.episode.max_turns, call.request
+        if not most or request.untrained:
+            return
+        turns = [one for one in self._swarm.tree(call.episode.id, call.role).calls if not one.untrained]
+        is_retry = request.retry and any(one.ask.fingerprint == request.fingerprint for one in turns)
+        if sum(one.retry_of is None for one in turns) >= most and not is_retry:
+            raise InvalidRequest(
+                f"The episode has its {most} turns, the maximum that the recipe {self._swarm.job.recipe.name!r} has "
+                "chosen for it: end the agent's loop after episode.max_turns answers (AGENTJET_MAX_TURNS), and finish "
+                "with the reward.",
+                code="turn_limit",
+            )
 
     # ---- one choice -------------------------------------------------------------------------------------------------
 

@@ -115,11 +115,16 @@ UNSET: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "top_k": 0, "max_
 
 
 def with_overrides(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
-    """Returns a training request without the settings that `job.sampling.override` names. Each one is noted."""
+    """Returns a training request without the settings that `job.sampling.override` names, and without a temperature if
+    the recipe has chosen one. Each one is noted.
+    """
     if episode.mode != "train":
         return request
     changed = {name: UNSET[name] for name in job.sampling.override if getattr(request, name) != UNSET[name]}
     notes = [f"{name} overridden by job.sampling.override" for name in changed]
+    if episode.temperature is not None and "temperature" not in changed and request.temperature is not None:
+        changed["temperature"] = None
+        notes.append(f"temperature overridden by the recipe {job.recipe.name}")
     return replace(request, **changed, notes=(*request.notes, *notes)) if changed else request
 
 

@@ -4,6 +4,7 @@ The gateway and the learner call the hooks:
 
 | hook | called by | returns |
 |---|---|---|
+| `rollout` | gateway, before each training group | number of episodes, temperature, turn limit; or to skip the task |
 | `accept` | gateway, for each finished group | '' to train the group, else the reason to drop it |
 | `needs` | learner, once a batch | what must be computed before `columns` |
 | `columns` | learner, once a batch | the forest with one number per token and column |
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
+from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.section import Int64, Section
 
 if TYPE_CHECKING:
@@ -111,6 +113,8 @@ class Recipe(Component):
     """True if it learns from given answers only (demonstrations): training episodes are refused."""
     smallest_group: ClassVar[int] = 1
     """Smallest `job.group_size` that has a training signal."""
+    chooses_task_sets: ClassVar[bool] = False
+    """True if `rollout` decides which task set is sampled. `job.task_weights` is then refused."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -143,6 +147,13 @@ class Recipe(Component):
     def reports(self) -> tuple[str, ...]:
         """Metrics of `token_loss` that are 0 for a token that is not computed."""
         return ()
+
+    def rollout(self, task: TaskStats, default: Rollout, version: int) -> Rollout:
+        """Returns how the next group of a task is sampled: `default`, or `replace(default, ...)` with other values.
+
+        `default` has the settings of the job. `version` is the present policy version.
+        """
+        return default
 
     def accept(self, group: FinishedGroup) -> str:
         """Returns '' to train a finished group, or the reason to drop it: a short name of letters a-z and `_`, by which

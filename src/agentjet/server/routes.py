@@ -67,6 +67,8 @@ async def begin_episode(
         policy_version=episode.policy_version,
         lease_seconds=job.lease_seconds,
         expires_at=gateway.swarm.expires_at(episode),
+        group_size=gateway.swarm.queries.group_size(episode),
+        max_turns=episode.max_turns,
     )
 
 

@@ -129,6 +129,9 @@ def _facts(
             for name in sorted({name for member in members_E for name in member.metrics})
         },
         code_versions=tuple(member.code_version for member in members_E),
+        task_means=np.asarray(
+            [np.nan if member.task_mean is None else member.task_mean for member in members_E], np.float64
+        ),
     )
 
 
@@ -211,7 +214,9 @@ def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: i
 
 
 def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict[str, float]:
-    """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards."""
+    """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards, `rollout/...`
+    the choices of the recipe.
+    """
     rewards = [episode.reward for episode in members if episode.reward is not None]
     num_tokens = sum(episode.num_tokens for episode in members)
     num_calls = sum(episode.num_calls for episode in members)
@@ -232,6 +237,10 @@ def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict
             by_name.setdefault(f"reward/{episode.task_set}/mean", []).append(episode.reward)
         if episode.reward is not None and episode.code_version:
             by_name.setdefault(f"code/{episode.code_version}/reward_mean", []).append(episode.reward)
+        chosen = (("rollout/temperature", episode.temperature), ("rollout/max_turns", episode.max_turns or None))
+        for name, choice in chosen:
+            if choice is not None:
+                by_name.setdefault(name, []).append(choice)
         for policy in policies:
             if (reward := reward_of(episode, policy, policies)) is not None:
                 by_name.setdefault(f"{policy}/reward/mean", []).append(reward)

@@ -138,7 +138,8 @@ class SwarmState:
         Raises `Later` when the present batch needs none: `not_sampling`, `batch_full`, `task_set_full`, `group_full`.
         Raises `Conflict`:
 
-        * `group_closed`: it may only join a group, and there is none;
+        * `group_closed`: it may only join a group, and there is none; or the recipe wants fewer episodes;
+        * `task_skipped`: the recipe skips the task at present, for a request with `unless_skipped`;
         * `task_set_unknown`: `job.task_weights` has no place for its task set;
         * `task_set_full`: the same at present, for a request with `unless_full`;
         * `recipe_needs_answers`: the recipe learns from demonstrations only;
@@ -177,7 +178,9 @@ class SwarmState:
                 begun=now,
                 code_version=request.code_version,
                 at_version=request.at_version,
-                temperature=request.temperature,
+                temperature=request.temperature if joined is None else joined.temperature,
+                max_turns=0 if joined is None else joined.max_turns,
+                task_mean=None if joined is None else joined.task_mean,
                 instance_id=request.instance_id,
             )
             if joined is not None:

@@ -1,7 +1,7 @@
 """Groups: admission of episodes, completion, drops, and the ends of episodes in them.
 
 A group has one client, one task set and one code version, so that its episodes are comparable. It is open until
-`group_size` members have finished. An aborted or expired member frees its place. A
+as many members have finished as the group's size. An aborted or expired member frees its place. A
 group below full size without a live member closes after `lease_seconds` without a new member. An abort may delay a
 batch that long, once more after a restart; an expired lease adds no delay.
 
@@ -10,19 +10,23 @@ The functions take a `Store` and are called inside its transactions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentjet.errors import Conflict, Later
+from agentjet.errors import Conflict, Later, RequestError
 from agentjet.protocol import BeginRequest
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import FinishedGroup
+from agentjet.recipes.rollout import Rollout
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
 from agentjet.swarm.state import Episode, Group
 from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
+
+log = logging.getLogger(__name__)
 
 MAX_STEPS_RETRY_SECONDS = 60.0
 SURPLUS = "surplus: training had enough without it"
@@ -54,9 +58,10 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
 
     Raises `Later` when the present batch needs no episode. Raises `Conflict` with one of these codes:
 
-    * `group_closed`: the request may only join a group, and there is none to join;
+    * `group_closed`: the request may only join a group, and there is none to join; or the group has fewer places;
     * `task_set_unknown`: the task set has no weight;
-    * `task_set_full`: the task set has its share, and the request does not wait.
+    * `task_set_full`: the task set has its share, and the request does not wait;
+    * `task_skipped`: the recipe skips the task, and the request asks for this answer.
     """
     job = store.job
     mixture.register(request.task_set)
@@ -71,9 +76,12 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
     name = group_name(request)
     group = _open_group(store, request, name)
     if group is not None:
-        if len(group.members) < job.group_size + job.spare_episodes:
+        _check_place(store, request, group)
+        if len(group.members) < size(store, group) + job.spare_episodes:
             return group
-        raise Later(f"Group {name!r} has its {job.group_size} episodes.", code="group_full", retry_after=RETRY_SECONDS)
+        raise Later(
+            f"Group {name!r} has its {size(store, group)} episodes.", code="group_full", retry_after=RETRY_SECONDS
+        )
     if request.join_only:
         raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
     if len(store.groups) >= places(store):
@@ -84,6 +92,42 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
         if request.unless_full:
             raise Conflict(str(full), code=full.code) from None
         raise
+    group = _new_group(store, request, name, now)
+    _check_place(store, request, group)
+    return group
+
+
+def size(store: Store, group: Group) -> int:
+    """Number of finished members that complete the group."""
+    return group.size or store.job.group_size
+
+
+def _new_group(store: Store, request: BeginRequest, name: str, now: float) -> Group:
+    """Returns a group as the recipe wants it to be sampled.
+
+    Raises `Conflict` (`task_skipped`). Raises `RequestError` (`recipe_failed`) if the hook is wrong.
+    """
+    job, task = store.job, store.journal.task(request.task_set, request.task_id)
+    default = Rollout(job.group_size, job.temperature)
+    try:
+        rollout = job.recipe.rollout(task, default, store.policy_version)
+        if not isinstance(rollout, Rollout):
+            raise ValueError(f"{rollout!r} is not a Rollout: return `default` or `replace(default, ...)`")
+        rollout = rollout.checked(default, job.recipe.smallest_group)
+    except Exception as error:  # Boundary: the recipe may not be ours.
+        log.exception("the hook `rollout` of the recipe %r failed for task %r", job.recipe.name, request.task_id)
+        raise RequestError(
+            f"The hook `rollout` of the recipe {job.recipe.name!r} failed for task {request.task_id!r}: "
+            f"{type(error).__name__}: {error}",
+            code="recipe_failed",
+            status=500,
+        ) from error
+    if rollout.skip and request.unless_skipped:
+        raise Conflict(
+            f"The recipe {job.recipe.name!r} skips task {request.task_id!r} at policy version {store.policy_version}: "
+            f"{rollout.skip}. Begin another task, or this one without unless_skipped.",
+            code="task_skipped",
+        )
     return Group(
         store.state.num_groups + 1,
         request.client_id,
@@ -92,7 +136,20 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
         touched=now,
         task_set=request.task_set,
         code_version=request.code_version,
+        size=0 if rollout.episodes == job.group_size else rollout.episodes,
+        temperature=None if rollout.temperature == job.temperature else rollout.temperature,
+        max_turns=rollout.max_turns,
+        task_mean=task.mean_reward,
     )
+
+
+def _check_place(store: Store, request: BeginRequest, group: Group) -> None:
+    """Raises `Conflict` (`group_closed`) for a place that the group does not have. A spare episode may only join."""
+    num = size(store, group)
+    if request.place >= num and not request.join_only:
+        raise Conflict(
+            f"Group {group.name!r} has {num} episodes, so it has no place {request.place}.", code="group_closed"
+        )
 
 
 def _open_group(store: Store, request: BeginRequest, name: str) -> Group | None:
@@ -206,25 +263,34 @@ def missing_members(store: Store, lease_epoch: float, now: float) -> str:
     more = f" (and of {len(short) - 1} more)" if len(short) > 1 else ""
     return (
         f"a refill of group {group.name!r} of client {group.client_id!r}{more}, which has {len(group.members)} of "
-        f"{store.job.group_size} episodes and closes in {max(0.0, deadline - now):.0f} s"
+        f"{size(store, group)} episodes and closes in {max(0.0, deadline - now):.0f} s"
     )
 
 
 def close(store: Store, group: Group, now: float) -> None:
     """Complete a group whose members have all finished, or drop it with a reason."""
     members = [store.episodes[member] for member in group.members]
-    reason = _reason_to_drop(store, members)
+    _count_task(store, members)
+    reason = _reason_to_drop(store, members, size(store, group))
     if reason:
         drop(store, group, reason, now)
         return
-    short = "short" if len(members) < store.job.group_size else ""
+    short = "short" if len(members) < size(store, group) else ""
     store.put_group(replace(group, state="complete", reason=short, closed=now))
     _announce(store, store.groups[group.id])
 
 
-def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
+def _count_task(store: Store, members: Sequence[Episode]) -> None:
+    """Add a group that ended to the statistics of its task."""
+    first = members[0]
+    task = store.journal.task(first.task_set, first.task_id)
+    rewards, turns = [member.reward or 0.0 for member in members], [member.num_calls for member in members]
+    store.journal.put_task(task.with_group(rewards, turns, first.policy_version))
+
+
+def _reason_to_drop(store: Store, members: Sequence[Episode], size: int) -> str:
     job = store.job
-    if len(members) < job.min_group_size:
+    if len(members) < min(job.min_group_size, size):
         return "too_few"
     if not any(member.num_tokens for member in members):
         return "no_tokens"
@@ -296,7 +362,7 @@ class Endings:
         group, store = _group_of(self._store, episode), self._store
         if group is None or group.state != "open":
             return
-        if sum(store.episodes[member].status == "finished" for member in group.members) >= store.job.group_size:
+        if sum(store.episodes[member].status == "finished" for member in group.members) >= size(store, group):
             self._abort_live_members(group, SURPLUS, now)
             close(store, store.groups[group.id], now)
 

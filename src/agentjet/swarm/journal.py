@@ -3,7 +3,8 @@
 The journal stores and finds; the rules are elsewhere. Each episode and each group has one row with its present value.
 Times are Unix seconds. Bodies are JSON. Retention, by `prune`: calls that no replay needs, idempotency keys older than
 `IDEMPOTENCY_SECONDS`, all events except the newest `EVENTS_KEPT`, evaluations and rollbacks, and all settled episodes
-except the newest `EPISODES_KEPT` are deleted. Batches, operations and metrics are kept.
+except the newest `EPISODES_KEPT` are deleted, and statistics of tasks except those of the newest `TASKS_KEPT` groups.
+Batches, operations and metrics are kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError
 from agentjet.protocol import Event
+from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.origin import BRANCHED_FROM, Origin
@@ -30,6 +32,7 @@ IDEMPOTENCY_SECONDS = 86_400.0
 """Longer than any client repeats a request."""
 EVENTS_KEPT = 100_000
 EPISODES_KEPT = 2_000_000
+TASKS_KEPT = 1_000_000
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -45,6 +48,14 @@ CREATE INDEX episodes_by_status ON episodes (status, seq);
 CREATE INDEX unsettled_episodes ON episodes (seq) WHERE NOT settled;
 
 CREATE TABLE groups (id INTEGER PRIMARY KEY, body TEXT NOT NULL);
+
+CREATE TABLE tasks (
+    seq INTEGER PRIMARY KEY,
+    task_set TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    body TEXT NOT NULL,
+    UNIQUE (task_set, task_id)
+);
 
 CREATE TABLE instances (
     number INTEGER PRIMARY KEY,
@@ -99,7 +110,7 @@ _CALL = TypeAdapter[RecordedCall](
     RecordedCall, config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
 )
 _EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
-_BATCH, _JOB_SETTINGS = TypeAdapter(Batch), TypeAdapter(JobSettings)
+_BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -249,6 +260,16 @@ class Journal:
     def groups(self) -> list[Group]:
         return [_GROUP.validate_json(body) for (body,) in self._db.execute("SELECT body FROM groups ORDER BY id")]
 
+    def task(self, task_set: str, task_id: str) -> TaskStats:
+        """Statistics of a task; zeros before its first group."""
+        body = self._one("SELECT body FROM tasks WHERE task_set = ? AND task_id = ?", task_set, task_id)
+        return TaskStats(task_set, task_id) if body is None else _TASK.validate_json(body)
+
+    def put_task(self, task: TaskStats) -> None:
+        """Store new statistics of a task, as the newest."""
+        row = (task.task_set, task.task_id, _TASK.dump_json(task).decode())
+        self._db.execute("INSERT OR REPLACE INTO tasks (task_set, task_id, body) VALUES (?, ?, ?)", row)
+
     def add_instance(self, client_id: str, instance_id: str) -> None:
         """Record that a process of a client began an episode."""
         self._db.execute(
@@ -391,3 +412,4 @@ class Journal:
             (EVENTS_KEPT,),
         )
         self._db.execute("DELETE FROM episodes WHERE settled AND seq <= ?", (state.num_episodes - EPISODES_KEPT,))
+        self._db.execute("DELETE FROM tasks WHERE seq <= (SELECT MAX(seq) FROM tasks) - ?", (TASKS_KEPT,))

@@ -58,6 +58,13 @@ class Queries:
         """Number of groups that are `open` or `complete`."""
         return sum(group.state == state for group in self._store.groups.values())
 
+    def group_size(self, episode: Episode) -> int:
+        """Number of finished episodes that complete its group; 0 for eval episodes."""
+        if episode.group_id is None:
+            return 0
+        group = self._store.groups.get(episode.group_id)
+        return self._store.job.group_size if group is None else groups.size(self._store, group)
+
     @property
     def places_left(self) -> int:
         """Number of training groups that may be begun now."""

@@ -13,9 +13,15 @@ from agentjet.config import JobConfig
 from agentjet.types import EpisodeStatus, Mode
 
 RECOVERABLE = frozenset(
-    {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
+    {
+        "context_length_exceeded",
+        "thread_unsupported_request",
+        "previous_response_not_found",
+        "item_not_found",
+        "turn_limit",
+    }
 )
-"""Codes of refusals that agents recover from: they compact their history, or send all of it."""
+"""Codes of refusals that agents recover from: they compact their history, send all of it, or end their loop."""
 GroupState = Literal["open", "complete", "dropped", "batched"]
 
 
@@ -61,7 +67,11 @@ class Episode:
     at_version: int | None = None
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
-    """Temperature of all calls of an eval episode, if it was begun with one."""
+    """Temperature of all its calls: of an eval episode that was begun with one, or chosen by the recipe."""
+    max_turns: int = 0
+    """Maximum number of calls of each role that train, chosen by the recipe. 0: no maximum."""
+    task_mean: float | None = None
+    """Mean reward of earlier episodes of the task when its group began; None if there were none."""
     instance_id: str = ""
     """The process of the client that began it, if the client named one."""
     noted: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +149,12 @@ class Group:
     task_set: str = ""
     code_version: str = ""
     """Code version of the episode that opened it."""
+    size: int = 0
+    """Number of episodes that complete it. 0: `job.group_size`."""
+    temperature: float | None = None
+    max_turns: int = 0
+    task_mean: float | None = None
+    """These three are passed on to its episodes: see `Episode`."""
 
 
 @dataclass(frozen=True, slots=True)

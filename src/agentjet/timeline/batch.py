@@ -47,6 +47,8 @@ class Facts:
     """The metrics that clients sent with the rewards: one value [E] by name; NaN if an episode has none."""
     code_versions: tuple[str, ...]
     """Version [E] of the agent's code."""
+    task_means: NDArray[np.float64] | None = None
+    """Mean reward [E] of earlier episodes of the task when its group began; NaN before the first group of a task."""
 
     def of_tokens(self, values_ER: NDArray[np.float64], forest: Forest) -> NDArray[np.float64]:
         """Returns for each target [M] the value of its episode and role."""
