@@ -174,7 +174,7 @@ class Recipe(Component):
         """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged.
 
         `metrics` are those of the batch, of `columns` and `token_loss`: means over its steps. The state is empty before
-        the first batch, and after a batch of a recipe with another name.
+        the first batch of a recipe with this name.
         """
         return state
 

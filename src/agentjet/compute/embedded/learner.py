@@ -44,18 +44,6 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class RecipeState:
-    """The state of a recipe between two batches."""
-
-    recipe: str = ""
-    values: Mapping[str, float] = field(default_factory=dict)
-
-    def of(self, recipe: Recipe) -> Mapping[str, float]:
-        """Returns the values for a recipe: none if they are those of another one."""
-        return self.values if self.recipe == recipe.name else {}
-
-
-@dataclass(frozen=True, slots=True)
 class _PreparedBatch:
     """A batch with its columns, as the first `forward_backward` on it made it."""
 
@@ -98,9 +86,10 @@ class PolicyLearner:
         self._params = policy.trainable()
         self._masters = {name: self._make_master(p) for name, p in self._params.items()}
         self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
-        self.recipe_state = RecipeState()
-        self._following_state: RecipeState | None = None
-        """The state after the batch, from its last `forward_backward` to the optimiser step."""
+        self.recipe_states: dict[str, Mapping[str, float]] = {}
+        """States of recipes by name, without empty ones."""
+        self._next_states: dict[str, Mapping[str, float]] | None = None
+        """The same after the batch. The optimiser step after its last `forward_backward` adopts them."""
         self._values: ValueModel | None = None
         """The heads of the last recipe that had some."""
         self._teacher: Teacher | None = None
@@ -130,7 +119,9 @@ class PolicyLearner:
         prepared.steps.append(metrics)
         if loss.step == prepared.num_steps - 1:
             self._prepared = None
-            self._following_state = _next_state(loss.recipe, self.recipe_state, means(prepared.steps))
+            state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(prepared.steps))
+            states = {**self.recipe_states, loss.recipe.name: state}
+            self._next_states = {name: values for name, values in states.items() if values}
         return Outputs(metrics, num_steps=prepared.num_steps)
 
     def optim_step(self, optimizer: OptimizerConfig, version: int) -> dict[str, float]:
@@ -153,12 +144,12 @@ class PolicyLearner:
         if is_finite:
             self._optimizer.step()
             self._copy_masters()
-            self.recipe_state = self._following_state or self.recipe_state
+            self.recipe_states = self.recipe_states if self._next_states is None else self._next_states
         if self._values is not None:
             if is_finite:
                 self._values.step()
             self._values.drop_gradient()
-        self._following_state = None
+        self._next_states = None
         self._optimizer.zero_grad(set_to_none=True)
         return {
             "optim/grad_norm": norm,
@@ -191,8 +182,11 @@ class PolicyLearner:
             self._values.heads = heads
         outputs = self._outputs(batch.forest, loss.recipe, loss.micro_batch_tokens)
         forest = batch.forest.with_columns(**outputs)
-        batch = replace(batch, forest=forest, state=self.recipe_state.of(loss.recipe))
+        batch = replace(batch, forest=forest, state=self._state_of(loss.recipe))
         return _PreparedBatch(batch.id, loss, *hooks.columns(loss.recipe, batch, outputs))
+
+    def _state_of(self, recipe: Recipe) -> Mapping[str, float]:
+        return self.recipe_states.get(recipe.name, {})
 
     def _outputs(self, forest: Forest, recipe: Recipe, max_tokens: int) -> dict[str, NDArray[np.float32]]:
         """Returns the numbers [M] of each of the recipe's `needs` and value heads."""
@@ -370,7 +364,7 @@ class PolicyLearner:
             moments = {number: state["moments"][name] for number, name in enumerate(self._masters)}
             state = {**state, "optimizer": {**self._optimizer.state_dict(), "state": moments}}
         self._optimizer.zero_grad(set_to_none=True)
-        self._prepared = self._following_state = None
+        self._prepared = self._next_states = None
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
@@ -417,8 +411,3 @@ def _array(values: Tensor) -> NDArray[Any]:
 def _with_column(forest: Forest, name: str, values: NDArray[Any]) -> Forest:
     """Returns the forest with a column of any type."""
     return replace(forest, targets={**forest.targets, name: values})
-
-
-def _next_state(recipe: Recipe, state: RecipeState, metrics: Mapping[str, float]) -> RecipeState:
-    """Returns the state after a batch with these metrics."""
-    return RecipeState(recipe.name, hooks.next_state(recipe, state.of(recipe), metrics))

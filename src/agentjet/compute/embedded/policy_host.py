@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from agentjet.compute.embedded.learner import PolicyLearner, RecipeState
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.operations import OperationLog
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import OptimizerConfig
@@ -41,13 +40,13 @@ class PolicyHost(ABC, Generic[AnyLearner]):
         if self.learner.has_gradient or not self._is_published:
             raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
         state: dict[str, Any] = {"policy_version": self.version, "operation": self._operations.next}
-        if self.learner.recipe_state.values:
-            state["recipe_state"] = asdict(self.learner.recipe_state)
+        if self.learner.recipe_states:
+            state["recipe_states"] = self.learner.recipe_states
         return self._stamp(self._save(path, state))
 
     def load(self, path: Path) -> CheckpointStamp:
         state = self._load(path)
-        self.learner.recipe_state = RecipeState(**state.get("recipe_state", {}))
+        self.learner.recipe_states = state.get("recipe_states", {})
         self._change_version(state["policy_version"])
         self._operations = OperationLog(state["operation"])
         return self._stamp(state["digest"])
