@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from typing import Any
 import httpx
 
 from agentjet.protocol import StatusResponse
+from agentjet.swarm.groups import STALE
 from agentjet.types import DEFAULT_RUN, PolicyId
 from bench.breaking import reference
-from bench.breaking.audit import Audit, audit
+from bench.breaking.audit import Audit, audit, rows
 from bench.breaking.plan import RUNS
 from bench.breaking.records import Books, read
 from bench.breaking.scene import Scene, make_clients
@@ -299,34 +300,45 @@ class Run:
             await scene.close()
         books = read(scene.books(DEFAULT_RUN))
         forests = folder / "forests" / DEFAULT_RUN
-        found = audit(server.folder_of(DEFAULT_RUN) / "journal.sqlite", books, forests, wire.answers[DEFAULT_RUN])
+        journal = server.folder_of(DEFAULT_RUN) / "journal.sqlite"
+        found = audit(journal, books, forests, wire.answers[DEFAULT_RUN])
+        stale = {row.id for row in rows(journal).values() if (row.reason or "").startswith(STALE)}
         learned = check_forests(forests, policy)
         alone = await reference.undisturbed(
             settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
         )
         equal = not self._gave_up and reference.equal_weights(exported, alone)
-        return self._report(scene, books, found, [learned, calls], equal, time.monotonic() - began)
+        report = self._report(scene, found, [learned, calls], equal, time.monotonic() - began)
+        return report | self._failed_calls(scene, books, stale)
+
+    def _failed_calls(self, scene: Scene, books: Books, stale: Collection[str]) -> dict[str, Any]:
+        """`stale`: ids of episodes that the server ended because their tokens were too old."""
+        downs = self._downs(scene.server)
+        ended, cut, failed = [], [], []
+        for call in books.failed_calls:
+            is_cut = call["how"] == "streamed" and any(began <= call["at"] <= end for began, end in downs)
+            is_ended = call["episode"] in stale and "ended while it was answered" in call["error"]
+            (ended if is_ended else cut if is_cut else failed).append(call)
+        return {
+            "calls": len(books.calls),
+            "calls_failed": len(failed),
+            "calls_stale": len(ended),
+            "streams_cut": len(cut),
+            "errors": Counter(call["error"][:200] for call in books.failed_calls),
+        }
 
     def _report(
-        self, scene: Scene, books: Books, found: Audit, checked: list[tuple[int, int]], equal: bool, seconds: float
+        self, scene: Scene, found: Audit, checked: list[tuple[int, int]], equal: bool, seconds: float
     ) -> dict[str, Any]:
-        said, downs = scene.server.said, self._downs(scene.server)
+        said = scene.server.said
         failovers = [fact["failover"] for fact in said if fact.get("survives")]
         all_dead = [fact["failover"] for fact in said if "failover" in fact and not fact["survives"]]
-        cut, failed = [], []
-        for call in books.failed_calls:
-            is_cut = call["how"] == "streamed" and any(began <= call["at"] <= ended for began, ended in downs)
-            (cut if is_cut else failed).append(call)
         return {
             "faults": scene.tally.faults.total(),
             "by_kind": dict(sorted(scene.tally.faults.items())),
             "publishes_cut": sum(bool(fact.get("cut")) or fact.get("at") == "publish" for fact in said),
             "missed": len(self.missed),
             "gave_up": self._gave_up,
-            "calls": len(books.calls),
-            "calls_failed": len(failed),
-            "streams_cut": len(cut),
-            "errors": Counter(call["error"][:200] for call in books.failed_calls),
             "lost": len(found.lost),
             "trained_twice": len(found.trained_twice),
             "failures_scored": len(found.failures_scored),
@@ -389,7 +401,8 @@ def figures(share: float = 1.0, seed: int = 0) -> dict[str, Any]:
     """Returns the faults tried and what they did; `share` is that of the faults of a whole run.
 
     `calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
-    repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `lost` are acknowledged
+    repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `calls_stale` are those of
+    episodes that the server ended because their tokens were older than `max_staleness`. `lost` are acknowledged
     episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
     seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
     no replica was left; then a new one must start.

@@ -89,7 +89,7 @@ def test_a_completion_that_kills_every_replica_fails_alone(server: ForkServer) -
         async with scene(server, 2, hooks=lambda number: Hooks(poison=999, step_seconds=SLOW)) as on:
             await on.replicas.publish(publication(0))
             beside = on.begin(12, max_tokens=100)
-            with pytest.raises(ComputeError, match="3 replicas in a row"):
+            with pytest.raises(ComputeError, match="4 replicas in a row"):
                 await on.complete(prompt=[5, 999, 6])
             await all_of(beside)
 
