@@ -76,6 +76,8 @@ class PolicyGradient(Recipe):
     """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
 
     smallest_group: ClassVar[int] = 2
+    takes_kl_in_reward: ClassVar[bool] = True
+    """False if the advantages do not come from `comparisons`, so that `kl_in = "reward"` would be ignored."""
 
     # ---- advantages ----------------------------------------------------------------------------------------
 
@@ -199,13 +201,14 @@ class PolicyGradient(Recipe):
 
         assert batch.facts is not None
         logp = torch.from_numpy(batch.forest["logprob"].astype(np.float64))
-        kl = KL_ESTIMATES[self._kl_name](logp, torch.from_numpy(reference.astype(np.float64))).numpy()
+        kl = self.kl(logp, torch.from_numpy(reference.astype(np.float64))).numpy()
         penalties_ER = sums(batch, self.kl_coef * kl)
         return replace(batch, facts=penalised(batch.facts, penalties_ER)), float(kl.mean()) if len(kl) else 0.0
 
-    @property
-    def _kl_name(self) -> str:
-        return {"loss": "k3", "reward": "k1"}[self.kl_in] if self.kl_estimator == "auto" else self.kl_estimator
+    def kl(self, logp: Tensor, reference: Tensor) -> Tensor:
+        """Returns the estimate [M] of the KL divergence from the reference."""
+        name = {"loss": "k3", "reward": "k1"}[self.kl_in] if self.kl_estimator == "auto" else self.kl_estimator
+        return KL_ESTIMATES[name](logp, reference)
 
     def weights(self, forest: Forest) -> NDArray[np.float32]:
         name = self.loss.aggregation if self.aggregation == "auto" else self.aggregation
@@ -225,7 +228,7 @@ class PolicyGradient(Recipe):
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss.token_loss(logp, columns)
         if self.kl_coef and self.kl_in == "loss":
-            metrics["policy/kl"] = kl = KL_ESTIMATES[self._kl_name](logp, columns["reference"])
+            metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
             loss = loss + self.kl_coef * kl
         return loss, metrics
 
@@ -272,9 +275,9 @@ class PolicyGradient(Recipe):
                 "kl_estimator = 'k1' in the loss has a gradient that is 0 on average; set it to 'k2' or 'k3', or set "
                 "kl_in = 'reward'"
             )
-        if self.kl_in == "reward" and self.needs_call_rewards:
+        if self.kl_in == "reward" and (self.needs_call_rewards or not self.takes_kl_in_reward):
             raise ValueError(
-                f"kl_in = 'reward': the recipe {self.name!r} learns from rewards of calls; set kl_in to 'loss'"
+                f"kl_in = 'reward': the recipe {self.name!r} does not compare rewards of episodes; set kl_in to 'loss'"
             )
         return self
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
@@ -35,9 +35,20 @@ if TYPE_CHECKING:
     from agentjet.timeline.batch import TrainingBatch
     from agentjet.timeline.forest import Forest
 
-Need = Literal["proximal", "reference", "entropy"]
-"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `entropy`:
-entropies of the distributions that the weights before the batch give, each over the set of its token."""
+Need = Literal["proximal", "reference", "teacher", "entropy"]
+"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `teacher`:
+of the model in the folder `Recipe.teacher_folder`. `entropy`: entropies of the distributions that the weights before
+the batch give, each over the set of its token."""
+
+
+class ValueHeads(NamedTuple):
+    """Linear heads on the policy's last hidden states. Each predicts a value before each target is sampled."""
+
+    names: tuple[str, ...]
+    lr: float
+    """Learning rate of the heads. A step moves a value by about this at most."""
+    body_coef: float
+    """Factor of the gradient that reaches the weights of the policy. 0: only the heads learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +118,22 @@ class Recipe(Component):
         return frozenset()
 
     @property
+    def value_heads(self) -> ValueHeads | None:
+        """Heads whose values [M] `columns` gets by name, as the heads of the batch's start give them."""
+        return None
+
+    @property
+    def teacher_folder(self) -> str:
+        """Folder of the model of the need `teacher`."""
+        return ""
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """Columns that `token_loss` reads. The learner computes `reference` and `sequence_log_ratio` if missing.
 
         `reference` [M]: log-probabilities of the weights of version 0. `sequence_log_ratio` [M]: mean of
-        logp - logprob over the token's sequence, without gradient.
+        logp - logprob over the token's sequence, without gradient. With value heads, it also gets their present values
+        [M] with gradient, as `new_` and the name of the head.
         """
         return ("logprob",)
 
@@ -131,7 +153,7 @@ class Recipe(Component):
     ) -> tuple[Forest, dict[str, float]]:
         """Returns the forest of the targets that count, with the columns that the loss reads, and metrics.
 
-        `outputs` has the values [M] of each of `needs`. The forest of the batch has them as columns, too.
+        `outputs` has the numbers [M] of each of `needs` and value heads. So has the forest of the batch, as columns.
         """
         return batch.forest, {}
 

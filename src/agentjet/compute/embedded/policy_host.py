@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from agentjet.compute.embedded.learner import PolicyLearner
+from agentjet.compute.embedded.learner import PolicyLearner, RecipeState
 from agentjet.compute.operations import OperationLog
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import OptimizerConfig
@@ -39,11 +40,14 @@ class PolicyHost(ABC, Generic[AnyLearner]):
     def save(self, path: Path) -> CheckpointStamp:
         if self.learner.has_gradient or not self._is_published:
             raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
-        state = {"policy_version": self.version, "operation": self._operations.next}
+        state: dict[str, Any] = {"policy_version": self.version, "operation": self._operations.next}
+        if self.learner.recipe_state.values:
+            state["recipe_state"] = asdict(self.learner.recipe_state)
         return self._stamp(self._save(path, state))
 
     def load(self, path: Path) -> CheckpointStamp:
         state = self._load(path)
+        self.learner.recipe_state = RecipeState(**state.get("recipe_state", {}))
         self._change_version(state["policy_version"])
         self._operations = OperationLog(state["operation"])
         return self._stamp(state["digest"])
