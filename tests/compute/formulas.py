@@ -60,13 +60,76 @@ def cross_entropy(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
     return -columns["advantage"] * logp
 
 
+def aepo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """PPO's loss with dual clip; above the upper bound and for A > 0 its gradient is that of the bound."""
+    bound, ratio = 1 + chosen.clip_high, (logp - columns["logprob"]).exp()
+    kept = -bound * columns["advantage"] * (1 + logp - logp.detach())
+    return torch.where((columns["advantage"] > 0) & (ratio > bound), kept, clip(logp, columns, chosen))
+
+
+def direct_advantage(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """(A / beta - log-ratio of the sequence)^2 / 2, shared by its tokens."""
+    wanted = (columns["advantage"] / chosen.beta).clamp(-chosen.max_log_ratio, chosen.max_log_ratio)
+    gap = wanted - of_sequence(logp - columns["logprob"], columns)
+    return gap.square() / 2 / of_sequence(torch.ones_like(gap), columns)
+
+
+def etr(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """PPO's loss with a bound per token."""
+    advantage, ratio = columns["advantage"], (logp - columns["logprob"]).exp()
+    bounded = torch.maximum(torch.minimum(ratio, 1 + columns["bound"]), 1 - columns["bound"])
+    return -torch.minimum(advantage * ratio, advantage * bounded)
+
+
+def hapo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """PPO's loss with bounds c (1 - min(h, 0)) and c (1 + max(h, 0)), and A (1 + h) for certain tokens near ratio 1 and
+    uncertain tokens far from it.
+    """
+    h, ratio = columns["relative_entropy"], (logp - columns["logprob"]).exp()
+    low = chosen.clip * torch.where(h < 0, 1 - chosen.clip_alpha * h, torch.ones_like(h))
+    high = chosen.clip * torch.where(h > 0, 1 + chosen.clip_alpha * h, torch.ones_like(h))
+    is_near = (ratio > 1 - low / 2) & (ratio < 1 + high / 2)
+    changes = torch.where(h > 0, ~is_near, is_near)
+    advantage = columns["advantage"] * torch.where(changes, 1 + chosen.adv_beta * h, torch.ones_like(h))
+    bounded = torch.maximum(torch.minimum(ratio, 1 + high), 1 - low)
+    loss = -torch.minimum(advantage * ratio, advantage * bounded)
+    return torch.where(advantage < 0, torch.minimum(loss, -advantage * chosen.dual_clip), loss)
+
+
+def oapl(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """(beta x log-ratio of the sequence - A)^2, shared by its tokens."""
+    gap = chosen.beta * of_sequence(logp - columns["logprob"], columns) - columns["advantage"]
+    return gap.square() / of_sequence(torch.ones_like(gap), columns)
+
+
+def sapo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """-A 4 / s sigmoid(s (r - 1)), s by the sign of A."""
+    advantage, ratio = columns["advantage"], (logp - columns["logprob"]).exp()
+    positive = -advantage * 4 / chosen.positive / (1 + (-chosen.positive * (ratio - 1)).exp())
+    negative = -advantage * 4 / chosen.negative / (1 + (-chosen.negative * (ratio - 1)).exp())
+    return torch.where(advantage > 0, positive, negative)
+
+
+def of_sequence(values: Tensor, columns: Columns) -> Tensor:
+    """Returns for each token the sum of the values of its sequence."""
+    _, place = columns["sequence"].unique(return_inverse=True)
+    return torch.zeros_like(values).index_add(0, place, values)[place]
+
+
 FORMULAS: Mapping[str, Formula] = {
+    "aepo": aepo,
     "awr": awr,
     "cispo": cispo,
     "clip": clip,
+    "direct_advantage": direct_advantage,
     "dro": dro,
+    "etr": etr,
     "gspo": gspo,
+    "hapo": hapo,
     "loop": loop,
+    "oapl": oapl,
+    "reinforce": cross_entropy,
     "rft": cross_entropy,
+    "sapo": sapo,
 }
 """By the name of the loss."""

@@ -18,20 +18,24 @@ def make_batch(
     calls: Sequence[Sequence[int]] | None = None,
     turn_rewards: Sequence[Sequence[float]] = (),
     metrics: Mapping[str, Sequence[float]] | None = None,
+    entropies: Sequence[float] = (),
+    prompts: Sequence[Sequence[int]] = (),
 ) -> TrainingBatch:
     """A batch of one role. `groups` are rewards of episodes; `calls` the tokens of each call of each episode, default
-    one call of two tokens.
+    one call of two tokens. Each call has its `entropies` and its `prompts`, by default 1 and different ones.
     """
     rewards = [reward for group in groups for reward in group]
     tokens_E = calls or [[2]] * len(rewards)
     places = [(e, turn, size) for e, sizes in enumerate(tokens_E) for turn, size in enumerate(sizes)]
     rows = [
         Row(
-            np.array([1, 10 + number, *range(100, 100 + size)], np.int32),
-            slice(2, 2 + size),
-            {"logprob": -1.0, "version": 0, "sequence": e, "call": number, "temperature": 1.0},
+            np.array([*prompt, *range(100, 100 + size)], np.int32),
+            slice(len(prompt), len(prompt) + size),
+            {"logprob": -1.0, "version": 0, "sequence": e, "call": number, "temperature": 1.0}
+            | {"entropy": entropies[number] if entropies else 1.0},
         )
         for number, (e, _, size) in enumerate(places)
+        for prompt in [prompts[number] if prompts else [1, 10 + number]]
     ]
     facts = Facts(
         groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]).astype(np.int32),
@@ -60,7 +64,9 @@ def recipe_of(name: str, **parameters: object) -> PolicyGradient:
 
 def advantages(batch: TrainingBatch, name: str, **parameters: object) -> list[float]:
     """The advantage of each call: all its tokens have the same one. 0 for calls that the recipe leaves out."""
-    forest = recipe_of(name, **parameters).columns(batch, {})[0]
+    recipe = recipe_of(name, **parameters)
+    outputs = {need: np.full(batch.forest.num_targets, -1, np.float32) for need in recipe.needs}
+    forest = recipe.columns(batch, outputs)[0]
     found = [forest["advantage"][forest["call"] == call] for call in range(int(batch.forest["call"].max()) + 1)]
     assert all(np.all(own == own[:1]) for own in found)
     return [float(own[0]) if len(own) else 0.0 for own in found]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from agentjet.recipes.losses import AGGREGATIONS, CLIP_FRACTION, Clip, kl_k3
-from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.losses import AGGREGATIONS, CLIP_FRACTION, KL_ESTIMATES, Clip, kl_k3
+from agentjet.recipes.policy_gradient import PolicyGradient, penalised
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.shelf.cispo import CispoLoss
 from agentjet.recipes.shelf.gspo import GspoLoss
+from tests.recipes.batches import make_batch, recipe_of
 
 
 def loss_of(ratio: float, advantage: float, **settings: float) -> tuple[float, float, bool]:
@@ -89,10 +91,67 @@ def test_k3() -> None:
 
 
 @pytest.mark.parametrize(
-    "aggregation, expected", [("token_mean", 1.4), ("sequence_mean", 2.0), ("constant", 7 / 4 / 2)]
+    "aggregation, expected",
+    [("token_mean", 1.4), ("sequence_mean", 2.0), ("sequence_sum", 3.5), ("constant", 7 / 4 / 2)],
 )
 def test_aggregation(aggregation: str, expected: float) -> None:
-    """Losses [[1, 1, 1, 1], [3]]: 7 / 5; (1 + 3) / 2; 7 / constant 4 / 2 sequences."""
+    """Losses [[1, 1, 1, 1], [3]]: 7 / 5; (1 + 3) / 2; 7 / 2; 7 / constant 4 / 2 sequences."""
     losses = np.array([1, 1, 1, 1, 3.0])
     weights = AGGREGATIONS[aggregation](np.array([0, 0, 0, 0, 1], np.int32), 2, 4)
     assert float((losses * weights).sum()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"), [("k1", 0.5, 1), ("k2", 0.125, 0.5), ("k3", 0.1065307, 0.393469)]
+)
+def test_estimates_of_the_kl_divergence(name: str, value: float, gradient: float) -> None:
+    """Log-ratio 0.5: 0.5; 0.5^2 / 2; e^-0.5 + 0.5 - 1."""
+    logp = torch.tensor(-1.0, requires_grad=True)
+    kl = KL_ESTIMATES[name](logp, torch.tensor(-1.5))
+    kl.backward()
+    assert float(kl.detach()) == pytest.approx(value, abs=1e-6)
+    assert logp.grad is not None and float(logp.grad) == pytest.approx(gradient, abs=1e-6)
+
+
+def test_kl_in_the_loss() -> None:
+    columns = {"logprob": torch.tensor([-1.0]), "advantage": torch.tensor([1.0]), "reference": torch.tensor([-1.5])}
+    for estimator, kl in (("auto", 0.1065307), ("k2", 0.125)):
+        recipe = recipe_of("grpo", kl_coef=2.0, kl_estimator=estimator)
+        loss, metrics = recipe.token_loss(torch.tensor([-1.0]), columns)
+        assert float(loss) == pytest.approx(-1 + 2 * kl) and float(metrics["policy/kl"]) == pytest.approx(kl)
+        assert recipe.reads == ("logprob", "advantage", "reference") and recipe.needs == set()
+
+
+def test_kl_in_the_reward() -> None:
+    """Rewards 1 - 0.1 x 2 x 0.5 and 0 - 0.1 x 1 x 0.5, and their differences."""
+    batch = make_batch([[1, 0]], calls=[[2], [1]])
+    rloo = recipe_of("rloo", kl_coef=0.1, kl_in="reward")
+    assert rloo.needs == {"reference"} and "reference" not in rloo.reads
+    forest, metrics = rloo.columns(batch, {"reference": np.full(3, -1.5, np.float32)})
+    assert forest["advantage"].tolist() == pytest.approx([0.95, 0.95, -0.95]) and metrics["policy/kl"] == 0.5
+    squared = recipe_of("rloo", kl_coef=0.1, kl_in="reward", kl_estimator="k2")
+    forest, _ = squared.columns(batch, {"reference": np.full(3, -1.5, np.float32)})
+    assert forest["advantage"].tolist() == pytest.approx([0.9875, 0.9875, -0.9875])
+    assert rloo.contributing(forest).all()
+
+
+def test_rewards_that_are_named_for_a_role_have_the_penalty_too() -> None:
+    batch = make_batch([[1, 0, 5], [1, 0]])
+    assert batch.facts is not None
+    named = replace(batch.facts, role_rewards=np.array([[2.0], [3.0], [np.nan], [np.nan], [np.nan]]))
+    found = penalised(named, np.full((5, 1), 0.5)).role_rewards[:, 0]
+    assert found.tolist() == pytest.approx([1.5, 2.5, math.nan, 0.5, -0.5], nan_ok=True)
+
+
+def test_kl_that_would_teach_nothing_is_refused() -> None:
+    for parameters, sentence in (
+        ({"kl_estimator": "k1"}, "kl_estimator = 'k1' in the loss has a gradient that is 0 on average"),
+        (
+            {"name": "mars", "kl_in": "reward"},
+            "the recipe 'mars' does not compare rewards of episodes; set kl_in to 'loss'",
+        ),
+        ({"name": "ppo", "kl_in": "reward"}, "the recipe 'ppo' does not compare rewards of episodes"),
+        ({"name": "adaptive_kl", "kl_in": "reward"}, "the recipe 'adaptive_kl' does not compare rewards"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make_recipe(parameters)

@@ -123,6 +123,8 @@ def toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return str(list(value))
+    if isinstance(value, dict) and value:
+        return f"{{ {', '.join(f'{key} = {toml(one)}' for key, one in value.items())} }}"
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 

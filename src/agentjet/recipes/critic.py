@@ -38,6 +38,7 @@ class Critic(PolicyGradient):
 
     head_names: ClassVar[tuple[str, ...]] = ("value",)
     smallest_group: ClassVar[int] = 1
+    takes_kl_in_reward: ClassVar[bool] = False
 
     @property
     def value_heads(self) -> ValueHeads:

@@ -1,4 +1,4 @@
-"""Policy losses per token, corrections for stale or mismatched samples, and aggregations.
+"""Policy losses per token, estimates of the KL divergence, and aggregations.
 
 Shapes: M targets. `logp` is the policy's log-probability, with gradient. The column `logprob` is that of sampling, or
 of the batch's start. Both are at the sampling temperature. `AGGREGATIONS` turn token losses into one number.
@@ -7,7 +7,7 @@ of the batch's start. Both are at the sampling temperature. `AGGREGATIONS` turn 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,8 @@ class PolicyLoss(Component):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage")
-    """Columns of the targets that the loss reads. With `sequence_log_ratio` it gets every token of a sequence."""
+    """Columns of the targets that the loss reads. With `sequence_log_ratio` it gets every token of a sequence. Columns
+    that the learner does not have come from `PolicyGradient.loss_columns` of the loss's recipe."""
     reports: ClassVar[tuple[str, ...]] = (CLIP_FRACTION,)
     """Metrics that are 0 for tokens without advantage."""
     aggregation: ClassVar[str] = "token_mean"
@@ -102,10 +103,24 @@ def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tupl
     return unclipped.maximum(clipped), clipped > unclipped
 
 
+def kl_k1(logp: Tensor, reference: Tensor) -> Tensor:
+    """Log-ratio: an unbiased estimate of KL(policy || reference). As a loss, its gradient is 0 on average."""
+    return log_ratio(logp, reference)
+
+
+def kl_k2(logp: Tensor, reference: Tensor) -> Tensor:
+    """Half the squared log-ratio. Its gradient is an unbiased estimate of the gradient of KL(policy || reference)."""
+    return log_ratio(logp, reference) ** 2 / 2
+
+
 def kl_k3(logp: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(policy || reference) per sampled token: never negative, low variance."""
     ratio = log_ratio(reference, logp)
     return ratio.exp() - ratio - 1
+
+
+KL_ESTIMATES = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""Estimates per sampled token, by the name in `kl_estimator` (joschu.net/blog/kl-approx.html)."""
 
 
 def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
@@ -127,6 +142,11 @@ def sequence_mean(sequence: NDArray[np.int32], num_sequences: int, constant: flo
     return (1 / (counts[inverse] * num_sequences)).astype(np.float32)
 
 
+def sequence_sum(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
+    """1 / sequences."""
+    return np.full(len(sequence), 1 / num_sequences, np.float32)
+
+
 def constant(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
     """1 / (`constant` x sequences), Dr. GRPO (2503.20783)."""
     return np.full(len(sequence), 1 / (constant * num_sequences), np.float32)
@@ -135,44 +155,9 @@ def constant(sequence: NDArray[np.int32], num_sequences: int, constant: float) -
 AGGREGATIONS: Mapping[str, Aggregation] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
     "constant": constant,
 }
 """By the name in `aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted sum, for any
 micro-batches. `sequence` [M] numbers the (episode, role) of each token.
 """
-
-
-class Correction(NamedTuple):
-    """The weight [M] of each token's loss, and the tokens [M] that count in the loss's denominators."""
-
-    weight: NDArray[np.float32]
-    counts: NDArray[np.bool_]
-
-
-def tis(rho: NDArray[np.float32], low: float, high: float) -> Correction:
-    """Truncated importance sampling: `min(rho, high)` (IMPALA's truncation, arXiv 1802.01561, on tokens)."""
-    return Correction(np.minimum(rho, np.float32(high)), np.ones(len(rho), bool))
-
-
-def icepop(rho: NDArray[np.float32], low: float, high: float) -> Correction:
-    """rho inside `[low, high]`, 0 outside. Every token counts (2510.18855)."""
-    return Correction(mis(rho, low, high).weight, np.ones(len(rho), bool))
-
-
-def mis(rho: NDArray[np.float32], low: float, high: float) -> Correction:
-    """Masked importance sampling: rho inside `[low, high]`. A token outside does not count."""
-    inside = (rho >= low) & (rho <= high)
-    return Correction(np.where(inside, rho, np.float32(0)), inside)
-
-
-CORRECTIONS = {"tis": tis, "icepop": icepop, "mis": mis}
-"""By the name in `correction`."""
-
-
-def importance_ratio(proximal: NDArray[np.float32], behaviour: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`exp(proximal - behaviour)` [M]: the learner's probability at the start of the batch over the one at sampling.
-
-    They differ for older weights and for another engine.
-    """
-    log_ratio = np.clip(proximal.astype(np.float64) - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return np.exp(log_ratio).astype(np.float32)

@@ -7,6 +7,7 @@ from the facts of the batch, or `token_advantages`. Shapes: E episodes, R roles,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from agentjet.recipes import hooks, registry
-from agentjet.recipes.losses import AGGREGATIONS, CORRECTIONS, Clip, PolicyLoss, find_loss, importance_ratio, kl_k3
+from agentjet.recipes.corrections import CORRECTIONS, Level, importance_ratio, vetoed
+from agentjet.recipes.losses import AGGREGATIONS, KL_ESTIMATES, Clip, PolicyLoss, find_loss, kl_k3
 from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
@@ -26,6 +28,8 @@ FloatArray = NDArray[np.float64]
 EPS = 1e-6
 """Limits advantages at tiny standard deviations. verl uses the same value."""
 MISMATCH = "policy/mismatch_kl"
+LEARNED_COLUMNS = frozenset({"advantage", "logprob", "reference", "sequence_log_ratio", "temperature", "version"})
+"""Columns that every policy loss may read."""
 
 
 class Comparison(NamedTuple):
@@ -41,13 +45,19 @@ class PolicyGradient(Recipe):
 
     loss: SerializeAsAny[PolicyLoss] = Clip()
     """The policy loss: `clip`, the name of a recipe, whose loss is taken, or a section with `name` and parameters."""
-    aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
-    """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means, or
-    sum / `constant`. `auto`: that of the loss."""
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "constant"] = "auto"
+    """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means or of
+    their sums, or sum / `constant`. `auto`: that of the loss."""
     constant: float = Field(0.0, ge=0)
     """For `aggregation = "constant"`: divisor of the summed loss, besides the number of sequences."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty (k3 estimator) against the reference, the weights of version 0. 0: no penalty."""
+    """Weight of the KL penalty against the reference, the weights of version 0. 0: no penalty."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL penalty: the loss of each token, or the reward, from which its sum over the tokens of each
+    episode and role is subtracted."""
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """Estimate of the KL divergence from the log-ratio x: `k1` is x, `k2` is x^2 / 2, `k3` is exp(-x) + x - 1. `auto`:
+    `k3` in the loss, `k1` in the reward."""
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
     """Correction for tokens sampled by older weights. `tis`: truncated importance weights. `icepop`, `mis`: importance
     weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not."""
@@ -55,12 +65,19 @@ class PolicyGradient(Recipe):
     """Ratios below this bound are outliers (`icepop`, `mis`)."""
     correction_high: float = Field(2.0, gt=0)
     """Ratios above this bound are reduced to it (`tis`) or are outliers (`icepop`, `mis`)."""
+    correction_level: Level = "token"
+    """The ratio that is corrected: that of the token, or the product or the geometric mean over the token's sequence.
+    Geometric means are close to 1 and need narrow bounds."""
+    correction_veto: float = Field(0.0, ge=0, lt=1)
+    """Sequences with a token whose ratio is below this bound are left out. 0: none."""
     by_role: bool = False
     """Compute the advantages of each role only over the episodes in which the role has calls (Dr. MAS)."""
     drop_zero_variance: bool = False
     """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
 
     smallest_group: ClassVar[int] = 2
+    takes_kl_in_reward: ClassVar[bool] = True
+    """False if the advantages do not come from `comparisons`, so that `kl_in = "reward"` would be ignored."""
 
     # ---- advantages ----------------------------------------------------------------------------------------
 
@@ -113,19 +130,31 @@ class PolicyGradient(Recipe):
             compared_ER[episodes, role] = True
         return compared_ER
 
+    def compared_tokens(self, batch: TrainingBatch) -> NDArray[np.bool_]:
+        """Returns True [M] for the targets of episodes and roles that are compared; without facts, for all."""
+        if batch.facts is None:
+            return np.full(batch.forest.num_targets, True)
+        return batch.facts.of_tokens(self.compared(batch.facts).astype(np.float64), batch.forest) > 0
+
     def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Returns True [M] for the targets that count; others are in no denominator. Default: all."""
         return np.full(batch.forest.num_targets, True)
+
+    def loss_columns(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        """Returns further columns [M] that the recipe's loss reads, besides those of the learner. Default: none."""
+        return {}
 
     # ---- hooks ---------------------------------------------------------------------------------------------
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset() if self.correction == "none" else frozenset({"proximal"})
+        of_correction: set[Need] = set() if self.correction == "none" else {"proximal"}
+        of_reward: set[Need] = {"reference"} if self.kl_coef and self.kl_in == "reward" else set()
+        return frozenset(of_correction | of_reward)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*self.loss.reads, "reference") if self.kl_coef else self.loss.reads
+        return (*self.loss.reads, "reference") if self.kl_coef and self.kl_in == "loss" else self.loss.reads
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -140,13 +169,15 @@ class PolicyGradient(Recipe):
         """Adds advantages. With a correction, the log-probabilities of the present weights become the old ones, and the
         correction scales the advantages.
         """
+        behaviour = batch.forest["logprob"]
+        # The entropy is unbiased, over every sampled token, and needs no forward pass.
+        metrics = {"policy/entropy": -float(behaviour.mean(dtype=np.float64))} if len(behaviour) else {}
+        if self.kl_coef and self.kl_in == "reward":
+            batch, metrics["policy/kl"] = self._less_kl(batch, outputs["reference"])
         advantage = batch.forest["advantage"] if batch.facts is None else self.token_advantages(batch)
-        forest = batch.forest.with_columns(advantage=advantage)
+        forest = batch.forest.with_columns(advantage=advantage, **self.loss_columns(batch, advantage))
         if not forest.num_targets:
             return forest, {}
-        behaviour = forest["logprob"]
-        # The entropy is unbiased, over every sampled token, and needs no forward pass.
-        metrics = {"policy/entropy": -float(behaviour.mean(dtype=np.float64))}
         counting = self.counting(batch, advantage)
         if self.correction == "none":
             return forest if counting.all() else select(forest, counting), metrics
@@ -154,8 +185,11 @@ class PolicyGradient(Recipe):
 
         proximal = outputs["proximal"]
         correction = CORRECTIONS[self.correction]
-        ratio = importance_ratio(proximal, behaviour)
+        ratio = importance_ratio(proximal, behaviour, forest["sequence"], self.correction_level)
         weight, counts = correction(ratio, self.correction_low, self.correction_high)
+        if self.correction_veto:
+            out = vetoed(importance_ratio(proximal, behaviour), forest["sequence"], self.correction_veto)
+            weight, counts = np.where(out, np.float32(0), weight), counts & ~out
         metrics |= {
             MISMATCH: float(kl_k3(torch.from_numpy(behaviour.copy()), torch.from_numpy(proximal)).mean()),
             "policy/correction_mean": float(weight.mean()),
@@ -165,6 +199,21 @@ class PolicyGradient(Recipe):
         counts &= counting
         return forest if counts.all() else select(forest, counts), metrics
 
+    def _less_kl(self, batch: TrainingBatch, reference: NDArray[np.float32]) -> tuple[TrainingBatch, float]:
+        """Returns the batch with the KL penalty in its rewards, and the mean of the estimates."""
+        import torch
+
+        assert batch.facts is not None
+        logp = torch.from_numpy(batch.forest["logprob"].astype(np.float64))
+        kl = self.kl(logp, torch.from_numpy(reference.astype(np.float64))).numpy()
+        penalties_ER = sums(batch, self.kl_coef * kl)
+        return replace(batch, facts=penalised(batch.facts, penalties_ER)), float(kl.mean()) if len(kl) else 0.0
+
+    def kl(self, logp: Tensor, reference: Tensor) -> Tensor:
+        """Returns the estimate [M] of the KL divergence from the reference."""
+        name = {"loss": "k3", "reward": "k1"}[self.kl_in] if self.kl_estimator == "auto" else self.kl_estimator
+        return KL_ESTIMATES[name](logp, reference)
+
     def weights(self, forest: Forest) -> NDArray[np.float32]:
         name = self.loss.aggregation if self.aggregation == "auto" else self.aggregation
         return AGGREGATIONS[name](forest["sequence"], forest.num_sequences, self.constant)
@@ -173,7 +222,7 @@ class PolicyGradient(Recipe):
         """Without a KL term, a token with advantage 0 adds nothing to a loss that is linear in the advantage. A loss
         over sequence ratios needs every token of a sequence that has any advantage.
         """
-        if self.kl_coef or not self.loss.is_linear:
+        if "reference" in self.reads or not self.loss.is_linear:
             return np.full(forest.num_targets, True)
         contributes: NDArray[np.bool_] = forest["advantage"] != 0
         if "sequence_log_ratio" in self.reads:
@@ -182,8 +231,8 @@ class PolicyGradient(Recipe):
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss.token_loss(logp, columns)
-        if self.kl_coef:
-            metrics["policy/kl"] = kl = kl_k3(logp, columns["reference"])
+        if self.kl_coef and self.kl_in == "loss":
+            metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
             loss = loss + self.kl_coef * kl
         return loss, metrics
 
@@ -200,6 +249,12 @@ class PolicyGradient(Recipe):
         if name == own.name:  # The recipe may have other defaults than the loss.
             return type(own).model_validate({**own.model_dump(), **given, "name": name})
         loss, changed = find_loss(name)
+        unknown = set(loss.reads) - set(own.reads) - LEARNED_COLUMNS
+        if unknown:
+            raise ValueError(
+                f"loss = {name!r}: the recipe {cls.model_fields['name'].default!r} does not make the column "
+                f"{min(unknown)!r} that this loss reads; set recipe = {name!r}, which makes it"
+            )
         return loss.model_validate({**changed, **given, "name": name})
 
     @model_validator(mode="after")
@@ -218,8 +273,26 @@ class PolicyGradient(Recipe):
         return self
 
     @model_validator(mode="after")
+    def _kl_fits(self) -> Self:
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator = 'k1' in the loss has a gradient that is 0 on average; set it to 'k2' or 'k3', or set "
+                "kl_in = 'reward'"
+            )
+        if self.kl_in == "reward" and (self.needs_call_rewards or not self.takes_kl_in_reward):
+            raise ValueError(
+                f"kl_in = 'reward': the recipe {self.name!r} does not compare rewards of episodes; set kl_in to 'loss'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _correction_fits(self) -> Self:
-        if not self.correction_low < 1 < self.correction_high:
+        if self.correction_veto and self.correction == "none":
+            raise ValueError(
+                f"correction_veto = {self.correction_veto} needs a correction; set correction, for instance to 'tis'"
+            )
+        is_at_most_one = self.correction == "tis" and self.correction_high == 1  # DART's truncation
+        if not self.correction_low < 1 < self.correction_high and not (is_at_most_one and self.correction_low < 1):
             raise ValueError(
                 f"correction_low = {self.correction_low} and correction_high = {self.correction_high} must lie on "
                 "either side of 1, the ratio of unchanged weights"
@@ -243,8 +316,33 @@ def centred(rewards_G: FloatArray) -> FloatArray:
 
 def lengths(batch: TrainingBatch) -> FloatArray:
     """Returns the number [E, R] of targets of each episode and role."""
+    return sums(batch, np.ones(batch.forest.num_targets))
+
+
+def sums(batch: TrainingBatch, values: FloatArray) -> FloatArray:
+    """Returns the sum [E, R] of a value per target [M] over each episode and role."""
     assert batch.facts is not None
-    lengths_ER = np.zeros(batch.facts.spoke.shape)
+    sums_ER = np.zeros(batch.facts.spoke.shape)
     calls = batch.forest["call"]
-    np.add.at(lengths_ER, (batch.facts.call_episode[calls], batch.facts.call_role[calls]), 1)
-    return lengths_ER
+    np.add.at(sums_ER, (batch.facts.call_episode[calls], batch.facts.call_role[calls]), values)
+    return sums_ER
+
+
+def penalised(facts: Facts, penalties_ER: FloatArray) -> Facts:
+    """Returns the facts with the penalty [E, R] subtracted from each reward that `comparisons` compares."""
+    _, group_E = np.unique(facts.groups, return_inverse=True)
+    is_named_ER = ~np.isnan(facts.role_rewards)
+    is_named_GR = np.zeros((int(group_E.max(initial=-1)) + 1, len(facts.roles)), bool)
+    np.logical_or.at(is_named_GR, group_E, is_named_ER)
+    unnamed_ER = np.where(is_named_GR[group_E], np.nan, facts.rewards[:, None])
+    return replace(facts, role_rewards=np.where(is_named_ER, facts.role_rewards, unnamed_ER) - penalties_ER)
+
+
+def rewards_to_go(facts: Facts, rewards_C: FloatArray, gamma: float) -> FloatArray:
+    """Returns the discounted sum [C] of the rewards of each call and of later calls of its role in its episode."""
+    sums_C = np.zeros_like(rewards_C)
+    later: dict[tuple[int, int], float] = {}
+    for call in np.argsort(-facts.call_turn, kind="stable").tolist():
+        sequence = int(facts.call_episode[call]), int(facts.call_role[call])
+        later[sequence] = sums_C[call] = rewards_C[call] + gamma * later.get(sequence, 0.0)
+    return sums_C

@@ -308,6 +308,29 @@ def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) 
     )
 
 
+def observations(forest: Forest) -> dict[int, bytes]:
+    """Returns the observation before each call: the tokens between the last target above the call and its first one.
+
+    Before the first call these are all tokens of the prompt.
+    """
+    nodes = np.arange(forest.num_nodes)
+    is_target = np.zeros(forest.num_nodes + 1, bool)
+    is_target[forest.node] = True
+    # A run is a path of nodes that are no targets, each the parent of the next.
+    starts = np.maximum.accumulate(np.where((forest.parent != nodes - 1) | is_target[nodes - 1], nodes, 0))
+    order = np.lexsort((forest.depth[forest.node], forest["call"]))
+    calls, first = np.unique(forest["call"][order], return_index=True)
+    found = {}
+    for call, target in zip(calls.tolist(), order[first].tolist(), strict=True):
+        pieces, node = [], int(forest.parent[forest.node[target]])
+        while node >= 0 and not is_target[node]:
+            start = int(starts[node])
+            pieces.append(forest.tokens[start : node + 1].tobytes())
+            node = int(forest.parent[start])
+        found[call] = b"".join(pieces[::-1])
+    return found
+
+
 REPEATED_RUN_DIVISOR = 64
 """Runs of fewer nodes than the budget divided by this are repeated: a separate pass would cost more."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
@@ -25,7 +24,7 @@ class AdaptiveKl(Grpo):
 
         L = clip + beta KL,  beta <- beta (1 + clamp(KL / target - 1, -0.2, 0.2) n / horizon) after n sequences
 
-    Source: arXiv 1909.08593, section 2.2, as verl computes it, with the k3 estimate. Confidence: reproduced.
+    Source: arXiv 1909.08593, section 2.2, as verl computes it. Confidence: reproduced.
     Use: long runs that must stay near the first model, if the weight of the penalty is not known. `beta` is state:
     it is saved with the checkpoints and begins at `kl_coef`.
     Cost: one more forward pass, by the weights of version 0; every token is computed.
@@ -38,6 +37,8 @@ class AdaptiveKl(Grpo):
     """KL per token that the weight aims at."""
     horizon: float = Field(10_000.0, gt=0)
     """Sequences after which a constant error of 20 % has changed the weight by about 20 %."""
+
+    takes_kl_in_reward: ClassVar[bool] = False  # The weight in the rewards would be the first one for ever.
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ class AdaptiveKl(Grpo):
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss.token_loss(logp, columns)
-        metrics["policy/kl"] = kl = kl_k3(logp, columns["reference"])
+        metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
         return loss + columns["kl_coef"] * kl, metrics
 
     def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:

@@ -49,6 +49,4 @@ class Awr(Grpo):
 
     def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Without sequences that are not compared: their advantage 0 would be a weight of 1."""
-        if batch.facts is None:
-            return super().counting(batch, advantage)
-        return batch.facts.of_tokens(self.compared(batch.facts).astype(np.float64), batch.forest) > 0
+        return self.compared_tokens(batch)

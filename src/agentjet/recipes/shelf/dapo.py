@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, model_validator
 
 from agentjet.recipes.losses import Clip, PolicyLoss
-from agentjet.recipes.policy_gradient import FloatArray, lengths
+from agentjet.recipes.policy_gradient import FloatArray, lengths, penalised
 from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.section import Int64
 from agentjet.timeline.batch import TrainingBatch
@@ -47,11 +48,8 @@ class Dapo(Grpo):
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         assert batch.facts is not None
-        penalties_ER = overlong(lengths(batch), self.max_length, self.buffer, self.factor)
-        advantages_ER = np.zeros_like(penalties_ER)
-        for episodes, role, rewards_G in self.comparisons(batch.facts):
-            advantages_ER[episodes, role] = self.group_advantages(rewards_G + penalties_ER[episodes, role])
-        return advantages_ER
+        penalties_ER = -overlong(lengths(batch), self.max_length, self.buffer, self.factor)
+        return super().sequence_advantages(replace(batch, facts=penalised(batch.facts, penalties_ER)))
 
 
 def overlong(lengths_ER: FloatArray, max_length: int, buffer: int, factor: float) -> FloatArray:

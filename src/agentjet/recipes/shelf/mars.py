@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.policy_gradient import PolicyGradient, rewards_to_go
 from agentjet.timeline.batch import TrainingBatch
 
 
@@ -39,9 +39,5 @@ class Mars(PolicyGradient):
         for place in set(zip(task_set_C.tolist(), facts.call_role.tolist(), strict=True)):
             own_C = (task_set_C == place[0]) & (facts.call_role == place[1])
             rewards_C[own_C] -= rewards_C[own_C].mean()
-        advantages_C = np.zeros_like(rewards_C)
-        later: dict[tuple[int, int], float] = {}
-        for call in np.argsort(-facts.call_turn, kind="stable").tolist():
-            sequence = int(facts.call_episode[call]), int(facts.call_role[call])
-            later[sequence] = advantages_C[call] = rewards_C[call] + self.gamma * later.get(sequence, 0.0)
+        advantages_C = rewards_to_go(facts, rewards_C, self.gamma)
         return advantages_C[batch.forest["call"]].astype(np.float32)
