@@ -1,15 +1,16 @@
-"""A recipe of another package trains on a real server, and a replay after a kill gives equal weights.
+"""Recipes on a real server that is killed: a replay gives equal weights.
 
-The package is installed as a wheel would be: a folder on the path with the module and its entry point.
+A recipe of another package is installed as a wheel would be: a folder on the path with the module and its entry point.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.e2e.server import Server
 from tests.tiny import make_model
@@ -44,3 +45,36 @@ def test_a_plug_in_trains_and_replays(tmp_path: Path) -> None:
         server.until(lambda: server.get("/status")["policy_version"] == 2)
         after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
         assert all((before[name] == after[name]).all() for name in before)
+
+
+def another(folder: Path) -> Path:
+    """The folder of a model with other weights."""
+    path = make_model(folder) / "model.safetensors"
+    save_file({name: 1.2 * weights for name, weights in load_file(path).items()}, path, {"format": "pt"})
+    return folder
+
+
+def exported(server: Server) -> dict[str, Any]:
+    return dict(load_file(Path(server.post("/exports")["path"]) / "model.safetensors"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["adaptive_kl", "ppo", "archer", "digirl", "distill"])
+def test_state_values_and_teachers_survive_a_kill(tmp_path: Path, name: str) -> None:
+    """The checkpoint has the state or the heads; the second batch is learned again from there."""
+    model = make_model(tmp_path / "model")
+    own = {"adaptive_kl": {"horizon": 1.0, "target": 1e-5}, "distill": {"teacher": another(tmp_path / "teacher")}}
+    parameters = {f"job__recipe__{key}": value for key, value in own.get(name, {}).items()}
+    settings = {"job__recipe": name, **parameters, "job__optimizer__lr": 1e-2}
+    with Server(model, tmp_path / "data", **settings) as server:
+        server.batch()
+        server.post("/checkpoints")
+        first = exported(server)
+        server.batch()
+        before = exported(server)
+        server.kill()
+    assert any((before[key] != first[key]).any() for key in before), "it learned nothing"
+    with Server(model, tmp_path / "data", **settings) as server:
+        server.until(lambda: server.get("/status")["policy_version"] == 2)
+        after = exported(server)
+        assert all((before[key] == after[key]).all() for key in before)

@@ -56,15 +56,25 @@ def merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics of a batch from those of its optimiser steps: means over the steps that have them, unless
     listed above.
     """
-    by_name: dict[str, list[float]] = {}
-    for step in steps:
-        for name, value in step.items():
-            by_name.setdefault(name, []).append(value)
-    merged = {name: _mean(values) for name, values in by_name.items()}
+    by_name = _by_name(steps)
+    merged = means(steps)
     for names, of in ((SUMS, sum), (MAXIMA, max), (LAST, lambda values: values[-1])):
         merged |= {name: of(by_name[name]) for name in names if name in merged}
     merged["optim/grad_norm"] = _mean([n for step in steps if math.isfinite(n := step["optim/grad_norm"])])
     return merged
+
+
+def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the steps that have it."""
+    return {name: _mean(values) for name, values in _by_name(steps).items()}
+
+
+def _by_name(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    by_name: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            by_name.setdefault(name, []).append(value)
+    return by_name
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -52,6 +52,10 @@ class Capabilities:
     """Reports the set from which each token was chosen. `top_p`, `top_k` and grammars need it in training."""
     adapters: bool
     """Trains LoRA adapters."""
+    values: bool = False
+    """Trains value heads on the policy."""
+    teachers: bool = False
+    """Computes log-probabilities of a frozen model beside the policy."""
     separate_samplers: bool = False
     """Samplers are separate processes with a copy of the weights. They sample while the learner learns, and while it
     recovers from a crash.
@@ -68,6 +72,12 @@ def check_capabilities(
         if rank and not found.adapters:
             key = f"policies.{policy}.lora.rank" if config.policies else "model.lora.rank"
             raise ConfigError(f"{key} = {rank}: the {backend.backend} backend trains no adapters; set it to 0")
+        needed = {"values": job.recipe.value_heads is not None, "teachers": "teacher" in job.recipe.needs}
+        if missing := [feature for feature, wanted in needed.items() if wanted and not getattr(found, feature)]:
+            raise ConfigError(
+                f"job.recipe = {job.recipe.name!r} needs {missing[0]}, and the {backend.backend} backend has none: "
+                "set compute.backend = 'embedded', or choose another recipe"
+            )
     truncating = [name for name in ("top_p", "top_k") if name not in job.sampling.override]
     for backend in map(config.compute_of, config.policy_names):
         if truncating and not capabilities(backend).support_sets:

@@ -12,12 +12,13 @@ After a failure of a worker it does so again, for all policies of the run. Other
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentjet.compute.protocol import check_capabilities
 from agentjet.config import JobConfig
@@ -269,7 +270,7 @@ class Engine:
                 policy, config.model_of(name), worker=config.worker_of(name), settings=config.compute_of(name)
             )
             self._swarm.check_origin(name, model)
-            _check_context(self._swarm.job, model)
+            _check_model(self._swarm.job, model)
             known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
             models[name] = known or LoadedModel(model, await asyncio.to_thread(Renderer, model))
         self.models = models
@@ -326,15 +327,39 @@ class Engine:
         return f"{error} (renamed to {renamed})"
 
     def check_job(self, job: JobConfig) -> None:
-        """Raises `ConfigError` if the job needs a missing capability, or leaves a known model no room for a prompt."""
+        """Raises `ConfigError` if the job needs a missing capability or teacher, or leaves a known model no room for a
+        prompt.
+        """
         check_capabilities(self._compute.capabilities, self._run.config, job)
         for model in self.models.values():
-            _check_context(job, model.info)
+            _check_model(job, model.info)
 
 
-def _check_context(job: JobConfig, model: ModelInfo) -> None:
+def _check_model(job: JobConfig, model: ModelInfo) -> None:
     if job.max_tokens >= model.context_length:
         raise ConfigError(
             f"job.max_tokens = {job.max_tokens} leaves no room for a prompt in the "
             f"{model.context_length} tokens of context of {model.name!r}: lower it"
         )
+    if "teacher" not in job.recipe.needs:
+        return
+    folder = Path(job.recipe.teacher_folder)
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"job.recipe.teacher = {job.recipe.teacher_folder!r} is not the folder of a model on this machine: give "
+            "one, such as `agentjet export` writes"
+        )
+    if _token_ids(folder) != _token_ids(Path(model.tokenizer_path)):
+        raise ConfigError(
+            f"job.recipe.teacher = {job.recipe.teacher_folder!r} has another tokenizer than {model.name!r}, so it "
+            "cannot grade its tokens: use a teacher with the same tokenizer"
+        )
+
+
+def _token_ids(folder: Path) -> Any:
+    """Returns the tokens of a tokenizer with their ids; None without a `tokenizer.json`."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    return tokenizer["model"]["vocab"], [(token["id"], token["content"]) for token in tokenizer["added_tokens"]]

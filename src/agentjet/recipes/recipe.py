@@ -9,9 +9,10 @@ The gateway and the learner call the hooks:
 | `columns` | learner, once a batch | the forest with one number per token and column |
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
 | `token_loss` | learner, for each micro-batch | the loss of each token |
+| `next_state` | learner, after the last step of a batch | the numbers that `columns` of the next batch gets |
 
-A recipe is immutable and has no state, so a replay of the journal with the same code gives the same weights. Shapes: M
-targets.
+A recipe is immutable. Its state, if it has any, is a table of numbers that the learner keeps with the weights and saves
+in their checkpoint. So a replay of the journal with the same code gives the same weights. Shapes: M targets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
@@ -34,8 +35,20 @@ if TYPE_CHECKING:
     from agentjet.timeline.batch import TrainingBatch
     from agentjet.timeline.forest import Forest
 
-Need = Literal["proximal", "reference"]
-"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0."""
+Need = Literal["proximal", "reference", "teacher", "entropy"]
+"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `teacher`:
+of the model in the folder `Recipe.teacher_folder`. `entropy`: entropies of the distributions that the weights before
+the batch give, each over the set of its token."""
+
+
+class ValueHeads(NamedTuple):
+    """Linear heads on the policy's last hidden states. Each predicts a value before each target is sampled."""
+
+    names: tuple[str, ...]
+    lr: float
+    """Learning rate of the heads. A step moves a value by about this at most."""
+    body_coef: float
+    """Factor of the gradient that reaches the weights of the policy. 0: only the heads learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +112,28 @@ class Recipe(Component):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Log-probabilities that the learner computes for `columns`, once a batch, over all targets."""
+        """Columns that the learner computes for `columns`, once a batch, over all targets. One pass computes
+        `proximal` and `entropy`.
+        """
         return frozenset()
+
+    @property
+    def value_heads(self) -> ValueHeads | None:
+        """Heads whose values [M] `columns` gets by name, as the heads of the batch's start give them."""
+        return None
+
+    @property
+    def teacher_folder(self) -> str:
+        """Folder of the model of the need `teacher`."""
+        return ""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Columns that `token_loss` reads. The learner computes `reference` and `sequence_log_ratio` if missing.
 
         `reference` [M]: log-probabilities of the weights of version 0. `sequence_log_ratio` [M]: mean of
-        logp - logprob over the token's sequence, without gradient.
+        logp - logprob over the token's sequence, without gradient. With value heads, it also gets their present values
+        [M] with gradient, as `new_` and the name of the head.
         """
         return ("logprob",)
 
@@ -127,9 +153,17 @@ class Recipe(Component):
     ) -> tuple[Forest, dict[str, float]]:
         """Returns the forest of the targets that count, with the columns that the loss reads, and metrics.
 
-        `outputs` has the log-probabilities [M] of each of `needs`.
+        `outputs` has the numbers [M] of each of `needs` and value heads. So has the forest of the batch, as columns.
         """
         return batch.forest, {}
+
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged.
+
+        `metrics` are those of the batch, of `columns` and `token_loss`: means over its steps. The state is empty before
+        the first batch of a recipe with this name.
+        """
+        return state
 
     def weights(self, forest: Forest) -> NDArray[np.float32]:
         """Returns the weight [M] of each token in the loss of a mini-batch. Default: 1 / M, the mean."""

@@ -7,7 +7,7 @@ weights. Shapes: E episodes, R roles, C calls, M targets.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,3 +64,5 @@ class TrainingBatch:
     id: int
     forest: Forest
     facts: Facts | None = None
+    state: Mapping[str, float] = field(default_factory=dict)
+    """State of the recipe before the batch. The learner adds it."""

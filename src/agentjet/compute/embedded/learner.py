@@ -1,10 +1,8 @@
 """Learning on a forest: log-probabilities of the targets, gradients of a loss, optimiser steps.
 
 * bfloat16 weights have masters and moments in float32.
-* Logits over the vocabulary exist only for positions that predict a target, `HEAD_ROWS` at a time.
-* If a token was chosen from a set (a grammar, `top_p`, `top_k`), all its distributions are restricted to that set: the
-  learning policy's, the old policy's and the reference's. So are entropy and KL terms. A token without an alternative
-  has log-probability 0 and no gradient, and counts.
+* `distributions` gives log-probabilities, of the learning policy, the old policy and the reference alike.
+* The state of the recipe changes with an optimiser step, and is saved with the weights.
 * Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads.
 """
 
@@ -14,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -23,9 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from agentjet.compute.embedded.distributions import chunks, measured, to_device
 from agentjet.compute.embedded.passes import Pass, pass_of
 from agentjet.compute.embedded.policy import Policy, fingerprint
-from agentjet.compute.operations import merged_metrics
+from agentjet.compute.embedded.teacher import Teacher
+from agentjet.compute.embedded.value_model import ValueModel
+from agentjet.compute.operations import means, merged_metrics
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
@@ -34,12 +35,9 @@ from agentjet.recipes.policy_gradient import MISMATCH
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
-from agentjet.timeline.support import decode_set
 
 TOKENS_COMPUTED = "forest/tokens_computed"
 Number = TypeVar("Number", bound=np.generic)
-HEAD_ROWS = 512
-"""Number of distributions whose logits over the vocabulary exist at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,8 @@ class _PreparedBatch:
     loss: LossSpec
     forest: Forest
     metrics: Mapping[str, float]
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    """Metrics of the steps so far."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -83,6 +83,13 @@ class PolicyLearner:
         self._params = policy.trainable()
         self._masters = {name: self._make_master(p) for name, p in self._params.items()}
         self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
+        self.recipe_states: dict[str, Mapping[str, float]] = {}
+        """States of recipes by name, without empty ones."""
+        self._next_states: dict[str, Mapping[str, float]] | None = None
+        """The same after the batch. The optimiser step after its last `forward_backward` adopts them."""
+        self._values: ValueModel | None = None
+        """The heads of the last recipe that had some."""
+        self._teacher: Teacher | None = None
         self._reference: dict[str, Tensor] | None = None
         self._prepared: _PreparedBatch | None = None
         """The batch between its first and its last step."""
@@ -101,13 +108,17 @@ class PolicyLearner:
             raise ComputeError(f"step {loss.step} of batch {batch.id} came without step 0 of the same batch and loss")
         if loss.step >= prepared.num_steps:
             raise ComputeError(f"step {loss.step} of batch {batch.id} is not one of its {prepared.num_steps} steps")
-        if loss.step == prepared.num_steps - 1:
-            self._prepared = None
         metrics = self._add_gradient(prepared.mini_batch(loss.step), loss.recipe, loss)
         if loss.step == 0:
             metrics |= prepared.metrics
         else:  # Only before the first optimiser step the learner has the weights that sampled.
             metrics.pop(MISMATCH, None)
+        prepared.steps.append(metrics)
+        if loss.step == prepared.num_steps - 1:
+            self._prepared = None
+            state = _next_state(loss.recipe, self._state_of(loss.recipe), means(prepared.steps))
+            states = {**self.recipe_states, loss.recipe.name: state}
+            self._next_states = {name: values for name, values in states.items() if values}
         return Outputs(metrics, num_steps=prepared.num_steps)
 
     def optim_step(self, optimizer: OptimizerConfig, version: int) -> dict[str, float]:
@@ -126,13 +137,20 @@ class PolicyLearner:
         total_norm = self._norm([cast(Tensor, master.grad) for master in masters])
         clip_grads_with_norm_(masters, optimizer.max_grad_norm or math.inf, total_norm)
         norm = float(total_norm)
-        if math.isfinite(norm):
+        is_finite = math.isfinite(norm) and (self._values is None or self._values.has_finite_gradient)
+        if is_finite:
             self._optimizer.step()
             self._copy_masters()
+            self.recipe_states = self.recipe_states if self._next_states is None else self._next_states
+        if self._values is not None:
+            if is_finite:
+                self._values.step()
+            self._values.drop_gradient()
+        self._next_states = None
         self._optimizer.zero_grad(set_to_none=True)
         return {
             "optim/grad_norm": norm,
-            "optim/skipped_steps": float(not math.isfinite(norm)),
+            "optim/skipped_steps": float(not is_finite),
             "optim/lr": rate,
             "optim/steps": 1.0,
             "weights/finite": float(math.isfinite(self._norm(masters))),
@@ -154,14 +172,33 @@ class PolicyLearner:
         return merged_metrics(steps)
 
     def _prepare(self, batch: TrainingBatch, loss: LossSpec) -> _PreparedBatch:
-        outputs: dict[str, NDArray[np.float32]] = {}
-        if "proximal" in loss.recipe.needs:
-            outputs["proximal"] = self._batch_logprobs(batch.forest, loss.micro_batch_tokens)
-        if "reference" in loss.recipe.needs:
-            with self._reference_weights():
-                outputs["reference"] = self._batch_logprobs(batch.forest, loss.micro_batch_tokens)
-            batch = replace(batch, forest=batch.forest.with_columns(reference=outputs["reference"]))
+        heads = loss.recipe.value_heads
+        if heads is not None:
+            if self._values is None or self._values.heads.names != heads.names:
+                self._values = ValueModel(heads, self.policy)
+            self._values.heads = heads
+        outputs = self._outputs(batch.forest, loss.recipe, loss.micro_batch_tokens)
+        forest = batch.forest.with_columns(**outputs)
+        batch = replace(batch, forest=forest, state=self._state_of(loss.recipe))
         return _PreparedBatch(batch.id, loss, *loss.recipe.columns(batch, outputs))
+
+    def _state_of(self, recipe: Recipe) -> Mapping[str, float]:
+        return self.recipe_states.get(recipe.name, {})
+
+    def _outputs(self, forest: Forest, recipe: Recipe, max_tokens: int) -> dict[str, NDArray[np.float32]]:
+        """Returns the numbers [M] of each of the recipe's `needs` and value heads."""
+        own: list[str] = sorted(recipe.needs - {"reference", "teacher"})
+        own += recipe.value_heads.names if recipe.value_heads is not None else ()
+        outputs = self._of_batch(forest, own, max_tokens) if own else {}
+        if "reference" in recipe.needs:
+            with self._reference_weights():
+                outputs["reference"] = self._of_batch(forest, ["proximal"], max_tokens)["proximal"]
+        if "teacher" in recipe.needs:
+            if self._teacher is None or self._teacher.folder != recipe.teacher_folder:
+                self._teacher = None  # Frees the memory of another one.
+                self._teacher = Teacher(recipe.teacher_folder, self.policy)
+            outputs["teacher"] = self._teacher.logprobs(forest, max_tokens)
+        return outputs
 
     def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch; returns means over its targets.
@@ -200,22 +237,17 @@ class PolicyLearner:
         means = ratio_sums / np.maximum(1, counts)
         return [_with_column(piece, "sequence_log_ratio", means[piece["sequence"]]) for piece in pieces]
 
-    def _batch_logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
-        """Returns the log-probabilities [M] of the targets of a whole batch, micro-batch by micro-batch."""
-        found = np.zeros(forest.num_targets, np.float32)
+    def _of_batch(self, forest: Forest, names: Sequence[str], max_tokens: int) -> dict[str, NDArray[np.float32]]:
+        """Returns values [M] of the targets of a whole batch, micro-batch by micro-batch."""
+        found = {name: np.zeros(forest.num_targets, np.float32) for name in names}
         for piece, targets in self._pieces(forest, max_tokens):
-            found[targets] = _array(self.logprobs(piece).float())
-        return self._sum(found)
+            for name, values in measured(self.policy, self._pass, piece, names, self._values).items():
+                found[name][targets] = _array(values.float())
+        return {name: self._sum(values) for name, values in found.items()}
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Returns the log-probabilities [M] of the forest's targets, without gradient."""
-        with torch.no_grad():
-            hidden, positions = self._pass.hidden(forest)
-            chunks = list(self._heads(hidden, positions, forest))
-            if not chunks:
-                return torch.zeros(0, device=hidden.device)
-            order = np.argsort(np.concatenate([targets for targets, _ in chunks]))
-            return torch.cat([logp for _, logp in chunks])[torch.from_numpy(order).to(hidden.device)]
+        return measured(self.policy, self._pass, forest, ["proximal"])["proximal"]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -232,32 +264,17 @@ class PolicyLearner:
         finally:
             self._exchange_reference(self._reference)
 
-    def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yields the indices and log-probabilities of chunks of targets, with gradient to `hidden`.
-
-        Targets of the same position, temperature and set share one distribution.
-        """
-        device = hidden.device
-        for first, targets, owner in _distributions(forest, rows.cpu().numpy(), HEAD_ROWS):
-            temperature = _to(forest["temperature"][first], device)
-            of, wanted = (torch.from_numpy(x).to(device) for x in (owner, forest.tokens[forest.node[targets]]))
-            position = rows[torch.from_numpy(first).to(device)]
-            logits = self.policy.head(hidden.index_select(0, position)) / temperature[:, None]  # at least float32
-            outside = _outside(forest, first, logits.shape[-1])
-            if outside is not None:
-                outside = outside.to(device)
-                assert not outside[of, wanted].any(), "a sampled token is not in its set"
-                logits = logits.masked_fill(outside, -torch.inf)
-            yield targets, logits.log_softmax(-1)[of, wanted]
-
     def _accumulate(self, forest: Forest, recipe: Recipe, sums: defaultdict[str, float]) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
-        for chunk, logp in self._heads(cut, rows, forest):
+        for chunk, logp, _ in chunks(self.policy, cut, rows, forest):
             names = ("weight", "logprob", *recipe.reads)
-            columns = {name: _to(forest[name][chunk], cut.device).to(logp.dtype) for name in names}
+            columns = {name: to_device(forest[name][chunk], cut.device).to(logp.dtype) for name in names}
+            if recipe.value_heads is not None and self._values is not None:
+                new = self._values.values(cut.index_select(0, rows[to_device(chunk, cut.device)]))
+                columns |= {f"new_{name}": value for name, value in new.items()}
             loss, metrics = recipe.token_loss(logp, columns)
             (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
@@ -325,7 +342,8 @@ class PolicyLearner:
     def state(self) -> dict[str, Any]:
         """Returns masters and moments as tensors. `restore` continues from them bit by bit."""
         masters = {name: master.detach() for name, master in self._masters.items()}
-        return {"masters": masters, "optimizer": self._optimizer.state_dict()}
+        values = {} if self._values is None else {"values": self._values.state()}
+        return {"masters": masters, "optimizer": self._optimizer.state_dict(), **values}
 
     def new_state(self) -> dict[str, Any]:
         """Returns new tensors like masters and moments, by name, for `torch.distributed.checkpoint` to fill."""
@@ -340,12 +358,13 @@ class PolicyLearner:
             moments = {number: state["moments"][name] for number, name in enumerate(self._masters)}
             state = {**state, "optimizer": {**self._optimizer.state_dict(), "state": moments}}
         self._optimizer.zero_grad(set_to_none=True)
-        self._prepared = None
+        self._prepared = self._next_states = None
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
         self._copy_masters()
         self._optimizer.load_state_dict(state["optimizer"])
+        self._values = ValueModel.restored(state["values"], self.policy) if "values" in state else None
         self.weights_changed()
 
     def weights_changed(self) -> dict[str, float]:
@@ -379,38 +398,6 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
     return optimizer.lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shape)
 
 
-def _distributions(
-    forest: Forest, rows: NDArray[np.int64], count: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Yields the distinct distributions that predict the targets [M], `count` at a time.
-
-    Each item is: one target of each distribution [D], all targets of them [T], and the distribution of each target [T].
-    `rows` [M] are the targets' positions.
-    """
-    keys = np.stack([rows, forest["temperature"].view(np.int32), forest["support"]], axis=1)
-    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    order = np.argsort(inverse, kind="stable")
-    for at in range(0, len(first), count):
-        targets = order[slice(*np.searchsorted(inverse[order], [at, at + count]).tolist())]
-        yield first[at : at + count], targets, inverse[targets] - at
-
-
-def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
-    """Returns the tokens [D, V] outside the sets of D distributions, given by one target each; None without any."""
-    numbers = forest["support"][first]
-    if (numbers < 0).all():
-        return None
-    outside = np.zeros((len(first), vocabulary), bool)
-    for number in np.unique(numbers[numbers >= 0]).tolist():
-        outside[numbers == number] = ~decode_set(forest.sets[number], vocabulary)
-    return torch.from_numpy(outside)
-
-
-def _to(values: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-
 def _array(values: Tensor) -> NDArray[Any]:
     return values.cpu().numpy()
 
@@ -418,3 +405,11 @@ def _array(values: Tensor) -> NDArray[Any]:
 def _with_column(forest: Forest, name: str, values: NDArray[Any]) -> Forest:
     """Returns the forest with a column of any type."""
     return replace(forest, targets={**forest.targets, name: values})
+
+
+def _next_state(recipe: Recipe, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """Returns the state after a batch with these metrics. Raises `ComputeError` for values that are not numbers."""
+    following = {name: float(value) for name, value in recipe.next_state(state, metrics).items()}
+    if wrong := [name for name, value in following.items() if not math.isfinite(value)]:
+        raise ComputeError(f"the recipe {recipe.name!r}: `next_state` returned {following[wrong[0]]} for {wrong[0]!r}")
+    return following

@@ -39,11 +39,14 @@ class PolicyHost(ABC, Generic[AnyLearner]):
     def save(self, path: Path) -> CheckpointStamp:
         if self.learner.has_gradient or not self._is_published:
             raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
-        state = {"policy_version": self.version, "operation": self._operations.next}
+        state: dict[str, Any] = {"policy_version": self.version, "operation": self._operations.next}
+        if self.learner.recipe_states:
+            state["recipe_states"] = self.learner.recipe_states
         return self._stamp(self._save(path, state))
 
     def load(self, path: Path) -> CheckpointStamp:
         state = self._load(path)
+        self.learner.recipe_states = state.get("recipe_states", {})
         self._change_version(state["policy_version"])
         self._operations = OperationLog(state["operation"])
         return self._stamp(state["digest"])

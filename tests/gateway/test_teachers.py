@@ -1,0 +1,37 @@
+"""A teacher that cannot grade the tokens of a policy is refused before the first episode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentjet.config import JobConfig
+from agentjet.errors import ConfigError
+from agentjet.gateway.engine import _check_model
+from agentjet.recipes.registry import make_recipe
+from tests.tiny import make_model_info
+
+
+def job_of(teacher: Path | str) -> JobConfig:
+    return JobConfig(recipe=make_recipe({"name": "distill", "teacher": str(teacher)}))
+
+
+def test_a_teacher_is_a_folder_with_the_tokenizer_of_the_policy(tmp_path: Path) -> None:
+    info = make_model_info(tmp_path / "tokenizer")
+    for missing in ("", tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="is not the folder of a model on this machine"):
+            _check_model(job_of(missing), info)
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        _check_model(job_of(teacher), info)
+    tokenizer = json.loads((Path(info.tokenizer_path) / "tokenizer.json").read_text())
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    _check_model(job_of(teacher), info)
+    tokenizer["added_tokens"][0]["id"] += 1
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        _check_model(job_of(teacher), info)
