@@ -59,9 +59,11 @@ check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, kills, studies with known answers, and what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, kills, studies with known answers, and what the light parts weigh
 	$(BIN)/python -m bench.readme
 	$(BIN)/python -m bench.step
+	$(BIN)/python -m bench.losses
+	$(BIN)/python -m bench.recipes
 	$(BIN)/python -m bench.sampler
 	$(BIN)/python -m bench.constraints
 	$(BIN)/python -m bench.merge

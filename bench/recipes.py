@@ -35,25 +35,30 @@ Row = dict[str, Any]
 
 def in_tables(name: str, steps: int) -> Row:
     """Trains a table twice with the same seed."""
-    recipe = chosen.chosen(name)
+    recipe = chosen.chosen(name, Path("right"))
     rewards, table = tables.train(recipe, steps)
     found = chosen.rise(rewards)
     return {**found, "learned": chosen.has_risen(found), "equal": tables.train(recipe, steps)[1] == table}
 
 
 async def in_runs(names: list[str], steps: int, folder: Path, model: Path) -> dict[str, Row]:
-    """Trains a run for each recipe, kills the server, and compares the weights after the replay."""
+    """Trains a run for each recipe, kills the server, and compares the weights after the replay.
+
+    The model of the first recipe is the teacher of the others.
+    """
     server, rows, weights = RecipeServer(folder, model), dict[str, Row](), dict[str, str]()
+    teacher: Path | None = None
     try:
         for name in names:
             try:
-                trained = await server.train(name, steps)
+                trained = await server.train(name, steps, teacher)
             except AgentJetError as error:
                 rows[name] = {"learned": False, "equal": False, "failed": str(error)}
             else:
                 found = chosen.rise(trained.rewards)
                 rows[name] = {**found, "learned": chosen.has_risen(found), "seconds": round(trained.seconds, 1)}
                 weights[name] = trained.weights
+                teacher = teacher or trained.export
             print(f"served: {name} {json.dumps(rows[name])}", file=sys.stderr, flush=True)
         server.kill_and_start()
         replayed = await server.replayed(list(weights), steps)
@@ -70,7 +75,7 @@ def summary(names: list[str], parts: dict[str, dict[str, Row]], cost: dict[str, 
     """The figures of the last line."""
     rows = [part for part in (parts["tables"], parts["served"]) if part]
     learned = [name for name in names if all(part[name]["learned"] for part in rows)]
-    passes = {name: needed for name in cost if (needed := costs.passes(chosen.chosen(name)))}
+    passes = {name: needed for name in cost if (needed := costs.passes(chosen.chosen(name, Path("right"))))}
     plain = {name: value for name, value in cost.items() if name not in passes}
     return {
         "recipes": len(names),
@@ -109,7 +114,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    names = chosen.names() if options.only is None else options.only
+    names = sorted(chosen.names() if options.only is None else options.only, key=lambda name: name != "grpo")
     parts: dict[str, dict[str, Row]] = {"tables": {}, "served": {}}
     cost: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

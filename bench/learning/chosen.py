@@ -12,10 +12,14 @@ from agentjet.recipes import registry
 from agentjet.recipes.recipe import Recipe
 from agentjet.recipes.registry import make_recipe
 
-MODEL = "MODEL"
-"""In parameters: the folder of the tiny model."""
+TEACHER = "TEACHER"
+"""In parameters: the folder of a model that earns more reward."""
 PARAMETERS: dict[str, dict[str, Any]] = {
+    "distill": {"teacher": TEACHER},
+    "pass_rate": {"retest": 1},  # The worlds have few tasks, which are all passed or failed at some time.
+    "rapo_pruning": {"retest": 1},
     "rft": {"threshold": 0.5},  # The worlds' rewards are shares: few episodes reach 1.
+    "staged": {"stages": ["early", "late"], "ends": [8]},
 }
 """By recipe, where its defaults are for other rewards or lengths than those of the worlds."""
 EXCUSED: dict[str, str] = {}
@@ -29,14 +33,14 @@ def names() -> list[str]:
     return sorted({*registry.built_in(), *registry.installed()})
 
 
-def settings(name: str, model: Path | None = None, **more: object) -> dict[str, Any]:
+def settings(name: str, teacher: Path | None = None, **more: object) -> dict[str, Any]:
     """Returns the section `[job.recipe]` of a recipe in these worlds."""
-    own = {key: str(model) if value == MODEL else value for key, value in PARAMETERS.get(name, {}).items()}
+    own = {key: str(teacher) if value == TEACHER else value for key, value in PARAMETERS.get(name, {}).items()}
     return {"name": name, **own, **more}
 
 
-def chosen(name: str, model: Path | None = None, **more: object) -> Recipe:
-    return make_recipe(settings(name, model, **more))
+def chosen(name: str, teacher: Path | None = None, **more: object) -> Recipe:
+    return make_recipe(settings(name, teacher, **more))
 
 
 def rise(batches: Sequence[Sequence[float]], share: float = 0.25) -> dict[str, float]:

@@ -23,8 +23,8 @@ from bench.learning.chosen import chosen
 
 EPISODES, CALLS, PROMPT, ANSWER = 32, 2, 40, 24
 GROUP_SIZE = 8
-FREE = frozenset({"logprob", "advantage"})
-"""Columns of `reads` that need no further pass."""
+COMPUTED = frozenset({"reference", "sequence_log_ratio"})
+"""Columns of `reads` for which the learner does a further pass."""
 
 
 def batch_of(seed: int = 0) -> TrainingBatch:
@@ -63,7 +63,8 @@ def batch_of(seed: int = 0) -> TrainingBatch:
 
 def passes(recipe: Recipe) -> list[str]:
     """Returns what the recipe needs besides one forward and one backward pass."""
-    return sorted(recipe.needs | (set(recipe.reads) - FREE))
+    heads = recipe.value_heads.names if recipe.value_heads is not None else ()
+    return sorted({*recipe.needs, *heads, *(set(recipe.reads) & COMPUTED)})
 
 
 def measure(names: list[str], model: Path, rounds: int) -> dict[str, float]:

@@ -18,15 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from safetensors.numpy import load_file
 
 from agentjet import AsyncSwarm, Reward, Task
 from agentjet.cli.serve import ChildServer
 from agentjet.client import AsyncEpisode
-from bench.learning.chosen import settings
+from bench.learning.chosen import chosen, settings
 
 TURNS, GROUPS, GROUP_SIZE = 2, 2, 4
-TASKS = [Task(f"word {number}") for number in range(2 * GROUPS)]
+TASKS = [Task(f"word {number}", task_set=("early", "late")[number % 2]) for number in range(2 * GROUPS)]
+DEMONSTRATIONS = [
+    {
+        "messages": [
+            {"role": "user", "content": task.id},
+            {"role": "assistant", "content": "abcdefg"},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "hijklmn"},
+        ]
+    }
+    for task in TASKS
+]
 SECONDS = 600.0
 """Maximum of the replay of all runs."""
 
@@ -36,6 +48,7 @@ class Trained:
     """A run that was trained."""
 
     rewards: list[list[float]]
+    export: Path
     weights: str
     seconds: float
 
@@ -113,25 +126,20 @@ class RecipeServer:
     def stop(self) -> None:
         self._server.stop()
 
-    async def train(self, recipe: str, steps: int) -> Trained:
+    async def train(self, recipe: str, steps: int, teacher: Path | None) -> Trained:
         """Creates the run of a recipe and trains it. Raises `AgentJetError` if it cannot be trained."""
         began = time.monotonic()
         async with self.client() as swarm, httpx.AsyncClient(timeout=120, trust_env=False) as http:
-            job = {
-                **(await swarm.job()).job,
-                "recipe": settings(recipe, self._model),
-                "optimizer": {"lr": 1e-2},
-            }
+            job = {**(await swarm.job()).job, "recipe": settings(recipe, teacher), "optimizer": {"lr": 1e-2}}
             await swarm.start_run(run_name(recipe), job=job)
             player = Player(http)
             async with swarm.of_run(run_name(recipe)) as run:
-                await run.train(
-                    player.play, TASKS, steps=steps, concurrency=GROUPS * GROUP_SIZE, progress=False, code_version="1"
-                )
-                weights = await weights_of(run)
-        size = len(player.rewards) // steps
-        rewards = [player.rewards[at * size : (at + 1) * size] for at in range(steps)]
-        return Trained(rewards, weights, time.monotonic() - began)
+                if chosen(recipe, teacher).only_given:
+                    rewards = await shown(run, player, steps)
+                else:
+                    rewards = await played(run, player, steps)
+                export = Path((await run.export()).path)
+        return Trained(rewards, export, digest(export), time.monotonic() - began)
 
     async def replayed(self, recipes: Sequence[str], steps: int) -> dict[str, str]:
         """Returns the weights of runs after a start, once they have learned all batches again."""
@@ -146,15 +154,33 @@ class RecipeServer:
                         found[name] = f"{view.state}: {view.reason}"
                     elif view.state == "sampling" and view.policy_version == steps:
                         async with swarm.of_run(run_name(name)) as run:
-                            found[name] = await weights_of(run)
+                            found[name] = digest(Path((await run.export()).path))
         return found
 
 
-async def weights_of(run: AsyncSwarm) -> str:
-    """Returns a digest of the bits of all weights."""
-    exported = await run.export()
-    weights = load_file(Path(exported.path) / "model.safetensors")
-    digest = hashlib.sha256()
+async def played(run: AsyncSwarm, player: Player, steps: int) -> list[list[float]]:
+    """Trains on episodes. Returns the rewards in the order of the ends of episodes, in equal parts."""
+    places = GROUPS * GROUP_SIZE
+    await run.train(player.play, TASKS, steps=steps, concurrency=places, progress=False, code_version="1")
+    return [part.tolist() for part in np.array_split(player.rewards, steps)]
+
+
+async def shown(run: AsyncSwarm, player: Player, steps: int) -> list[list[float]]:
+    """Trains on demonstrations. Returns the rewards of evaluations before and after."""
+    rewards: list[list[float]] = []
+    for epochs in (steps, 0):
+        await run.evaluate(player.play, TASKS, repeats=4, concurrency=GROUPS * GROUP_SIZE, progress=False)
+        rewards.append(player.rewards)
+        player.rewards = []
+        if epochs:
+            await run.sft(DEMONSTRATIONS, epochs=epochs, batch_size=len(DEMONSTRATIONS), progress=False)
+    return rewards
+
+
+def digest(export: Path) -> str:
+    """Returns a digest of the bits of all weights of an exported model."""
+    weights = load_file(export / "model.safetensors")
+    found = hashlib.sha256()
     for name in sorted(weights):
-        digest.update(name.encode() + weights[name].tobytes())
-    return digest.hexdigest()
+        found.update(name.encode() + weights[name].tobytes())
+    return found.hexdigest()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.passes import Pass
 from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.teacher import Teacher
 from agentjet.config import JobConfig
 from agentjet.config.job import OptimizerConfig
 from agentjet.recipes import hooks
@@ -94,16 +95,33 @@ class Played:
         return float(np.mean(self.rewards))
 
 
+class TableTeacher:
+    """A teacher that mostly gives the right tokens."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
+        rows = RIGHT[forest.tokens[forest.parent[forest.node]]]
+        found = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+        return found[np.arange(forest.num_targets), forest.tokens[forest.node]].astype(np.float32)
+
+
 def right(before: int) -> int:
     """Returns the right token after an observation or an action."""
     return (before * 3 + 1) % ACTIONS
 
 
-def play(table: NDArray[np.float64], rng: np.random.Generator) -> Played:
+RIGHT = np.array([[3.0 * (token == right(before)) for token in range(VOCABULARY)] for before in range(VOCABULARY)])
+"""The logits of the teacher and of demonstrations."""
+
+
+def play(table: NDArray[np.float64], rng: np.random.Generator, first: int) -> Played:
+    """Plays an episode that begins with the observation `first`."""
     episode = Played([], [], [], [], float(rng.integers(1, 5)))
     context: list[int] = []
     for _ in range(rng.integers(1, MAX_TURNS + 1)):
-        context = [*context, int(ACTIONS + rng.integers(OBSERVATIONS))]
+        context = [*context, int(ACTIONS + rng.integers(OBSERVATIONS)) if context else first]
         answer: list[int] = []
         logprobs: list[float] = []
         for before in (context[-1], None):
@@ -125,7 +143,8 @@ def groups(recipe: Recipe, table: NDArray[np.float64], rng: np.random.Generator)
     dropped = 0
     for _ in range(GROUPS):
         while True:
-            group = [play(table, rng) for _ in range(GROUP_SIZE)]
+            first = int(ACTIONS + rng.integers(OBSERVATIONS))
+            group = [play(table, rng, first) for _ in range(GROUP_SIZE)]
             rewards = [one.reward for one in group]
             finished = FinishedGroup(
                 "t",
@@ -177,9 +196,13 @@ def facts_of(batch: Sequence[Sequence[Played]]) -> tuple[Forest, Facts]:
 
 
 def train(recipe: Recipe, steps: int, seed: int = 0) -> tuple[list[list[float]], bytes]:
-    """Trains a table. Returns the rewards of each batch, and the bytes of the last table."""
+    """Trains a table. Returns the rewards of each batch, and the bytes of the last table.
+
+    A recipe that learns from given answers gets those of the right table.
+    """
     policy, rng = TablePolicy(), np.random.default_rng(seed)
     learner = TableLearner(cast(Policy, policy))
+    learner._teacher = cast(Teacher, TableTeacher(recipe.teacher_folder))
     job = JobConfig(
         recipe=recipe, batch_size=GROUPS, group_size=GROUP_SIZE, seed=seed, optimizer=OptimizerConfig(lr=RATE)
     )
@@ -188,6 +211,8 @@ def train(recipe: Recipe, steps: int, seed: int = 0) -> tuple[list[list[float]],
         table: NDArray[Any] = policy.table.detach().double().numpy()
         batch = list(groups(recipe, table, rng))
         rewards.append([one.reward for group in batch for one in group])
+        if recipe.only_given:
+            batch = list(groups(recipe, RIGHT, rng))
         forest, facts = facts_of(batch)
         learner.learn(forest, job, version, facts)
     return rewards, policy.table.detach().numpy().tobytes()
