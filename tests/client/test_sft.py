@@ -148,6 +148,19 @@ async def test_training_episodes_beside_demonstrations(tmp_path: Path) -> None:
         await served.run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
 
 
+@pytest.mark.anyio
+async def test_one_of_several_policies_learns(tmp_path: Path) -> None:
+    policies: dict[str, Any] = {"planner": {}, "coder": {}}
+    async with serving(tmp_path / "d", policies=policies) as served, client(served) as swarm:
+        with pytest.raises(InvalidRequest, match="name one of the policies of this run: planner, coder"):
+            await swarm.sft([asked("a", "b")], progress=False)
+        report = await swarm.sft([asked("a", "b")], policy="coder", progress=False)
+        assert report.steps[0].metrics["coder/forest/tokens"] > 0 == report.steps[0].metrics["planner/forest/tokens"]
+        assert [
+            call.role for call in (await swarm.episode_tree((await swarm.episodes()).episodes[0].episode_id)).calls
+        ] == ["coder"]
+
+
 def test_files_of_demonstrations(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     exported = {**USING_TOOLS, "tools": json.dumps(TOOLS), "reward": 1.0}

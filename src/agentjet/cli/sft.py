@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, print_text
+from agentjet.errors import ConfigError
 
 
 def sft(
@@ -21,7 +23,7 @@ def sft(
     ],
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the file.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
-    lr: Annotated[float | None, typer.Option(min=0, help="Constant learning rate; default: that of the job.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Constant learning rate; default: that of the job.")] = None,
     policy: Annotated[str, typer.Option(metavar="NAME", help="The policy, in a run that names its policies.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the order of the conversations.")] = 0,
     url: Url = None,
@@ -35,6 +37,8 @@ def sft(
     """
     from agentjet.client.sft import read_demonstrations
 
+    if lr is not None and not 0 < lr < math.inf:
+        raise ConfigError(f"--lr {lr}: give a number above 0")
     found, ignored = read_demonstrations(file)
     if ignored and not as_json:
         print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
