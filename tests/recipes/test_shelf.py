@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -258,6 +259,8 @@ def test_dapo_drops_groups_that_teach_nothing_and_keeps_its_defaults() -> None:
     assert dapo.accept(group) == "zero_variance" and recipe_of("grpo").accept(group) == ""
     with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
         recipe_of("rft", drop_zero_variance=True)
+    with pytest.raises(ValueError, match="the recipe 'craft_gui' compares metrics, so groups with equal rewards teach"):
+        recipe_of("craft_gui", drop_zero_variance=True)
 
 
 def test_the_loss_of_another_recipe_has_that_recipes_defaults() -> None:
@@ -266,6 +269,13 @@ def test_the_loss_of_another_recipe_has_that_recipes_defaults() -> None:
     assert grpo.loss.model_dump() == taken
     assert recipe_of(**grpo.model_dump()) == grpo, "as the journal stores it"
     assert recipe_of("rloo", loss={"name": "dapo", "clip_high": 0.3}).loss.model_dump() == taken | {"clip_high": 0.3}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_journal_stores_a_recipe_as_it_is(name: str) -> None:
+    if name != "distill":  # It needs a teacher.
+        recipe = make_recipe(name)
+        assert make_recipe(json.loads(recipe.model_dump_json())) == recipe
 
 
 def test_dapos_penalty_has_a_bound() -> None:

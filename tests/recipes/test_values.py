@@ -62,17 +62,15 @@ def test_the_clipped_value_loss(value: float, loss: float) -> None:
 
 
 def test_archer_by_hand() -> None:
-    batch = make_batch([[1.0]], calls=[[2, 2]])
-    batch = with_values(batch, value=[0.5, 9, 0.6, 9], action_value=[9, 0.7, 9, 0.8])
+    batch = with_values(make_batch([[1.0]], calls=[[2, 2]]), value=[0.5, 9, 0.6, 9])
     one_step = recipe_of("archer", lam=0.0).estimates(batch)
-    assert one_step["action_goal"].tolist() == pytest.approx([0, 0.57, 0, 1.0])  # 0.95 x 0.6, and the reward
-    assert one_step["value_goal"].tolist() == pytest.approx([0.7, 0, 0.8, 0])
-    assert one_step["utterance_advantage"].tolist() == pytest.approx([0.2] * 4)
-    three = with_values(make_batch([[1.0]], calls=[[1, 1, 1]]), value=[0, 0, 0], action_value=[0, 0, 0])
-    assert recipe_of("archer", lam=1.0).estimates(three)["action_goal"].tolist() == pytest.approx([0.9025, 0.95, 1])
-    columns = {"is_start": 1.0, "new_value": 0.5, "value_goal": 0.7, "is_end": 0.0, "new_action_value": 3.0}
-    tensors = {name: torch.tensor([number]) for name, number in {**columns, "action_goal": 0.0}.items()}
-    assert float(recipe_of("archer").value_loss(tensors)) == pytest.approx(0.04)
+    assert one_step["return"].tolist() == pytest.approx([0.57, 0, 1.0, 0])  # 0.95 x 0.6, and the reward
+    assert one_step["utterance_advantage"].tolist() == pytest.approx([0.07, 0.07, 0.4, 0.4])
+    three = with_values(make_batch([[1.0]], calls=[[1, 1, 1]]), value=[0, 0, 0])
+    assert recipe_of("archer", lam=1.0).estimates(three)["return"].tolist() == pytest.approx([0.9025, 0.95, 1])
+    columns = {"is_start": [1.0, 0.0], "new_value": [0.5, 3.0], "return": [0.7, 0.0]}
+    tensors = {name: torch.tensor(numbers) for name, numbers in columns.items()}
+    assert recipe_of("archer").value_loss(tensors).tolist() == pytest.approx([0.04, 0])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_digirls_critic_is_a_classifier() -> None:
 @pytest.mark.parametrize("name", ["ppo", "archer", "digirl"])
 def test_one_token_and_none(name: str) -> None:
     recipe = recipe_of(name)
-    batch = with_values(make_batch([[1.0]], calls=[[1]]), value=[0.0], action_value=[0.0])
+    batch = with_values(make_batch([[1.0]], calls=[[1]]), value=[0.0])
     assert np.isfinite(recipe.columns(batch, {})[0]["advantage"]).all()
     assert recipe.columns(replace(batch, forest=build_forest([])), {})[0].num_targets == 0
 

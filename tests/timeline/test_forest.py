@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentjet.compute.operations import body_digest
 from agentjet.timeline import Forest, Row, build_forest, call_row
-from agentjet.timeline.forest import select, split
+from agentjet.timeline.forest import observations, select, split
 
 SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
 """Support sets of rows by their sequence modulo 3: none, a mixture, always the same."""
@@ -177,3 +177,21 @@ def test_calls_that_share_the_array_of_their_timeline_give_the_same_forest(rows:
         shared.append(replace(row, tokens=timeline))
     num_row_tokens = sum(len(row.tokens) for row in rows)
     assert body_digest(build_forest(shared, num_row_tokens=num_row_tokens)) == body_digest(build_forest(rows))
+
+
+def test_observations_are_the_tokens_between_two_answers() -> None:
+    """Two calls of one timeline; a fork with the same observation; a rewritten history; a prompt of nothing."""
+
+    def row(call: int, tokens: list[int], size: int) -> Row:
+        return Row(np.array(tokens, np.int32), slice(len(tokens) - size, len(tokens)), {"call": call, "logprob": -1.0})
+
+    rows = [
+        row(0, [1, 2, 70, 71], 2),
+        row(1, [1, 2, 70, 71, 5, 6, 72], 1),
+        row(2, [1, 2, 80], 1),
+        row(3, [1, 2, 80, 5, 6, 73], 1),
+        row(4, [1, 9, 80, 5, 6, 73], 1),
+        row(5, [74], 1),
+    ]
+    found = {call: np.frombuffer(seen, np.int32).tolist() for call, seen in observations(build_forest(rows)).items()}
+    assert found == {0: [1, 2], 1: [5, 6], 2: [1, 2], 3: [5, 6], 4: [1, 9, 80, 5, 6], 5: []}

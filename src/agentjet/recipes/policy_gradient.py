@@ -76,6 +76,8 @@ class PolicyGradient(Recipe):
     """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
 
     smallest_group: ClassVar[int] = 2
+    reshapes_rewards: ClassVar[bool] = False
+    """True if the recipe compares other numbers than the rewards, so that groups with equal rewards teach, too."""
     takes_kl_in_reward: ClassVar[bool] = True
     """False if the advantages do not come from `comparisons`, so that `kl_in = "reward"` would be ignored."""
 
@@ -259,9 +261,10 @@ class PolicyGradient(Recipe):
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> Self:
-        if self.drop_zero_variance and self.smallest_group == 1:
+        if self.drop_zero_variance and (self.smallest_group == 1 or self.reshapes_rewards):
+            compares = "compares metrics" if self.reshapes_rewards else "does not compare the episodes of a group"
             raise ValueError(
-                f"drop_zero_variance = True: the recipe {self.name!r} does not compare the episodes of a group, so "
+                f"drop_zero_variance = True: the recipe {self.name!r} {compares}, so "
                 "groups with equal rewards teach, too; set it to False"
             )
         return self

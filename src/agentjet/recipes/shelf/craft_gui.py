@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -28,6 +28,8 @@ class CraftGui(Grpo):
     name: str = "craft_gui"
     mix: dict[str, Annotated[float, Field(gt=0)]] = Field({"format": 0.2, "action": 0.5, "judge": 0.3})
     """Weight of each metric in the reward. A given table replaces this one."""
+
+    reshapes_rewards: ClassVar[bool] = True
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         facts = batch.facts

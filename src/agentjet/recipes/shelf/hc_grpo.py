@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -32,6 +32,8 @@ class HcGrpo(Grpo):
     """Largest cost of an episode."""
     only_success: bool = False
     """Subtract costs from positive rewards only."""
+
+    reshapes_rewards: ClassVar[bool] = True
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         facts = batch.facts
