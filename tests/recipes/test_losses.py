@@ -150,6 +150,7 @@ def test_kl_that_would_teach_nothing_is_refused() -> None:
             {"name": "mars", "kl_in": "reward"},
             "the recipe 'mars' does not compare rewards of episodes; set kl_in to 'loss'",
         ),
+        ({"name": "digirl_curriculum", "kl_in": "reward"}, "the recipe 'digirl_curriculum' does not compare rewards"),
         ({"name": "ppo", "kl_in": "reward"}, "the recipe 'ppo' does not compare rewards of episodes"),
         ({"name": "adaptive_kl", "kl_in": "reward"}, "the recipe 'adaptive_kl' does not compare rewards"),
     ):

@@ -33,6 +33,7 @@ class DigirlCurriculum(PolicyGradient):
     """Part of the batch's episodes that is less surprising than the trained ones."""
 
     smallest_group: ClassVar[int] = 1
+    takes_kl_in_reward: ClassVar[bool] = False
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         facts = batch.facts
