@@ -8,16 +8,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from agentjet.compute.embedded import distributions
 from agentjet.compute.embedded import learner as learner_module
+from agentjet.compute.embedded.distributions import Chunk
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
@@ -28,17 +29,17 @@ from tests.compute.baseline import Double, relative
 from tests.compute.conftest import make_policy, sampled_rows, tokens
 
 
-class HeadOfEveryTarget(PolicyLearner):
+def head_of_every_target(
+    policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, *, entropy: bool = False
+) -> Iterator[Chunk]:
     """The vocabulary multiplied out for one target after the other."""
-
-    def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        for target, (node, number) in enumerate(zip(forest.node.tolist(), forest["support"].tolist(), strict=True)):
-            logits = self.policy.head(hidden[rows[target]]) / float(forest["temperature"][target])
-            if number >= 0:
-                outside = torch.from_numpy(~decode_set(forest.sets[number], len(logits)))
-                logits = logits.masked_fill(outside, -torch.inf)
-            logp = logits.log_softmax(-1)
-            yield np.array([target]), logp[int(forest.tokens[node])][None]
+    for target, (node, number) in enumerate(zip(forest.node.tolist(), forest["support"].tolist(), strict=True)):
+        logits = policy.head(hidden[rows[target]]) / float(forest["temperature"][target])
+        if number >= 0:
+            outside = torch.from_numpy(~decode_set(forest.sets[number], len(logits)))
+            logits = logits.masked_fill(outside, -torch.inf)
+        logp = logits.log_softmax(-1)
+        yield Chunk(np.array([target]), logp[int(forest.tokens[node])][None], logp.new_zeros(0))
 
 
 def batch(policy: Policy, seed: int) -> Forest:
@@ -60,26 +61,38 @@ def distinct(forest: Forest) -> int:
     return len(set(keys))
 
 
-def learned(folder: Path, make: type[PolicyLearner], job: JobConfig) -> tuple[Tensor, list[dict[str, float]]]:
+@pytest.fixture
+def every_target(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function after whose call learners multiply out the vocabulary for every target."""
+
+    def start() -> None:
+        for module in (learner_module, distributions):
+            monkeypatch.setattr(module, "chunks", head_of_every_target)
+
+    return start
+
+
+def learned(folder: Path, job: JobConfig) -> tuple[Tensor, list[dict[str, float]]]:
     """All weights, in one row, after three batches in float64; and the metrics of each."""
     policy = make_policy(folder)
     batches = [batch(policy, seed) for seed in range(3)]
     policy.model.double()
     with Double():
-        learner = make(policy)
+        learner = PolicyLearner(policy)
         metrics = [learner.learn(forest, job, version) for version, forest in enumerate(batches)]
     return torch.cat([p.detach().flatten() for p in policy.trainable().values()]), metrics
 
 
 @pytest.mark.parametrize("loss", ["clip", "gspo"])
 def test_weights_and_metrics_are_those_of_a_head_for_every_target(
-    tiny_folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, every_target: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr(learner_module, "HEAD_ROWS", 17)
+    monkeypatch.setattr(distributions, "HEAD_ROWS", 17)
     recipe = make_recipe({"loss": loss, "kl_coef": 0.1, "mini_batches": 2})
     job = JobConfig(recipe=recipe, optimizer=OptimizerConfig(lr=1e-3), micro_batch_tokens=120)
-    weights, metrics = learned(tiny_folder, PolicyLearner, job)
-    wanted, wanted_metrics = learned(tiny_folder, HeadOfEveryTarget, job)
+    weights, metrics = learned(tiny_folder, job)
+    every_target()
+    wanted, wanted_metrics = learned(tiny_folder, job)
     assert relative(weights, wanted) <= 1e-12
     for ours, theirs in zip(metrics, wanted_metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
@@ -90,7 +103,9 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
 ) -> None:
     policy = make_policy(tiny_folder)
     forest = batch(policy, 1)
-    expected = HeadOfEveryTarget(policy).logprobs(forest)
+    with monkeypatch.context() as every_target:
+        every_target.setattr(distributions, "chunks", head_of_every_target)
+        expected = PolicyLearner(policy).logprobs(forest)
     computed: list[int] = []
     head = policy.head
 
@@ -100,7 +115,7 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
 
     monkeypatch.setattr(policy, "head", counted)
     for rows in (512, 7):
-        monkeypatch.setattr(learner_module, "HEAD_ROWS", rows)
+        monkeypatch.setattr(distributions, "HEAD_ROWS", rows)
         assert torch.allclose(PolicyLearner(policy).logprobs(forest), expected, atol=1e-5)
         assert sum(computed) == distinct(forest) < 0.8 * forest.num_targets and max(computed) <= rows
         computed.clear()
@@ -108,7 +123,7 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
 
 def test_the_same_batches_give_the_same_weights_bit_by_bit(tiny_folder: Path) -> None:
     job = JobConfig(optimizer=OptimizerConfig(lr=1e-3))
-    assert torch.equal(learned(tiny_folder, PolicyLearner, job)[0], learned(tiny_folder, PolicyLearner, job)[0])
+    assert torch.equal(learned(tiny_folder, job)[0], learned(tiny_folder, job)[0])
 
 
 def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
