@@ -30,4 +30,4 @@ def test_turn_rewards_open_the_lock(tmp_path: Path) -> None:
     result = main(["--out", str(out)])
     assert json.loads((out / "result.json").read_text()) == result
     assert ends(result["grpo"]["opened"]) == (0.0, 0.0)
-    assert ends(result["mars"]["opened"])[1] > 0.8, result
+    assert ends(result["mars"]["opened"])[1] > 0.5, result

@@ -206,7 +206,7 @@ def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        ({"name": "gone.package:Recipe"}, r"'gone.package:Recipe' cannot be imported: .*install its package"),
+        ({"name": "gone.package:Recipe"}, r"'gone.package:Recipe' cannot be imported: .*: install its package"),
         ({"name": "grpo", "kl_weight": 0.1}, "'grpo' has no parameter 'kl_weight'"),
     ],
 )
