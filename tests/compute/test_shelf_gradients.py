@@ -114,7 +114,7 @@ def baseline_gradient(case: Case, recipe: PolicyGradient, forest: Forest) -> Ten
     columns["mean_log_ratio"] = torch.stack([ratios[sequence == own].mean() for own in sequence])
     losses = FORMULAS[recipe.loss.name](logp, columns, recipe.loss)
     if recipe.kl_coef:
-        gap = case.of_reference[kept] - logp
+        gap = columns.get("reference", case.of_reference[kept]) - logp  # As a column it is rounded to float32.
         losses = losses + recipe.kl_coef * (gap.exp() - gap - 1)
     total = (losses * weights(recipe.loss.aggregation, sequence)).sum()
     gradients = torch.autograd.grad(total, list(case.policy.trainable().values()), retain_graph=True)

@@ -78,7 +78,7 @@ def test_a_bad_plug_in_stops_the_run_and_the_mended_one_continues(tmp_path: Path
     (site / "broken.py").rename(site / "elsewhere.py")
     command, env = serve_command(model, tmp_path / "data", **settings), environment(site)
     refused = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert refused.returncode == 1 and "there is no module 'broken'. Install its package" in refused.stderr
+    assert refused.returncode == 1 and "there is no module 'broken': install its package" in refused.stderr
     (site / "broken.py").write_text(BROKEN.replace("EPS = 0", "EPS = 1e-6"))
     with Server(model, tmp_path / "data", paths=[site], **settings) as server:
         server.until(lambda: server.get("/status")["policy_version"] == 1)

@@ -131,7 +131,7 @@ def test_memory_that_is_not_enough_is_not_a_mistake_of_the_recipe() -> None:
 
 
 FILES = {
-    "absent": ("", "cannot be imported: there is no module 'absent'. Install its package"),
+    "absent": ("", "cannot be imported: there is no module 'absent': install its package"),
     "imports": ("\nimport not_installed_here\n", r"imports.py:2: ModuleNotFoundError: No module named 'not_inst"),
     "mistyped": ("x = 1\ndef f(:\n", r"mistyped.py:2: SyntaxError"),
     "untyped": (

@@ -80,7 +80,7 @@ def load(path: str, base: type[Part]) -> type[Part]:
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):  # Not a module that the file itself imports.
             raise ValueError(
-                f"{path!r} cannot be imported: there is no module {error.name!r}. Install its package for the server, "
+                f"{path!r} cannot be imported: there is no module {error.name!r}: install its package for the server, "
                 "or put its folder on PYTHONPATH"
             ) from None
         raise _broken(path, error) from error

@@ -117,8 +117,8 @@ def _new_group(store: Store, request: BeginRequest, name: str, now: float) -> Gr
     except Exception as error:  # Boundary: the recipe may not be ours.
         log.exception("the hook `rollout` of the recipe %r failed for task %r", job.recipe.name, request.task_id)
         raise RequestError(
-            f"The hook `rollout` of the recipe {job.recipe.name!r} failed for task {request.task_id!r}: "
-            f"{type(error).__name__}: {error}",
+            f"The hook `rollout` of the recipe {job.recipe.name!r} failed for task {request.task_id!r} at "
+            f"{hooks.place(error)}: {type(error).__name__}: {error}. Mend the recipe and start the server again.",
             code="recipe_failed",
             status=500,
         ) from error

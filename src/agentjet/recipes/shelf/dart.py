@@ -8,24 +8,27 @@ from dataclasses import replace
 from pydantic import Field
 
 from agentjet.recipes.rollout import Rollout, TaskStats
-from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.recipes.shelf.stepwise_grpo import StepwiseGrpo
 from agentjet.section import Int64
 
 
-class Dart(Grpo):
-    """DART: fewer episodes of tasks that mostly succeed, and a turn limit from a task's own successes.
+class Dart(StepwiseGrpo):
+    """DART: step-wise GRPO, fewer episodes of easy tasks, and a turn limit from a task's own successes.
 
         episodes = N if p <= easy_rate, else max(min_episodes, round(N (1 - p) / (1 - easy_rate)))
         turns    = min(max_turns, ceil(slack x most calls of a recent success)); max_turns before the first success
         N = job.group_size, p = share of the task's recent episodes with reward >= pass_reward
+        advantages as in `stepwise_grpo`
 
     Source: github.com/Computer-use-agents/dart-gui at e0e606d, and notes about it. Confidence: inspired by; both rules
-    are ours.
+    are ours. `keep = 0.8`, `correction = "tis"` and `correction_high = 1` add its other two parts.
     Use: tasks of very different difficulty and length, such as computer use. Agents end at `episode.max_turns`.
     Cost: less than GRPO: fewer and shorter episodes.
     """
 
     name: str = "dart"
+    keep: float = Field(1.0, gt=0, le=1)
+    """Share of the batch's turns that is trained, the most uncertain ones. 1: all, without entropies."""
     pass_reward: float = 0.5
     """Smallest reward of an episode that succeeded."""
     easy_rate: float = Field(0.6, ge=0, lt=1)
