@@ -112,6 +112,8 @@ def test_the_weight_of_the_adaptive_penalty() -> None:
     metrics = {"policy/kl_coef": 0.001, "policy/kl_sequences": 256.0, "policy/kl": 0.2}
     assert recipe.next_state({}, metrics)["kl_coef"] == pytest.approx(0.00100512)  # 0.001 (1 + 0.2 x 256 / 10000)
     assert recipe.next_state({}, metrics | {"policy/kl": 0.09})["kl_coef"] == pytest.approx(0.00099744)
+    many = metrics | {"policy/kl": 0.0, "policy/kl_sequences": 1e6}
+    assert recipe.next_state({}, many)["kl_coef"] == pytest.approx(0.0008), "never negative"
     del metrics["policy/kl"]
     assert recipe.next_state({}, metrics) == {"kl_coef": 0.001}, "a batch without tokens"
     batch = replace(make_batch([[1, 0]]), state={"kl_coef": 0.25})

@@ -22,7 +22,7 @@ COEFFICIENT, SEQUENCES = "policy/kl_coef", "policy/kl_sequences"
 class AdaptiveKl(Grpo):
     """Adaptive KL: GRPO with a KL penalty whose weight follows a target.
 
-        L = clip + beta KL,  beta <- beta (1 + clamp(KL / target - 1, -0.2, 0.2) n / horizon) after n sequences
+        L = clip + beta KL,  beta <- beta (1 + clamp(KL / target - 1, -0.2, 0.2) min(1, n / horizon)) after n sequences
 
     Source: arXiv 1909.08593, section 2.2, as verl computes it. Confidence: reproduced.
     Use: long runs that must stay near the first model, if the weight of the penalty is not known. `beta` is state:
@@ -62,4 +62,4 @@ class AdaptiveKl(Grpo):
         if "policy/kl" not in metrics:  # The batch has no token.
             return {"kl_coef": beta}
         error = min(max(metrics["policy/kl"] / self.target - 1, -0.2), 0.2)
-        return {"kl_coef": beta * (1 + error * metrics[SEQUENCES] / self.horizon)}
+        return {"kl_coef": beta * (1 + error * min(metrics[SEQUENCES] / self.horizon, 1.0))}
