@@ -147,7 +147,7 @@ class RecipeServer:
         deadline = time.monotonic() + SECONDS
         async with self.client() as swarm:
             while missing := [name for name in recipes if name not in found]:
-                views = {view.name: view for view in (await swarm.runs()).runs}
+                views = {view.name: view for view in await swarm.runs()}
                 for name in missing:
                     view = views[run_name(name)]
                     if view.state == "failed" or time.monotonic() > deadline:

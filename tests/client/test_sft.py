@@ -89,6 +89,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": "hello"}]}, r"messages\.0: an answer without a question"),
     ({"messages": [*asked("a", "b")["messages"], {"role": "robot", "content": ""}]}, r"messages\.2\.role"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [ADD]}]}, "add tools"),
+    ({**USING_TOOLS, "tools": [{"type": "function", "function": {"name": "sub"}}]}, "calls 'add', and .* offers sub"),
     ({"messages": [{"role": "user", "content": "a", "wait": 1}]}, r"'messages\.0\.wait' is not a known key"),
     (
         {"messages": [{**message, "weight": 2} for message in asked("a", "b")["messages"]]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def zero_division(self: Any, rewards_G: Any) -> Any:
         ("group_advantages", lambda self, rewards_G: 0.5, r"returned float instead of an array of shape \(2,\)"),
         ("group_advantages", lambda self, rewards_G: rewards_G[:1], r"ndarray of shape \(1,\) instead of an array of"),
         ("group_advantages", lambda self, rewards_G: 1 / 0, r"`columns` failed at .*test_hooks.py:\d+: ZeroDivision"),
+        ("group_advantages", lambda self, rewards_G: ["a", "b"], r"returned \['a', 'b'\] instead of numbers"),
+        ("group_advantages", lambda self, rewards_G: sys.exit(3), r"failed at .*test_hooks.py:\d+: SystemExit: 3"),
         ("sequence_advantages", lambda self, batch: np.zeros(4), r"`sequence_advantages` .* of shape \(4, 1\)"),
         ("token_advantages", lambda self, batch: np.zeros(3), r"column 'advantage' as ndarray of shape \(3,\) inst"),
         ("token_advantages", lambda self, batch: np.full(8, np.inf), r"with 8 of 8 values that are not finite"),

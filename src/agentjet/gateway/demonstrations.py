@@ -83,6 +83,12 @@ def _call(
         raise InvalidRequest("an answer without a question: begin with a user or system message", param="messages")
     if answer.tool_calls and not conversation.tools:
         raise InvalidRequest("the answer calls tools, and the demonstration offers none: add tools", param="tools")
+    offered = [tool["function"]["name"] for tool in conversation.tools]
+    for called in answer.tool_calls:
+        if called.name not in offered:
+            raise InvalidRequest(
+                f"the answer calls {called.name!r}, and the demonstration offers {', '.join(offered)}", param="tools"
+            )
     prompt = prepare_prompt(renderer, tree, asked, history)
     completion = renderer.tokenize_answer(asked, answer)
     if len(prompt.tokens) + len(completion) > renderer.context_length:

@@ -36,9 +36,9 @@ def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
     """Returns what a hook returns. Raises `RecipeError` if it fails."""
     try:
         return function()
-    except (AgentJetError, MemoryError):
+    except (AgentJetError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:  # Boundary: the recipe may be a plug-in.
+    except BaseException as error:  # Boundary: the recipe may be a plug-in, which may also call `sys.exit`.
         if type(error).__name__ == "OutOfMemoryError":  # Of torch: the batch is too large, the recipe is not wrong.
             raise
         raise RecipeError(
@@ -151,8 +151,12 @@ def check_shape(recipe: Recipe, hook: str, values: Any, shape: tuple[int, ...], 
 
 def check_group(recipe: Recipe, advantages: NDArray[np.float64], rewards: NDArray[np.float64]) -> None:
     """Raises `RecipeError` unless `group_advantages` returned one finite number for each reward."""
+    import numpy as np
+
     hook = "group_advantages"
     check_shape(recipe, hook, advantages, rewards.shape, "each episode")
+    if np.asarray(advantages).dtype.kind not in "bif":
+        raise _wrong(recipe, hook, f"returned {list(advantages[:8])} instead of numbers")
     if not _is_finite(advantages):
         raise _wrong(
             recipe,
