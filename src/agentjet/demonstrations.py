@@ -44,6 +44,8 @@ class SftResponse(Response):
 
     batch: Int64 | None
     """Its id. The policy version after it is one higher. null with `check_only`."""
+    last_event: Int64 | None
+    """Number of the newest event when it was committed: later ones tell what becomes of it. null with `check_only`."""
     num_answers: int
     """Assistant messages that are learned."""
     num_tokens: int

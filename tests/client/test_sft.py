@@ -10,20 +10,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentjet.cli.main import app
-from agentjet.client.sft import read_demonstrations
-from agentjet.errors import ConfigError, Conflict, InvalidRequest
-from agentjet.protocol import BeginRequest
+from agentjet.client.sft import _learned, read_demonstrations
+from agentjet.config import JobConfig
+from agentjet.demonstrations import SftRequest
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
+from agentjet.protocol import BeginRequest, Event
+from agentjet.swarm.demonstrations import Answered
 from agentjet.types import ModelInfo
 from tests.client.test_real_server import client
 from tests.fakes import running
 from tests.server.serving import serving
+from tests.swarm.world import World
 from tests.tiny import make_model_info
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -131,7 +137,10 @@ async def test_a_repeated_request_and_a_kill(tmp_path: Path) -> None:
         assert served.run.compute.learned == [0, 1], "the new worker learned both again"
         weights = served.run.compute.weights
         journal = served.run.gateway.swarm.store.journal
-        assert [(batch.job.recipe.name, batch.job.optimizer.lr) for batch in journal.batches(0)][1] == ("sft", 1e-3)
+        assert [(batch.job.recipe.name, batch.job.optimizer_of("policy").lr) for batch in journal.batches(0)][1] == (
+            "sft",
+            1e-3,
+        )
     async with running(tmp_path / "d") as run:
         await run.until(lambda: run.compute.learned[-1:] == [1] or run.compute.version == 2)
         assert run.compute.weights == weights
@@ -150,12 +159,49 @@ async def test_training_episodes_beside_demonstrations(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_an_engine_that_failed_ends_the_wait(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served, client(served) as swarm:
+        served.run.compute.may_learn.clear()
+        await served.run.fill_batch()
+        waiting = asyncio.create_task(swarm.sft([asked("a", "b")], progress=False))
+        served.run.compute.fail_learn.append(ConfigError("broken"))
+        served.run.compute.may_learn.set()
+        with pytest.raises(Conflict, match=r"engine (failed|is failed): "):
+            await waiting
+
+
+@pytest.mark.anyio
+async def test_an_earlier_batch_of_the_same_number_was_given_up() -> None:
+    async def events() -> AsyncIterator[Event]:
+        yield Event(seq=1, time=0.0, kind="batch", body={"batch": 4, "reason": "out of memory"})
+        yield Event(seq=3, time=0.0, kind="step", body={"policy_version": 5, "metrics": {}})
+
+    assert (await _learned(4, 2, events())).policy_version == 5
+    with pytest.raises(Conflict, match="given up"):
+        await _learned(4, 0, events())
+
+
+def test_a_complete_batch_is_learned_before_demonstrations(tmp_path: Path) -> None:
+    world, answered = World(tmp_path, batch_size=1), [Answered("one", ())]
+    request = SftRequest.model_validate({"demonstrations": [{"task_id": "one", **asked("a", "b")}]})
+    world.play("g", 0.0, 1.0)
+    with pytest.raises(Later) as refused:
+        world.swarm.demonstrate(request, answered, "policy")
+    assert refused.value.code == "not_sampling"
+    world.swarm.batches.learned(world.swarm.batches.compose(), {})
+    assert world.swarm.demonstrate(request, answered, "policy").batch == 1
+    world.close()
+
+
+@pytest.mark.anyio
 async def test_one_of_several_policies_learns(tmp_path: Path) -> None:
     policies: dict[str, Any] = {"planner": {}, "coder": {}}
     async with serving(tmp_path / "d", policies=policies) as served, client(served) as swarm:
         with pytest.raises(InvalidRequest, match="name one of the policies of this run: planner, coder"):
             await swarm.sft([asked("a", "b")], progress=False)
-        report = await swarm.sft([asked("a", "b")], policy="coder", progress=False)
+        report = await swarm.sft([asked("a", "b")], policy="coder", lr=1e-2, progress=False)
+        [batch] = served.run.gateway.swarm.store.journal.batches(0)
+        assert [batch.job.optimizer_of(name).lr for name in policies] == [JobConfig().optimizer.lr, 1e-2]
         assert report.steps[0].metrics["coder/forest/tokens"] > 0 == report.steps[0].metrics["planner/forest/tokens"]
         assert [
             call.role for call in (await swarm.episode_tree((await swarm.episodes()).episodes[0].episode_id)).calls
@@ -170,7 +216,10 @@ def test_files_of_demonstrations(tmp_path: Path) -> None:
     assert [one.task_id for one in found] == ["d.jsonl:1", "d.jsonl:3"] and ignored == {"reward"}
     assert found[1].tools == TOOLS
     assert found[1].messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    file.write_text(json.dumps(asked("a\u2028", "b"), ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
+    assert read_demonstrations(file)[0][0].messages[0]["content"] == "a\u2028"
     for text, why in (
+        (f"\n{json.dumps(asked('a', chr(0xD800)))}", r"d.jsonl:2: '\\ud800' is half of a character"),
         ("", "no demonstrations"),
         ("{", "d.jsonl:1, column 2"),
         ('{"prompt": "a"}', 'd.jsonl:1: a demonstration is an object with messages, such as {"messages"'),

@@ -7,15 +7,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.merging import Shares, base_of, merge
+from agentjet.compute.merging import Shares, base_of, merge, merge_folders
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
 from tests.tiny import make_model
@@ -61,3 +63,33 @@ def test_folders_of_an_adapter_and_of_a_model(tmp_path: Path) -> None:
     assert torch.allclose(merged[name][0], before[name][0] + 0.5)
     with pytest.raises(ConfigError, match="--base"):
         base_of([tmp_path / "whole"])
+    check_damaged(folder, tmp_path / "whole", tmp_path / "adapter")
+
+
+def check_damaged(base: Path, whole: Path, adapter: Path) -> None:
+    """Damaged folders are refused with their names."""
+    weights, config = whole / "model.safetensors", adapter / "adapter_config.json"
+    tensors = load_file(weights)
+    save_file(
+        {**tensors, "model.norm.weight": torch.full_like(tensors["model.norm.weight"], torch.nan)},
+        weights,
+        {"format": "pt"},
+    )
+    (wanted := json.loads(config.read_text())).pop("peft_type")
+    (adapter / "adapter_model.safetensors").write_bytes(b"cut off")
+    changes = (
+        (weights, weights.read_bytes(), "whole: the weights model.norm.weight are not finite"),
+        (weights, weights.read_bytes()[:100], "whole cannot be read"),
+        (config, config.read_bytes(), "adapter cannot be read"),
+        (config, json.dumps(wanted).encode(), "adapter cannot be read"),
+        (config, b"{", "adapter_config.json cannot be read"),
+        (config, b"{}", "adapter_config.json cannot be read: it has no 'base_model_name_or_path'"),
+    )
+    for file, content, why in changes:
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=why):
+            merge_folders(whole.parent / "other", [file.parent], "" if content[:2] in (b"{", b"{}") else str(base))
+    config.write_text(json.dumps({**wanted, "peft_type": "LORA"}))
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="adapter is an adapter without weights: it has no"):
+        merge_folders(whole.parent / "other", [adapter], str(base))

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.cli.checkpoints import branch
 from agentjet.config import load_config, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest
+from agentjet.gateway.first_weights import whole_model
 from agentjet.protocol import RunSettings
 from agentjet.types import PolicyId
 from tests.fakes import running
@@ -39,6 +41,14 @@ async def test_a_checkpoint_becomes_the_first_version(tmp_path: Path) -> None:
         await run.runs.put("study", RunSettings())
         await run.until(lambda: run.runs.get("study").engine.state == "sampling")
         assert run.compute.policies[study].version == 1
+        await run.of_run("study").gateway.versions.save()
+    branch(tmp_path / "d", "1", tmp_path / "b", "study")
+    async with running(tmp_path / "b", policies={"p": {"model": "default@good"}}) as run:
+        assert run.compute.policies[PolicyId(policy="p")].version == 1
+
+
+def test_names_of_checkpoints_do_not_share_a_folder(tmp_path: Path) -> None:
+    assert whole_model(tmp_path, "study/planner@40") != whole_model(tmp_path, "study-planner@40")
 
 
 async def test_wrong_names_are_refused_with_the_right_ones(tmp_path: Path) -> None:

@@ -34,8 +34,17 @@ def test_the_mean_over_demonstrations_counts_each_of_them_once() -> None:
 def test_a_run_with_another_recipe_learns_demonstrations_with_this_one() -> None:
     job = JobConfig.model_validate({"optimizer": {"lr": 1e-3, "schedule": "linear", "total_steps": 9}})
     assert job.for_demonstrations().recipe.name == "sft" and job.for_demonstrations().optimizer == job.optimizer
-    assert job.for_demonstrations(1e-5).optimizer.lr == 1e-5
-    assert job.for_demonstrations(1e-5).optimizer.schedule == "constant"
+    constant = job.for_demonstrations(1e-5).optimizer_of("policy")
+    assert constant.lr == 1e-5 and constant.schedule == "constant"
     own = JobConfig.model_validate({"recipe": {"name": "sft", "aggregation": "sequence_mean"}})
     assert own.for_demonstrations().recipe == own.recipe
     assert JobConfig.model_validate(own.for_demonstrations(1e-5).model_dump()) == own.for_demonstrations(1e-5)
+
+
+def test_the_learning_rate_of_demonstrations_is_that_of_their_policy_only() -> None:
+    job = JobConfig.model_validate({"optimizer": {"lr": 1e-3}, "optimizers": {"coder": {"lr": 1e-4}}})
+    rates = {
+        policy: [job.for_demonstrations(1e-5, policy).optimizer_of(name).lr for name in ("planner", "coder", "critic")]
+        for policy in ("planner", "coder")
+    }
+    assert rates == {"planner": [1e-5, 1e-4, 1e-3], "coder": [1e-3, 1e-5, 1e-3]}

@@ -202,6 +202,7 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
     not the journal's.
     """
     from agentjet.gateway.checkpoints import CheckpointStore
+    from agentjet.gateway.first_weights import FOLDER as FIRST_WEIGHTS
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 
@@ -218,7 +219,9 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
         unfinished.mkdir(0o700)
         begun = CheckpointStore(unfinished / "runs" / DEFAULT_RUN)
         shutil.copytree(store.path(target), begun.path(target))
-        _flush(begun.folder)
+        if (folder / FIRST_WEIGHTS).is_dir():
+            shutil.copytree(folder / FIRST_WEIGHTS, begun.run_folder / FIRST_WEIGHTS)
+        _flush(begun.run_folder)
         with closing(Journal.open(begun.run_folder / JOURNAL)) as journal:
             started = Store(journal, time.time)
             with started.transaction():

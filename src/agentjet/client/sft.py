@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from agentjet.client.progress import CROSS_ENTROPY, progress_for
 from agentjet.client.report import Step
 from agentjet.client.training import target_version
 from agentjet.demonstrations import DemonstrationBody, SftRequest, SftResponse
-from agentjet.errors import ConfigError, Conflict
+from agentjet.errors import ConfigError, Conflict, Later
 from agentjet.protocol import Event
 
 SERVER_WAIT = 600.0
@@ -55,7 +57,7 @@ def read_demonstrations(path: Path) -> tuple[list[DemonstrationBody], set[str]]:
     Raises `ConfigError` for a file that cannot be read, is empty, or has a wrong line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     found, ignored = list[DemonstrationBody](), set[str]()
@@ -93,6 +95,11 @@ def demonstration(line: Any, task_id: str) -> DemonstrationBody:
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"{task_id}: tools is a list of tool definitions")
     messages = [_openai_form(message) for message in line["messages"]]
+    try:
+        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(f"{task_id}: {half} is half of a character, which UTF-8 cannot encode") from None
     return DemonstrationBody(task_id=task_id, messages=messages, tools=tools)
 
 
@@ -155,8 +162,8 @@ class Sft:
         async with aclosing(self.connection.events(after=status.last_event)) as events:
             for part in batches:
                 sent = await self._send(part)
-                assert sent.batch is not None, "the batch is on disk"
-                steps.append(await _learned(sent.batch, events))
+                assert sent.batch is not None and sent.last_event is not None, "the batch is on disk"
+                steps.append(await _learned(sent.batch, sent.last_event, events))
                 shown.step(steps[-1].metrics)
         return SftReport(
             steps=tuple(steps),
@@ -188,14 +195,26 @@ class Sft:
             check_only=check_only,
             client_id=self.client_id,
         )
-        # A batch of another client, or an evaluation, may take long.
-        send = self.connection.request("POST", "/sft", body=body, patience=math.inf, server_wait=SERVER_WAIT)
-        return SftResponse.model_validate(await send)
+        key, retry = uuid.uuid4().hex, self.connection.retry
+        for attempt in itertools.count():  # A batch of another client, or an evaluation, may take long.
+            try:
+                send = self.connection.request("POST", "/sft", body=body, key=key, patience=0, server_wait=SERVER_WAIT)
+                return SftResponse.model_validate(await send)
+            except Later as later:
+                if later.code == "engine_failed":
+                    raise Conflict(later.message, code=later.code) from None
+                await retry.sleep(max(later.retry_after, retry.delay(attempt)))
+        raise AssertionError("the attempts have no end")
 
 
-async def _learned(batch: int, events: AsyncIterator[Event]) -> Step:
-    """Returns the step of a batch once it is learned. Raises `Conflict` if it never will be."""
+async def _learned(batch: int, committed: int, events: AsyncIterator[Event]) -> Step:
+    """Returns the step of a batch once it is learned. Raises `Conflict` if it never will be.
+
+    Events up to number `committed` are about earlier batches, perhaps one with the same id.
+    """
     async for event in events:
+        if event.seq <= committed:
+            continue
         if event.kind == "step" and event.body["policy_version"] == batch + 1:
             return Step(batch + 1, event.body["metrics"])
         if event.kind == "batch" and event.body["batch"] == batch:

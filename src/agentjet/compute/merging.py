@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
@@ -30,6 +31,7 @@ from agentjet.errors import ConfigError
 CHANGED = 1e-5
 """Smallest difference of a weight that counts as a change."""
 ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 Weights = Mapping[str, Tensor]
 
@@ -101,15 +103,19 @@ def merge_folders(out: Path, folders: Sequence[Path], base: str = "", rescale: f
 
 def base_of(folders: Sequence[Path]) -> str:
     """Returns the base model that all adapters name. Raises `ConfigError` if there is not exactly one."""
-    found = {
-        str(json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"])
-        for folder in folders
-        if (folder / ADAPTER).exists()
-    }
+    found = {_named_base(folder / ADAPTER) for folder in folders if (folder / ADAPTER).exists()}
     if len(found) != 1:
         named = ", ".join(sorted(found)) or "none: whole models do not name it"
         raise ConfigError(f"the base model is unknown (the adapters name {named}): give it with --base")
     return found.pop()
+
+
+def _named_base(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise ConfigError(f"{file} cannot be read: {why}") from error
 
 
 def _load(name: str, folder: str, dtype: torch.dtype | None = None) -> nn.Module:
@@ -119,17 +125,34 @@ def _load(name: str, folder: str, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def _weights(folder: Path, base: str, place: str, state: Weights) -> Weights:
-    """Returns the whole weights of a folder in float32. Raises `ConfigError` if they are not those of the base."""
-    if (folder / ADAPTER).exists():
-        from peft import PeftModel
+    """Returns the whole weights of a folder in float32.
 
-        model = PeftModel.from_pretrained(cast(Any, _load(base, place, torch.float32)), str(folder))
-        weights = dict(cast(Any, model).merge_and_unload().state_dict())
-    else:
-        weights = dict(_load(str(folder), str(folder), torch.float32).state_dict())
+    Raises `ConfigError` for files that cannot be read, weights that are not finite, and those of another base.
+    """
+    try:
+        weights = _adapted(folder, base, place) if (folder / ADAPTER).exists() else _whole(folder)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{folder} cannot be read: {why_not_loaded(error)}") from error
     wrong = [name for name, tensor in state.items() if name not in weights or weights[name].shape != tensor.shape]
     if wrong:
         raise ConfigError(
             f"{folder} was not trained from {base!r}: it has no {first_line(Exception(wrong[0]))} of that shape"
         )
+    broken = [name for name in state if not bool(weights[name].isfinite().all())]
+    if broken:
+        raise ConfigError(f"{folder}: the weights {broken[0]} are not finite: take an earlier checkpoint")
     return weights
+
+
+def _whole(folder: Path) -> Weights:
+    return dict(_load(str(folder), str(folder), torch.float32).state_dict())
+
+
+def _adapted(folder: Path, base: str, place: str) -> Weights:
+    """Returns the weights of the base with the adapter of a folder."""
+    from peft import PeftModel
+
+    if not any((folder / name).exists() for name in ADAPTER_WEIGHTS):  # peft would ask the hub for them.
+        raise ConfigError(f"{folder} is an adapter without weights: it has no {ADAPTER_WEIGHTS[0]}")
+    model = PeftModel.from_pretrained(cast(Any, _load(base, place, torch.float32)), str(folder))
+    return dict(cast(Any, model).merge_and_unload().state_dict())

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, mod
 from agentjet.recipes import registry
 from agentjet.recipes.recipe import Recipe
 from agentjet.section import Int64, Section
-from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
+from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, SOLE_POLICY
 
 TaskSetName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Weight = Annotated[float, Field(gt=0)]
@@ -169,15 +169,17 @@ class JobConfig(Section):
     def optimizer_of(self, policy: str) -> OptimizerConfig:
         return self.optimizers.get(policy, self.optimizer)
 
-    def for_demonstrations(self, lr: float | None = None) -> Self:
-        """Returns the settings of a batch of demonstrations, with `lr` as a constant learning rate if it is given."""
+    def for_demonstrations(self, lr: float | None = None, policy: str = SOLE_POLICY) -> Self:
+        """Returns the settings of a batch of demonstrations for a policy.
+
+        With `lr`, the policy has this constant learning rate. Others keep theirs.
+        """
         recipe = self.recipe if self.recipe.only_given else registry.make_recipe("sft")
         if lr is None:
             return self.model_copy(update={"recipe": recipe})
         constant = {"lr": lr, "schedule": "constant", "warmup_steps": 0}
-        optimizers = {name: one.model_copy(update=constant) for name, one in self.optimizers.items()}
-        optimizer = self.optimizer.model_copy(update=constant)
-        return self.model_copy(update={"recipe": recipe, "optimizer": optimizer, "optimizers": optimizers})
+        optimizers = {**self.optimizers, policy: self.optimizer_of(policy).model_copy(update=constant)}
+        return self.model_copy(update={"recipe": recipe, "optimizers": optimizers})
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,7 @@ def whole_model(run_folder: Path, name: str) -> Path | None:
     """Returns the folder with the first weights of a model in a run; None if `name` is not that of a checkpoint."""
     if CheckpointName.parse(name) is None or Path(name).is_dir():
         return None
-    return run_folder / FOLDER / name.replace("/", "-")
+    return run_folder / FOLDER / name
 
 
 def resolved(run_folder: Path, model: ModelConfig) -> ModelConfig:
@@ -62,7 +62,7 @@ async def write(
     if folder is None or folder.exists():
         return
     source = find_source(run_folder, model)
-    folder.parent.mkdir(exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     await compute.add(policy, source.model, worker=worker, settings=settings)
     await compute.load(policy, source.checkpoint)
     await compute.export(policy, folder)

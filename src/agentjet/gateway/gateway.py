@@ -236,13 +236,16 @@ class Gateway:
         assert renderer is not None, "the policies are up"
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
-        batch = self.swarm.demonstrated(request, idempotency_key)
-        if batch is None and not request.check_only:
-            batch = self.swarm.demonstrate(request, answered, idempotency_key=idempotency_key).id
+        committed = self.swarm.demonstrated(request, idempotency_key)
+        if committed is None and not request.check_only:
+            committed = self.swarm.demonstrate(request, answered, policy, idempotency_key=idempotency_key)
             self.changed.notify()
             await self.durable()
         return SftResponse(
-            batch=batch, num_answers=len(trained), num_tokens=sum(len(call.completion) for call in trained)
+            batch=None if committed is None else committed.batch,
+            last_event=None if committed is None else committed.last_event,
+            num_answers=len(trained),
+            num_tokens=sum(len(call.completion) for call in trained),
         )
 
     async def heartbeat(self, episode_id: str) -> Episode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from agentjet.config import JobConfig
 from agentjet.demonstrations import SftRequest
@@ -27,10 +28,19 @@ class Answered:
     calls: tuple[RecordedCall, ...]
 
 
-def learned_before(store: Store, request: SftRequest, idempotency_key: str | None) -> int | None:
+class Committed(NamedTuple):
+    """A batch of demonstrations that is in the journal."""
+
+    batch: int
+    """Its id, which may have been that of a batch that was given up."""
+    last_event: int
+    """Number of the newest event at that time. Later ones are about this batch."""
+
+
+def learned_before(store: Store, request: SftRequest, idempotency_key: str | None) -> Committed | None:
     """The batch of an earlier copy of this request. Raises `Conflict` for the key of another request."""
     known = store.recall(_scope(request), idempotency_key, request)
-    return None if known is None else int(known)
+    return None if known is None else Committed(*map(int, known.split()))
 
 
 def compose(
@@ -40,7 +50,7 @@ def compose(
     job: JobConfig,
     now: float,
     idempotency_key: str | None,
-) -> Batch:
+) -> Committed:
     """Commit demonstrations as the next batch, with the settings `job`, before any of them is learned.
 
     Raises `Later` (`not_sampling`) while another batch is being learned or an evaluation needs the present version.
@@ -70,8 +80,9 @@ def compose(
         )
         store.journal.add_batch(batch)
         store.pending = batch
-        store.remember(_scope(request), idempotency_key, request, str(batch.id))
-    return batch
+        committed = Committed(batch.id, store.journal.last_event())
+        store.remember(_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")
+    return committed
 
 
 def _record(store: Store, request: SftRequest, given: Answered, now: float) -> Episode:

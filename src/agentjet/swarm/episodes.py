@@ -24,10 +24,10 @@ from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, Fin
 from agentjet.swarm import demonstrations, groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
-from agentjet.swarm.demonstrations import Answered
+from agentjet.swarm.demonstrations import Answered, Committed
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.mixture import Mixture
+from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, Episode, new_episode_id
@@ -232,15 +232,17 @@ class SwarmState:
 
     # ---- demonstrations ------------------------------------------------------------------------------------
 
-    def demonstrated(self, request: SftRequest, idempotency_key: str | None) -> int | None:
+    def demonstrated(self, request: SftRequest, idempotency_key: str | None) -> Committed | None:
         """See `demonstrations.learned_before`."""
         return demonstrations.learned_before(self.store, request, idempotency_key)
 
     def demonstrate(
-        self, request: SftRequest, answered: Sequence[Answered], *, idempotency_key: str | None = None
-    ) -> Batch:
-        """See `demonstrations.compose`."""
-        job = self.job.for_demonstrations(request.lr)
+        self, request: SftRequest, answered: Sequence[Answered], policy: str, *, idempotency_key: str | None = None
+    ) -> Committed:
+        """See `demonstrations.compose`. `policy` learns. Raises `Later` (`not_sampling`) for a complete batch, too."""
+        if self.batches.ready():
+            raise Later("A complete batch is learned first.", code="not_sampling", retry_after=RETRY_SECONDS)
+        job = self.job.for_demonstrations(request.lr, policy)
         return demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------
