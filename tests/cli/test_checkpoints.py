@@ -167,6 +167,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         live = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
         before = up.gateway.swarm.queries.status_counts()
         assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
+        assert up.gateway.swarm.store.journal.task("", "t0").num_groups == 4
         with pytest.raises(ConfigError, match="in use by another server"):
             roll_back(data, "1")
     done, _ = roll_back(data, "1")
@@ -176,6 +177,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         swarm = up.gateway.swarm
         assert (swarm.policy_version, up.compute.version, up.compute.weights) == (5, 5, weights(data, 1))
         assert up.compute.learned == [], "nothing that was undone is learned again"
+        assert swarm.store.journal.task("", "t0").num_groups == 0, "statistics of the undone policy"
         counts = swarm.queries.status_counts()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
         assert swarm.queries.dropped() == {"rolled_back": 13}

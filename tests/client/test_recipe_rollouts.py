@@ -53,10 +53,15 @@ async def agent(task: Task, episode: AsyncEpisode) -> float:
     return float(task.payload == 2)
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
-def test_training_follows_the_recipe(tmp_path: Path, concurrency: int) -> None:
+@pytest.mark.parametrize(("concurrency", "spare"), [(1, 0), (8, 0), (1, 1)])
+def test_training_follows_the_recipe(tmp_path: Path, concurrency: int, spare: int) -> None:
+    """Also with spare episodes, which do not wait for the group of a skipped task."""
+
     async def scenario() -> None:
-        async with serving(tmp_path / "data", job=job()) as served, client(served) as swarm:
+        async with (
+            serving(tmp_path / "data", job={**job(), "spare_episodes": spare}) as served,
+            client(served) as swarm,
+        ):
             async with asyncio.timeout(60):
                 report = await swarm.train(agent, TASKS, steps=6, concurrency=concurrency, progress=False)
             assert report.num_aborted == 0 and len(report.steps) == 6

@@ -162,6 +162,20 @@ def test_state_changes_with_the_optimiser_step_of_the_last_step(tiny_folder: Pat
         learner.learn(forest, JobConfig(recipe=Counting.model_construct(name="counting", result=math.inf)), 6)
 
 
+def test_a_policy_that_diverged_leaves_the_state_and_does_not_blame_the_recipe(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
+    job = JobConfig(recipe=make_recipe("adaptive_kl"), optimizer=RATE)
+    learner.learn(forest, job, 0)
+    state = dict(learner.recipe_states)
+    with torch.no_grad():
+        for master in learner.masters():
+            master.fill_(math.nan)
+    learner._copy_masters()
+    assert learner.learn(forest, job, 1)["weights/finite"] == 0
+    assert learner.recipe_states == state
+
+
 class Measured(PolicyGradient):
     """Keeps what it was given."""
 

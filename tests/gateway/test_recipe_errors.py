@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from agentjet.errors import Later, RecipeError
+from agentjet.errors import InvalidRequest, Later, RecipeError
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.recipes.recipe import FinishedGroup
+from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.recipes.shelf.grpo import Grpo
 from tests.fakes import Running, running
 
@@ -23,6 +24,14 @@ class Fragile(Grpo):
 
     def accept(self, group: FinishedGroup) -> str:
         return "" if Fragile.mended else str(1 / 0)
+
+
+class FragileRollout(Fragile):
+    def accept(self, group: FinishedGroup) -> str:
+        return ""
+
+    def rollout(self, task: TaskStats, default: Rollout, version: int) -> Rollout:
+        return default if Fragile.mended else Rollout(1 // 0, 1.0)
 
 
 async def failed(run: Running) -> str:
@@ -58,3 +67,25 @@ async def test_a_failure_of_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await run.gateway.ready()
         await run.gateway.finish(last.id, FinishRequest(reward=1.0))
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
+
+
+async def test_a_failure_of_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path / "d", job={"recipe": f"{__name__}:FragileRollout"}) as run:
+        with pytest.raises(Later, match=r"`rollout` failed at .*test_recipe_errors.py:\d+: ZeroDivisionError"):
+            await run.gateway.begin(BeginRequest(task_id="t"))
+        assert "ZeroDivisionError" in await failed(run)
+        monkeypatch.setattr(Fragile, "mended", True)
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        await run.batch()
+
+
+async def test_a_wrong_task_set_is_an_error_of_the_client_and_stops_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"recipe": "staged"}) as run:
+        with pytest.raises(
+            InvalidRequest, match="task_set = 'x' is not one of the stages easy, medium, hard"
+        ) as refusal:
+            await run.gateway.begin(BeginRequest(task_id="t", task_set="x"))
+        assert (refusal.value.status, refusal.value.param) == (400, "task_set")
+        assert (await run.gateway.begin(BeginRequest(task_id="t", task_set="easy"))).status == "live"
+        assert run.gateway.engine.state == "sampling"

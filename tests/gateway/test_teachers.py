@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,14 @@ def test_a_teacher_is_a_folder_with_the_tokenizer_of_the_policy(tmp_path: Path) 
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     (teacher / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="has another tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer.json is missing or damaged \(FileNotFoundError"):
         _check_model(job_of(teacher), info)
+    with pytest.raises(ConfigError, match="is missing or damaged"):  # Both folders lack it.
+        _check_model(job_of(teacher), replace(info, tokenizer_path=str(teacher)))
+    for damaged in (b'{"model": ', b"\xff", b"[]", b'{"model": {}, "added_tokens": []}'):
+        (teacher / "tokenizer.json").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is missing or damaged"):
+            _check_model(job_of(teacher), info)
     tokenizer = json.loads((Path(info.tokenizer_path) / "tokenizer.json").read_text())
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
     _check_model(job_of(teacher), info)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from agentjet.errors import InvalidRequest
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 from tests.recipes.batches import advantages, make_batch, recipe_of
@@ -83,7 +84,7 @@ def test_staged_opens_one_task_set_after_the_other() -> None:
     assert begun(300, replay=1.0) == "easy medium hard" and begun(1, replay=1.0) == "easy"
     share = np.mean([begun(step) == "easy medium" for step in range(101, 251)])
     assert 0.1 < share < 0.3
-    with pytest.raises(ValueError, match="its task set 'x' is not one of the stages easy, medium, hard"):
+    with pytest.raises(InvalidRequest, match="task_set = 'x' is not one of the stages easy, medium, hard"):
         chosen("staged", task(0, task_set="x"))
     for wrong in ([100], [250, 100], [0, 5], [5, 5]):
         with pytest.raises(ValueError, match="give rising steps from 1, one for each of the 3 stages"):

@@ -54,7 +54,7 @@ class Visit:
     """One visit of a task: what the specs of its group share."""
 
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an episode of the group has begun. A spare one joins a group, so it waits for this."""
+    """Set when an episode of the group has begun, or its task is skipped. A spare one waits for this, to join."""
     size: int | None = None
     """Number of episodes that complete the group, once the server has answered. The recipe may want few."""
 
@@ -260,6 +260,7 @@ class Runner:
                     elif refusal.code == "task_skipped":
                         queue.skip(spec.task)
                         self._skipped.append(spec.group)
+                        spec.visit.opened.set()
                     elif refusal.code != "group_closed":  # A spare episode, or the recipe wants fewer.
                         raise
 
@@ -271,6 +272,8 @@ class Runner:
         The worker of a failed episode begins the next attempt at once. If attempts were queued, all workers could wait
         for room for new groups while this group lacks a member.
         """
+        if spec.spare:
+            await spec.visit.opened.wait()
         attempts_left = 0 if spec.group in self._skipped else ATTEMPTS
         while attempts_left and spec.group not in self._unneeded:
             result = await self.attempt(spec)
@@ -334,8 +337,6 @@ class Runner:
                 await asyncio.wait([working])
 
     async def _begin(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
-        if spec.spare:
-            await spec.visit.opened.wait()
         self._num_beginning += 1
         try:
             episode, agent = await self._start(spec)

@@ -268,13 +268,26 @@ class CallPath:
         self._swarm.note(episode.id, noted=request.notes)
 
     def _check_turns(self, call: ActiveCall) -> None:
-        """Raises `InvalidRequest` (`turn_limit`) for a turn beyond those of the episode. A retry is not a turn."""
+        """Raises `InvalidRequest` (`turn_limit`) for a turn beyond those of the episode.
+
+        A turn is an answer that is trained, or that is not given yet. A retry is not a turn.
+        """
         most, request = call.episode.max_turns, call.request
         if not most or request.untrained:
             return
-        turns = [one for one in self._swarm.tree(call.episode.id, call.role).calls if not one.untrained]
-        is_retry = request.retry and any(one.ask.fingerprint == request.fingerprint for one in turns)
-        if sum(one.retry_of is None for one in turns) >= most and not is_retry:
+        known = [one for one in self._swarm.tree(call.episode.id, call.role).calls if not one.untrained]
+        orphaned = self._swarm.queries.orphans(call.episode.id)
+        turns, asked = sum(one.id not in orphaned for one in known), {one.ask.fingerprint for one in known}
+
+        def is_retry(request: CallRequest) -> bool:
+            return request.retry and request.fingerprint in asked
+
+        for other in self._episodes[call.episode.id].open:
+            if other is call or other.role != call.role or other.request.untrained or is_retry(other.request):
+                continue
+            turns += other.request.num_answers - len(other.recorded)
+            asked.add(other.request.fingerprint)
+        if turns >= most and not is_retry(request):
             raise InvalidRequest(
                 f"The episode has its {most} turns, the maximum that the recipe {self._swarm.job.recipe.name!r} has "
                 "chosen for it: end the agent's loop after episode.max_turns answers (AGENTJET_MAX_TURNS), and finish "

@@ -378,9 +378,13 @@ def _check_model(job: JobConfig, model: ModelInfo) -> None:
 
 
 def _token_ids(folder: Path) -> Any:
-    """Returns the tokens of a tokenizer with their ids; None without a `tokenizer.json`."""
+    """Returns the tokens of a tokenizer with their ids. Raises `ConfigError` without a readable `tokenizer.json`."""
     path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    return tokenizer["model"]["vocab"], [(token["id"], token["content"]) for token in tokenizer["added_tokens"]]
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        return tokenizer["model"]["vocab"], [(token["id"], token["content"]) for token in tokenizer["added_tokens"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is missing or damaged ({type(error).__name__}: {error}), and job.recipe.teacher needs the same "
+            "tokenizer as the policy: give both folders their tokenizer.json"
+        ) from error

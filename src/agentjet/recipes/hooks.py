@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentjet.errors import AgentJetError, RecipeError
 from agentjet.recipes.recipe import FinishedGroup, Recipe
+from agentjet.recipes.rollout import Rollout, TaskStats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +56,18 @@ def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
             f"group, or a short name of letters a-z and _, other than {', '.join(sorted(others))}; {WAY_OUT}"
         )
     return reason
+
+
+def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> Rollout:
+    """Returns how the next group of a task is sampled. `InvalidRequest` of the hook refuses the request."""
+    hook = "rollout"
+    found: Any = called(recipe, hook, lambda: recipe.rollout(task, default, version))
+    if not isinstance(found, Rollout):
+        raise _wrong(recipe, hook, f"returned {found!r} instead of `default` or `replace(default, ...)`")
+    try:
+        return found.checked(default, recipe.smallest_group)
+    except ValueError as error:
+        raise _wrong(recipe, hook, f"returned for task {task.task_id!r} {error}") from None
 
 
 def columns(
@@ -131,7 +144,9 @@ def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
 
 
 def next_state(recipe: Recipe, state: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the state of the recipe for the next batch."""
+    """Returns the state of the recipe for the next batch. A batch with a metric that is not finite leaves it."""
+    if not all(map(math.isfinite, metrics.values())):  # The policy has diverged, which `divergence` reports.
+        return dict(state)
     hook = "next_state"
     found: Any = called(recipe, hook, lambda: recipe.next_state(state, metrics))
     if not isinstance(found, Mapping) or not all(

@@ -151,7 +151,8 @@ class Recipe(Component):
     def rollout(self, task: TaskStats, default: Rollout, version: int) -> Rollout:
         """Returns how the next group of a task is sampled: `default`, or `replace(default, ...)` with other values.
 
-        `default` has the settings of the job. `version` is the present policy version.
+        `default` has the settings of the job. `version` is the present policy version. Raises `InvalidRequest` for a
+        task that the recipe cannot place, such as one of an unknown task set: the client gets the refusal.
         """
         return default
 
@@ -174,7 +175,7 @@ class Recipe(Component):
         """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged.
 
         `metrics` are those of the batch, of `columns` and `token_loss`: means over its steps. The state is empty before
-        the first batch of a recipe with this name.
+        the first batch of a recipe with this name. Not called for a batch with a metric that is not finite.
         """
         return state
 

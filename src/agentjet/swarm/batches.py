@@ -260,6 +260,7 @@ class Batches:
             for group in self._pending_groups():
                 store.put_group(group)
             journal.remove_batches(to)
+            journal.forget_tasks()  # They are of the undone policy, too.
             store.start_at(version)
             self._forget_pending()
             for episode_id in trained:

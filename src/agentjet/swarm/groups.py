@@ -10,12 +10,11 @@ The functions take a `Store` and are called inside its transactions.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentjet.errors import Conflict, Later, RequestError
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import FinishedGroup
@@ -25,8 +24,6 @@ from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
 from agentjet.swarm.state import Episode, Group
 from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
-
-log = logging.getLogger(__name__)
 
 MAX_STEPS_RETRY_SECONDS = 60.0
 SURPLUS = "surplus: training had enough without it"
@@ -105,23 +102,10 @@ def size(store: Store, group: Group) -> int:
 def _new_group(store: Store, request: BeginRequest, name: str, now: float) -> Group:
     """Returns a group as the recipe wants it to be sampled.
 
-    Raises `Conflict` (`task_skipped`). Raises `RequestError` (`recipe_failed`) if the hook is wrong.
+    Raises `Conflict` (`task_skipped`). Raises `RecipeError` if the hook is wrong, `InvalidRequest` if the task is.
     """
     job, task = store.job, store.journal.task(request.task_set, request.task_id)
-    default = Rollout(job.group_size, job.temperature)
-    try:
-        rollout = job.recipe.rollout(task, default, store.policy_version)
-        if not isinstance(rollout, Rollout):
-            raise ValueError(f"{rollout!r} is not a Rollout: return `default` or `replace(default, ...)`")
-        rollout = rollout.checked(default, job.recipe.smallest_group)
-    except Exception as error:  # Boundary: the recipe may not be ours.
-        log.exception("the hook `rollout` of the recipe %r failed for task %r", job.recipe.name, request.task_id)
-        raise RequestError(
-            f"The hook `rollout` of the recipe {job.recipe.name!r} failed for task {request.task_id!r} at "
-            f"{hooks.place(error)}: {type(error).__name__}: {error}. Mend the recipe and start the server again.",
-            code="recipe_failed",
-            status=500,
-        ) from error
+    rollout = hooks.rollout(job.recipe, task, Rollout(job.group_size, job.temperature), store.policy_version)
     if rollout.skip and request.unless_skipped:
         raise Conflict(
             f"The recipe {job.recipe.name!r} skips task {request.task_id!r} at policy version {store.policy_version}: "

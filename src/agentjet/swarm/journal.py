@@ -270,6 +270,10 @@ class Journal:
         row = (task.task_set, task.task_id, _TASK.dump_json(task).decode())
         self._db.execute("INSERT OR REPLACE INTO tasks (task_set, task_id, body) VALUES (?, ?, ?)", row)
 
+    def forget_tasks(self) -> None:
+        """Forget the statistics of all tasks."""
+        self._db.execute("DELETE FROM tasks")
+
     def add_instance(self, client_id: str, instance_id: str) -> None:
         """Record that a process of a client began an episode."""
         self._db.execute(

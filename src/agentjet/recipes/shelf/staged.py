@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from agentjet.errors import InvalidRequest
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.section import Int64
@@ -45,7 +46,11 @@ class Staged(Grpo):
 
     def rollout(self, task: TaskStats, default: Rollout, version: int) -> Rollout:
         if task.task_set not in self.stages:
-            raise ValueError(f"its task set {task.task_set!r} is not one of the stages {', '.join(self.stages)}")
+            raise InvalidRequest(
+                f"task_set = {task.task_set!r} is not one of the stages {', '.join(self.stages)} of the recipe "
+                f"{self.name!r}: begin task {task.task_id!r} in one of them, or name the set in job.recipe.stages",
+                param="task_set",
+            )
         stage, own = sum(version >= end for end in self.ends), self.stages.index(task.task_set)
         if own == stage or (own < stage and _share(task, version) < self.replay):
             return default
