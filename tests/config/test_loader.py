@@ -106,6 +106,7 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["job=3"], "job = 3 (--set): this is a section; set what is in it, such as job.batch_size"),
         (["job=3", "job.seed=1"], "job.seed = 1: 'job' is set to 3 already"),
         (["job.group_size=1"], "group_size = 1: recipe grpo compares the episodes of a group"),
+        (["job.min_group_size=1"], "min_group_size = 1: recipe grpo compares the episodes of a group"),
         (["job.group_size=4", "job.min_group_size=5"], "min_group_size = 5 is above group_size = 4"),
         (["model.context_length=100", "job.max_tokens=100"], "job.max_tokens = 100 leaves no room for a prompt"),
         (["job.recipe.aggregation=constant"], "needs constant > 0"),
@@ -120,6 +121,11 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (
             ["policies.planner.model=m", "policies.coder.model=m", "job.optimizers.x.lr=1"],
             "job.optimizers.x: the run has no policy 'x'; its policies are 'planner', 'coder'",
+        ),
+        (
+            ["policies.planner.model=m", "job.recipe=single_stream"],
+            "job.recipe = 'single_stream' compares rewards with those of earlier episodes of the task, and these are "
+            "not of single policies: choose another recipe, or omit [policies]",
         ),
         (
             ['policies.a={lora={rank=2},model="m"}', 'policies.b={lora={rank=2},model="n"}'],

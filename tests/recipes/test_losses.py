@@ -144,15 +144,5 @@ def test_rewards_that_are_named_for_a_role_have_the_penalty_too() -> None:
 
 
 def test_kl_that_would_teach_nothing_is_refused() -> None:
-    for parameters, sentence in (
-        ({"kl_estimator": "k1"}, "kl_estimator = 'k1' in the loss has a gradient that is 0 on average"),
-        (
-            {"name": "mars", "kl_in": "reward"},
-            "the recipe 'mars' does not compare rewards of episodes; set kl_in to 'loss'",
-        ),
-        ({"name": "digirl_curriculum", "kl_in": "reward"}, "the recipe 'digirl_curriculum' does not compare rewards"),
-        ({"name": "ppo", "kl_in": "reward"}, "the recipe 'ppo' does not compare rewards of episodes"),
-        ({"name": "adaptive_kl", "kl_in": "reward"}, "the recipe 'adaptive_kl' does not compare rewards"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            make_recipe(parameters)
+    with pytest.raises(ValueError, match="kl_estimator = 'k1' in the loss has a gradient that is 0 on average"):
+        make_recipe({"kl_estimator": "k1"})

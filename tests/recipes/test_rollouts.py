@@ -101,6 +101,15 @@ def test_single_stream_compares_with_earlier_episodes_of_the_task() -> None:
     assert make_recipe("single_stream").smallest_group == 1
 
 
+def test_rewards_of_roles_are_not_compared_with_those_of_tasks() -> None:
+    batch = make_batch([[0.0], [0.0], [0.0]])
+    assert batch.facts is not None
+    named = replace(batch.facts, role_rewards=np.array([[5.0], [3.0], [4.0]]), task_means=np.array([0.0, 5.0, np.nan]))
+    # The mean of the batch for the role is 4: 1, -1, 0, and the sample deviation is 1.
+    assert advantages(replace(batch, facts=named), "single_stream") == pytest.approx([1, -1, 0], abs=2e-6)
+    assert advantages(replace(batch, facts=named), "digirl_curriculum") == [1, 0, 0]
+
+
 def test_digirl_keeps_the_most_surprising_successes() -> None:
     rewards = [1.0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
     batch = make_batch([[reward] for reward in rewards])

@@ -259,7 +259,7 @@ def test_dapo_drops_groups_that_teach_nothing_and_keeps_its_defaults() -> None:
     assert dapo.accept(group) == "zero_variance" and recipe_of("grpo").accept(group) == ""
     with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
         recipe_of("rft", drop_zero_variance=True)
-    with pytest.raises(ValueError, match="the recipe 'craft_gui' compares metrics, so groups with equal rewards teach"):
+    with pytest.raises(ValueError, match="the recipe 'craft_gui' does not learn from the reward alone"):
         recipe_of("craft_gui", drop_zero_variance=True)
 
 
@@ -300,6 +300,10 @@ def test_what_is_not_compared_is_not_trained() -> None:
     awr = recipe_of("awr")
     forest = awr.columns(batch, {})[0]
     assert forest.num_targets == 4 and awr.weights(forest).tolist() == [0.25] * 4
+    one = make_batch([[1, 0, 0.5]])
+    assert one.facts is not None
+    one = replace(one, facts=replace(one.facts, role_rewards=np.array([[1.0], [np.nan], [np.nan]])))
+    assert awr.columns(one, {})[0].num_targets == 0, "compared with no other episode"
 
 
 @pytest.mark.parametrize(
@@ -316,6 +320,14 @@ def test_rejected_episodes_are_in_no_denominator(name: str, rewards: list[float]
         make_batch([rewards]), {"proximal": np.full(2 * len(rewards), -1.0, np.float32)}
     )[0]
     assert corrected["advantage"].tolist() == forest["advantage"].tolist()
+
+
+@pytest.mark.parametrize("name", ["stepwise_grpo", "dart"])
+def test_turns_of_any_length_count_the_same(name: str) -> None:
+    recipe = recipe_of(name, keep=1)
+    forest = recipe.columns(make_batch([[1, 0]], calls=[[1, 9], [4]]), {})[0]
+    weights = recipe.weights(forest)
+    assert [float(weights[forest["call"] == call].sum()) for call in range(3)] == pytest.approx([1 / 3] * 3)
 
 
 def test_defaults_of_publications() -> None:

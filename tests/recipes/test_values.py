@@ -42,8 +42,21 @@ def test_rewards_come_at_the_ends_of_calls_and_sequences() -> None:
     assert found.starts.tolist() == [0, 2, 3] and found.ends.tolist() == [1, 2, 3]
     backwards = replace(batch, facts=replace(batch.facts, call_turn=np.array([1, 0, 0], np.int32)))
     assert steps(backwards).order.tolist() == [2, 0, 1, 3]
-    named = replace(batch, facts=replace(batch.facts, role_rewards=np.array([[np.nan], [7.0]])))
-    assert steps(named).rewards.tolist() == [0, 0.5, 1.25, 7.0]
+    named = replace(batch, facts=replace(batch.facts, role_rewards=np.array([[3.0], [7.0]])))
+    assert steps(named).rewards.tolist() == [0, 0.5, 3.25, 7.0]
+
+
+@pytest.mark.parametrize("name", ["ppo", "archer", "digirl"])
+def test_a_role_without_a_reward_among_named_ones_is_not_trained(name: str) -> None:
+    batch = with_values(make_batch([[1.0, 2.0, 2.0]], calls=[[1, 1], [2], [2]]), value=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    named = replace(batch, facts=replace(batch.facts, role_rewards=np.array([[7.0], [np.nan], [5.0]])))
+    recipe = recipe_of(name)
+    forest, _ = recipe.columns(named, {})
+    assert forest["call"].tolist() == [0, 1, 3, 3]
+    alone = with_values(make_batch([[7.0, 5.0]], calls=[[1, 1], [2]]), value=[0.1, 0.2, 0.5, 0.6])
+    assert forest["advantage"].tolist() == recipe.columns(alone, {})[0]["advantage"].tolist()
+    nothing = replace(batch, facts=replace(batch.facts, groups=np.zeros(3, np.int32)))
+    assert recipe.columns(nothing, {})[0].num_targets == 6
 
 
 def test_sequences_of_different_lengths_are_computed_together() -> None:

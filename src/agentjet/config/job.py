@@ -209,6 +209,11 @@ class JobConfig(Section):
                 f"task_weights = {self.task_weights}: recipe {self.recipe.name} decides which task set is sampled; "
                 "leave task_weights empty"
             )
+        if self.min_group_size < self.recipe.smallest_group:
+            raise ValueError(
+                f"min_group_size = {self.min_group_size}: recipe {self.recipe.name} compares the episodes of a group, "
+                f"so a smaller one has no training signal; set min_group_size to {self.recipe.smallest_group} or more"
+            )
         if self.min_group_size > self.group_size:
             raise ValueError(f"min_group_size = {self.min_group_size} is above group_size = {self.group_size}")
         return self

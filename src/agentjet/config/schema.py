@@ -262,6 +262,15 @@ class ServeConfig(Section):
                 raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")
         return self
 
+    @model_validator(mode="after")
+    def _task_means_are_of_the_policy(self) -> Self:
+        if self.policies and self.job.recipe.reads_task_means:
+            raise ValueError(
+                f"job.recipe = {self.job.recipe.name!r} compares rewards with those of earlier episodes of the task, "
+                "and these are not of single policies: choose another recipe, or omit [policies]"
+            )
+        return self
+
     def base_models(self) -> dict[str, tuple[str, str]]:
         """The base model of the adapters in each embedded worker: a policy that has it, and its name.
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from agentjet.recipes.policy_gradient import FloatArray, PolicyGradient
+from agentjet.recipes.policy_gradient import FloatArray, PolicyGradient, compared_rewards
 from agentjet.recipes.recipe import ValueHeads
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.forest import Forest, select
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class Critic(PolicyGradient):
 
     head_names: ClassVar[tuple[str, ...]] = ("value",)
     smallest_group: ClassVar[int] = 1
-    takes_kl_in_reward: ClassVar[bool] = False
+    compares_rewards: ClassVar[bool] = False
 
     @property
     def value_heads(self) -> ValueHeads:
@@ -55,6 +55,11 @@ class Critic(PolicyGradient):
     def columns(
         self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
     ) -> tuple[Forest, dict[str, float]]:
+        if batch.facts is not None and batch.forest.num_targets:
+            rewarded = ~np.isnan(batch.facts.of_tokens(compared_rewards(batch.facts), batch.forest))
+            if not rewarded.all():
+                batch = replace(batch, forest=select(batch.forest, rewarded))
+                outputs = {name: values[rewarded] for name, values in outputs.items()}
         if not batch.forest.num_targets:
             return batch.forest, {}
         if batch.facts is not None:
@@ -87,9 +92,7 @@ class Steps(NamedTuple):
 
 
 def steps(batch: TrainingBatch) -> Steps:
-    """Returns the targets in order. A call without a reward has 0. A role with a named reward has it instead of the
-    episode's.
-    """
+    """Returns the targets in order. A call without a reward has 0. Other rewards are those of `compared_rewards`."""
     facts, forest = batch.facts, batch.forest
     assert facts is not None
     calls = forest["call"]
@@ -100,8 +103,7 @@ def steps(batch: TrainingBatch) -> Steps:
     rewards = np.zeros(len(order))
     rewards[ends] = np.nan_to_num(facts.call_rewards[call[ends]])
     episode, role = facts.call_episode[call[last]], facts.call_role[call[last]]
-    named = facts.role_rewards[episode, role]
-    rewards[last] += np.where(np.isnan(named), facts.rewards[episode], named)
+    rewards[last] += np.nan_to_num(compared_rewards(facts)[episode, role])
     starts = np.concatenate([np.zeros(1, np.intp), ends[:-1] + 1])
     return Steps(order, rewards, sequence.astype(np.intp), starts, ends)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from agentjet.recipes import registry
 from agentjet.recipes.recipe import Component
@@ -65,9 +65,19 @@ class Clip(PolicyLoss):
     clip_high: float = Field(0.2, ge=0)
     """With a positive advantage, ratios above 1 + clip_high have no gradient."""
     dual_clip: float = Field(0.0, ge=0)
-    """Maximum ratio for negative advantages; use a value above 1. 0: no maximum."""
+    """Maximum ratio for negative advantages, above 1. 0: no maximum."""
 
     is_linear: ClassVar[bool] = True
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _negative_advantages_teach(cls, dual_clip: float) -> float:
+        if 0 < dual_clip <= 1:
+            raise ValueError(
+                f"dual_clip = {dual_clip} takes the gradient from negative advantages at ratio 1; set it above 1, or "
+                "to 0 for no maximum"
+            )
+        return dual_clip
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         advantage = columns["advantage"]

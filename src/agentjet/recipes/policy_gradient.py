@@ -76,10 +76,12 @@ class PolicyGradient(Recipe):
     """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
 
     smallest_group: ClassVar[int] = 2
-    reshapes_rewards: ClassVar[bool] = False
-    """True if the recipe compares other numbers than the rewards, so that groups with equal rewards teach, too."""
-    takes_kl_in_reward: ClassVar[bool] = True
-    """False if the advantages do not come from `comparisons`, so that `kl_in = "reward"` would be ignored."""
+    compares_rewards: ClassVar[bool] = True
+    """False if the advantages do not come from `comparisons`. `by_role` and `kl_in = "reward"` are then refused."""
+    equal_rewards_teach: ClassVar[bool] = False
+    """True if groups with equal rewards teach, too. `drop_zero_variance` is then refused, as for groups of one."""
+    no_kl_in_reward: ClassVar[str] = ""
+    """Verb and object that say why `kl_in = "reward"` is refused although rewards are compared; '' if it is not."""
 
     # ---- advantages ----------------------------------------------------------------------------------------
 
@@ -261,11 +263,20 @@ class PolicyGradient(Recipe):
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> Self:
-        if self.drop_zero_variance and (self.smallest_group == 1 or self.reshapes_rewards):
-            compares = "compares metrics" if self.reshapes_rewards else "does not compare the episodes of a group"
+        if self.drop_zero_variance and (self.smallest_group == 1 or self.equal_rewards_teach):
+            learns = "learn from the reward alone" if self.equal_rewards_teach else "compare the episodes of a group"
             raise ValueError(
-                f"drop_zero_variance = True: the recipe {self.name!r} {compares}, so "
-                "groups with equal rewards teach, too; set it to False"
+                f"drop_zero_variance = True: the recipe {self.name!r} does not {learns}, so groups with equal rewards "
+                "teach, too; set it to False"
+            )
+        if self.drop_zero_variance and self.kl_coef and self.kl_in == "reward":
+            raise ValueError(
+                "drop_zero_variance = True: the penalty of kl_in = 'reward' makes the rewards of a group differ, so "
+                f"groups with equal rewards teach, too; set drop_zero_variance of {self.name!r} to False"
+            )
+        if self.by_role and not self.compares_rewards:
+            raise ValueError(
+                f"by_role = True: the recipe {self.name!r} does not compare rewards of episodes; set it to False"
             )
         return self
 
@@ -282,10 +293,9 @@ class PolicyGradient(Recipe):
                 "kl_estimator = 'k1' in the loss has a gradient that is 0 on average; set it to 'k2' or 'k3', or set "
                 "kl_in = 'reward'"
             )
-        if self.kl_in == "reward" and (self.needs_call_rewards or not self.takes_kl_in_reward):
-            raise ValueError(
-                f"kl_in = 'reward': the recipe {self.name!r} does not compare rewards of episodes; set kl_in to 'loss'"
-            )
+        reason = self.no_kl_in_reward if self.compares_rewards else "does not compare rewards of episodes"
+        if self.kl_in == "reward" and reason:
+            raise ValueError(f"kl_in = 'reward': the recipe {self.name!r} {reason}; set kl_in to 'loss'")
         return self
 
     @model_validator(mode="after")
@@ -333,12 +343,19 @@ def sums(batch: TrainingBatch, values: FloatArray) -> FloatArray:
 
 def penalised(facts: Facts, penalties_ER: FloatArray) -> Facts:
     """Returns the facts with the penalty [E, R] subtracted from each reward that `comparisons` compares."""
+    return replace(facts, role_rewards=compared_rewards(facts) - penalties_ER)
+
+
+def compared_rewards(facts: Facts) -> FloatArray:
+    """Returns the rewards [E, R] that `comparisons` compares; NaN for a role without a named reward in a group with
+    named rewards for that role.
+    """
     _, group_E = np.unique(facts.groups, return_inverse=True)
     is_named_ER = ~np.isnan(facts.role_rewards)
     is_named_GR = np.zeros((int(group_E.max(initial=-1)) + 1, len(facts.roles)), bool)
     np.logical_or.at(is_named_GR, group_E, is_named_ER)
     unnamed_ER = np.where(is_named_GR[group_E], np.nan, facts.rewards[:, None])
-    return replace(facts, role_rewards=np.where(is_named_ER, facts.role_rewards, unnamed_ER) - penalties_ER)
+    return np.where(is_named_ER, facts.role_rewards, unnamed_ER)
 
 
 def rewards_to_go(facts: Facts, rewards_C: FloatArray, gamma: float) -> FloatArray:

@@ -115,6 +115,9 @@ class Recipe(Component):
     """Smallest `job.group_size` that has a training signal."""
     chooses_task_sets: ClassVar[bool] = False
     """True if `rollout` decides which task set is sampled. `job.task_weights` is then refused."""
+    reads_task_means: ClassVar[bool] = False
+    """True if it compares rewards with `Facts.task_means`, which are of episodes. It is refused in runs with named
+    policies, whose rewards may have another scale."""
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -24,7 +24,8 @@ class AdaptiveKl(Grpo):
 
         L = clip + beta KL,  beta <- beta (1 + clamp(KL / target - 1, -0.2, 0.2) min(1, n / horizon)) after n sequences
 
-    Source: arXiv 1909.08593, section 2.2, as verl computes it. Confidence: reproduced.
+    Source: arXiv 1909.08593, section 2.2, as verl computes it. Confidence: inspired by: the source's controller acts on
+    the KL in the reward, this one on the KL in the loss.
     Use: long runs that must stay near the first model, if the weight of the penalty is not known. `beta` is state:
     it is saved with the checkpoints and begins at `kl_coef`.
     Cost: one more forward pass, by the weights of version 0; every token is computed.
@@ -38,7 +39,7 @@ class AdaptiveKl(Grpo):
     horizon: float = Field(10_000.0, gt=0)
     """Sequences after which a constant error of 20 % has changed the weight by about 20 %."""
 
-    takes_kl_in_reward: ClassVar[bool] = False  # The weight in the rewards would be the first one for ever.
+    no_kl_in_reward: ClassVar[str] = "adapts the weight of the penalty in the loss"
 
     @property
     def reads(self) -> tuple[str, ...]:

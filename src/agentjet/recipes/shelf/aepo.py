@@ -26,7 +26,7 @@ class AepoLoss(Clip):
 
     name: str = "aepo"
     dual_clip: float = Field(3.0, ge=0)
-    """Maximum ratio for negative advantages; use a value above 1. 0: no maximum."""
+    """Maximum ratio for negative advantages, above 1. 0: no maximum."""
 
     is_linear: ClassVar[bool] = True
 

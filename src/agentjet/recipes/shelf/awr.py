@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from pydantic import Field, SerializeAsAny
 
 from agentjet.recipes.losses import PolicyLoss
+from agentjet.recipes.policy_gradient import Comparison
 from agentjet.recipes.shelf.grpo import Grpo
-from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.batch import Facts, TrainingBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,10 @@ class Awr(Grpo):
     name: str = "awr"
     loss: SerializeAsAny[PolicyLoss] = AwrLoss()
     """The policy loss."""
+
+    def comparisons(self, facts: Facts) -> Iterator[Comparison]:
+        """Of two or more: the advantage 0 of one would be a weight of 1."""
+        return (found for found in super().comparisons(facts) if len(found.episodes) > 1)
 
     def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Without sequences that are not compared: their advantage 0 would be a weight of 1."""

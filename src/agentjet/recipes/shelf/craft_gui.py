@@ -29,7 +29,8 @@ class CraftGui(Grpo):
     mix: dict[str, Annotated[float, Field(gt=0)]] = Field({"format": 0.2, "action": 0.5, "judge": 0.3})
     """Weight of each metric in the reward. A given table replaces this one."""
 
-    reshapes_rewards: ClassVar[bool] = True
+    equal_rewards_teach: ClassVar[bool] = True
+    no_kl_in_reward: ClassVar[str] = "learns from metrics instead of the reward"
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         facts = batch.facts

@@ -33,6 +33,7 @@ class DenseTurnCredit(PolicyGradient):
     """Number of rewards in a complete episode, the divisor of lost ones. 0: the episode's number of turns."""
 
     needs_call_rewards: ClassVar[bool] = True
+    compares_rewards: ClassVar[bool] = False
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
         facts = batch.facts

@@ -61,6 +61,7 @@ class DirectAdvantage(PolicyGradient):
 
     needs_call_rewards: ClassVar[bool] = True
     smallest_group: ClassVar[int] = 1
+    compares_rewards: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[Need]:

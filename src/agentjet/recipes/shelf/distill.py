@@ -31,7 +31,7 @@ class Distill(PolicyGradient):
     """Folder of the teacher, such as one that `agentjet export` wrote. It must not change during the run."""
 
     smallest_group: ClassVar[int] = 1
-    takes_kl_in_reward: ClassVar[bool] = False
+    compares_rewards: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[Need]:

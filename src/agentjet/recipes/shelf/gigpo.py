@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from agentjet.recipes.policy_gradient import FloatArray, centred, penalised, rewards_to_go
+from agentjet.recipes.policy_gradient import FloatArray, centred, compared_rewards, rewards_to_go
 from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import observations
@@ -31,6 +33,8 @@ class Gigpo(Grpo):
     """Weight of the advantage of the call. 0: that of the episode only."""
     normalise: bool = False
     """Divide both advantages by the standard deviation, as GRPO does."""
+
+    equal_rewards_teach: ClassVar[bool] = True
 
     def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
         return super().group_advantages(rewards_G) if self.normalise else centred(rewards_G)
@@ -62,7 +66,7 @@ def call_rewards(facts: Facts) -> FloatArray:
     for call in np.argsort(facts.call_turn, kind="stable").tolist():
         last[int(sequence_C[call])] = call
     named = set(sequence_C[~np.isnan(facts.call_rewards)].tolist())
-    rewards_ER = penalised(facts, np.zeros(facts.spoke.shape)).role_rewards
+    rewards_ER = compared_rewards(facts)
     for sequence, call in last.items():
         if sequence not in named:
             rewards_C[call] = np.nan_to_num(rewards_ER[facts.call_episode[call], facts.call_role[call]])

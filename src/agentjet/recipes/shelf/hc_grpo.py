@@ -33,7 +33,7 @@ class HcGrpo(Grpo):
     only_success: bool = False
     """Subtract costs from positive rewards only."""
 
-    reshapes_rewards: ClassVar[bool] = True
+    equal_rewards_teach: ClassVar[bool] = True
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         facts = batch.facts

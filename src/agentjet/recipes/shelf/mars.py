@@ -30,6 +30,7 @@ class Mars(PolicyGradient):
 
     needs_call_rewards: ClassVar[bool] = True
     smallest_group: ClassVar[int] = 1
+    compares_rewards: ClassVar[bool] = False
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
         facts = batch.facts

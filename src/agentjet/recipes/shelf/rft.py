@@ -33,7 +33,7 @@ class CrossEntropy(PolicyLoss):
 class Rft(PolicyGradient):
     """Rejection fine-tuning: cross-entropy on the episodes whose reward reaches a threshold.
 
-        L = -log(policy), mean over the episodes with r_i >= threshold
+        L = -log(policy), mean over the tokens of episodes with r_i >= threshold
 
     Source: standard, also called filtered behaviour cloning. Confidence: reproduced.
     Use: a first phase for models that rarely succeed; groups of one are enough.
@@ -47,6 +47,7 @@ class Rft(PolicyGradient):
     """Smallest reward of an episode that is imitated."""
 
     smallest_group: ClassVar[int] = 1
+    no_kl_in_reward: ClassVar[str] = "compares the reward with a threshold"
 
     def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
         return np.where(rewards_G >= self.threshold, 1.0, 0.0)

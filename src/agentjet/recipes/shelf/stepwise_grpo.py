@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
@@ -10,28 +14,40 @@ from agentjet.recipes.policy_gradient import FloatArray
 from agentjet.recipes.recipe import Need
 from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Forest, select
 
 
 class StepwiseGrpo(Grpo):
-    """Step-wise GRPO: every turn of a group counts once, and only the most uncertain turns are trained.
+    """Step-wise GRPO: every turn counts once, and only the most uncertain turns are trained.
 
         A_i = (r_i - mean) / (std + 1e-6), over the turns of the group, each with the reward of its episode
+        L = mean over the turns of the batch of the mean over the turn's tokens; a turn is a sequence
         Turns outside the `keep` share with the highest mean entropy are left out of the batch.
 
-    Source: github.com/Computer-use-agents/dart-gui at e0e606d, and notes about DART-GUI. Confidence: reproduced, with
-    entropies of the weights before the batch. `correction = "tis"` with `correction_high = 1` adds DART's importance
-    weights.
+    Source: github.com/Computer-use-agents/dart-gui at e0e606d, and notes about DART-GUI. Confidence: inspired by; the
+    mean over turns is ours, and entropies are those of the weights before the batch. `correction = "tis"` with
+    `correction_high = 1` adds DART's importance weights.
     Use: long episodes whose turns have separate contexts, such as graphical interfaces.
     Cost: one more forward pass for the entropies; turns that are left out are not computed.
     """
 
     name: str = "stepwise_grpo"
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "constant"] = "sequence_mean"
+    """Reduction of the token losses; see `grpo`. A turn is a sequence."""
     keep: float = Field(0.8, gt=0, le=1)
     """Share of the batch's turns that is trained, the most uncertain ones. 1: all, without entropies."""
 
     @property
     def needs(self) -> frozenset[Need]:
         return super().needs | {"entropy"} if self.keep < 1 else super().needs
+
+    def columns(
+        self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
+    ) -> tuple[Forest, dict[str, float]]:
+        """Each turn is a sequence."""
+        forest = batch.forest.with_columns(sequence=batch.forest["call"])
+        every = np.full(forest.num_targets, True)
+        return super().columns(replace(batch, forest=select(forest, every)), outputs)  # `select` counts the sequences.
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         assert batch.facts is not None

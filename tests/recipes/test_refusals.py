@@ -1,0 +1,58 @@
+"""Settings that a recipe would ignore, or that take away what it learns from, are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentjet.recipes.registry import make_recipe
+from tests.recipes.batches import recipe_of
+
+COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "archer", "digirl")
+
+
+@pytest.mark.parametrize("name", COMPARES_NO_EPISODES)
+def test_recipes_that_compare_no_episodes(name: str) -> None:
+    for setting, value in (("by_role", True), ("kl_in", "reward")):
+        with pytest.raises(
+            ValueError, match=rf"{setting} = .*the recipe '{name}' does not compare rewards of episodes"
+        ):
+            make_recipe({"name": name, setting: value})
+    if name != "dense_turn_credit":  # It compares the turns of a group, and so does the gateway.
+        with pytest.raises(
+            ValueError, match=r"drop_zero_variance = True: the recipe .* groups with equal rewards teach"
+        ):
+            make_recipe({"name": name, "drop_zero_variance": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("rft", "compares the reward with a threshold"),
+        ("digirl_curriculum", "compares the reward with those of earlier episodes"),
+        ("single_stream", "compares the reward with those of earlier episodes"),
+        ("craft_gui", "learns from metrics instead of the reward"),
+        ("adaptive_kl", "adapts the weight of the penalty in the loss"),
+    ],
+)
+def test_a_penalty_in_the_reward_that_would_be_lost(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"kl_in = 'reward': the recipe '{name}' {reason}; set kl_in to 'loss'"):
+        make_recipe({"name": name, "kl_in": "reward"})
+
+
+@pytest.mark.parametrize("loss", ["clip", "aepo"])
+def test_a_dual_clip_that_takes_the_gradient_of_failures(loss: str) -> None:
+    for value in (0.5, 1.0):
+        with pytest.raises(ValueError, match=f"dual_clip = {value} takes the gradient from negative advantages"):
+            make_recipe({"loss": {"name": loss, "dual_clip": value}})
+    assert recipe_of("grpo", loss={"name": loss, "dual_clip": 0}).loss.name == loss
+
+
+def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
+    for name in ("gigpo", "craft_gui", "hc_grpo"):
+        with pytest.raises(ValueError, match=f"'{name}' does not learn from the reward alone, so groups with equal"):
+            make_recipe({"name": name, "drop_zero_variance": True})
+    with pytest.raises(
+        ValueError, match=r"the penalty of kl_in = 'reward' makes the rewards .* drop_zero_variance of 'dapo' to False"
+    ):
+        make_recipe({"name": "dapo", "kl_coef": 0.1, "kl_in": "reward"})
+    assert recipe_of("dapo", kl_coef=0.1, kl_in="reward", drop_zero_variance=False).needs == {"reference"}
