@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import guardian, keeper
@@ -53,6 +55,8 @@ class Placed:
 
     launch: Launch
     actor: Any
+    wanted: str
+    """Id of the node on which it should be; "" if Ray chooses one with free GPUs."""
     place: str = "a node"
     stopped: bool = False
     end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -93,11 +97,12 @@ class Conductor:
         """
         await self.stop(launch.name)
         remote: Any = ray.remote(Keeper)
-        strategy = "DEFAULT" if launch.gpus else "SPREAD"  # Ranks with GPUs lie close together.
+        node = "" if launch.gpus else self._emptiest(await asyncio.to_thread(ray.nodes))
+        strategy: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
         actor = remote.options(
             num_cpus=0, num_gpus=launch.gpus, max_restarts=0, max_concurrency=4, scheduling_strategy=strategy
         ).remote(launch, self._guardian)
-        placed = self._placed[launch.name] = Placed(launch, actor)
+        placed = self._placed[launch.name] = Placed(launch, actor, node)
         try:
             node, pid, problem = await self._answer(actor.start.remote(), launch)
             placed.place = f"{node} process {pid}"
@@ -133,6 +138,11 @@ class Conductor:
     async def gpus(self) -> int:
         """Returns the number of GPUs of the cluster."""
         return sum(count for _, count in await asyncio.to_thread(gpus_of_nodes))
+
+    def _emptiest(self, nodes: list[dict[str, Any]]) -> str:
+        """Returns the node for a process without GPUs: one with the fewest of ours. Ray may put all on one node."""
+        used = Counter(placed.wanted for placed in self._placed.values() if not placed.end.done())
+        return min((node["NodeID"] for node in nodes if node["Alive"]), key=lambda node: used[node], default="")
 
     def _own_gpus(self) -> int:
         return sum(placed.launch.gpus for placed in self._placed.values() if not placed.end.done())
