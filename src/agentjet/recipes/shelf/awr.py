@@ -49,7 +49,7 @@ class Awr(Grpo):
     """The policy loss."""
 
     def comparisons(self, facts: Facts) -> Iterator[Comparison]:
-        """Of two or more: the advantage 0 of one would be a weight of 1."""
+        """Comparisons of two or more episodes. The advantage 0 of a single one would be a weight of 1."""
         return (found for found in super().comparisons(facts) if len(found.episodes) > 1)
 
     def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
