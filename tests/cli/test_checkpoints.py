@@ -216,14 +216,19 @@ async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:
     assert roll_back(data, "start")[0].policy_version == 7
 
 
+async def compose_without_learning(up: Running) -> None:
+    """A batch is pending, and stays so."""
+    up.compute.fail_learn = [Later("The journal cannot be written.", retry_after=0.01)] * 10_000
+    for number in range(4):
+        await up.episode(float(number % 2), task=f"t{number // 2}")
+    await up.until(lambda: up.gateway.swarm.pending is not None)
+
+
 async def test_a_batch_that_was_composed_but_not_learned_is_undone_too(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 2)
     async with running(data) as up:
-        up.compute.fail_learn = [Later("The journal cannot be written.", retry_after=0.01)] * 10_000
-        for number in range(4):
-            await up.episode(float(number % 2), task=f"t{number // 2}")
-        await up.until(lambda: up.gateway.swarm.pending is not None)
+        await compose_without_learning(up)
     done, _ = roll_back(data, "1")
     assert (done.policy_version, done.batches, done.trained, done.waiting) == (3, 1, 4, 4)
     async with running(data) as up:
@@ -235,10 +240,7 @@ async def test_a_version_that_only_samplers_had_is_not_used_again(tmp_path: Path
     data = tmp_path / "d"
     await trained(data, 2)
     async with running(data) as up:
-        up.compute.fail_learn = [Later("The journal cannot be written.", retry_after=0.01)] * 10_000
-        for number in range(4):
-            await up.episode(float(number % 2), task=f"t{number // 2}")
-        await up.until(lambda: up.gateway.swarm.pending is not None)
+        await compose_without_learning(up)
         assert up.gateway.swarm.pending is not None
         up.gateway.swarm.batches.offered(up.gateway.swarm.pending)
     assert roll_back(data, "1")[0].policy_version == 4, "samplers had a version 3"

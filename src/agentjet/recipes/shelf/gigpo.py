@@ -22,6 +22,7 @@ class Gigpo(Grpo):
 
     Source: arXiv 2505.10978, as in github.com/langfengQ/DrMAS at 19c632b. Confidence: reproduced. An observation is the
     text between the role's answer and its next call; without rewards of calls, the last call has the episode's reward.
+    If the template rewrites earlier answers, calls rarely share an observation: set `job.history = "as_sampled"`.
     Use: environments whose states recur, such as web pages, households and games.
     Cost: as GRPO.
     """

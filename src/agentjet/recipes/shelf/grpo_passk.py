@@ -13,7 +13,7 @@ class GrpoPassk(Grpo):
 
         A_best = (r_best - r_second) / (std(r) + 1e-6), all others 0
 
-    Source: arXiv 2503.19595, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2503.19595. Confidence: inspired by: checked against no numbers of others.
     Use: to widen the set of tasks that one of k attempts solves. With rewards of 0 and 1 it trains groups with exactly
     one success.
     Cost: less than GRPO: one episode of a group is computed.

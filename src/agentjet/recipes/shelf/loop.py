@@ -42,7 +42,8 @@ class Loop(Rloo):
         A_i = r_i - mean of the others, left out if |A_i| < min_advantage
         L = max(-A r, -A clip(r, 1 / (1 + clip), 1 + clip)), mean over each episode's tokens
 
-    Source: github.com/apple/ml-loop at 6ade7b9. Confidence: reproduced, without the rounding to workers.
+    Source: github.com/apple/ml-loop at 6ade7b9. Confidence: reproduced, without the rounding to
+    workers and without the stop at a large mean log-ratio.
     Use: long interactive tasks; with several `mini_batches`.
     Cost: twice GRPO's: two epochs.
     """

@@ -39,7 +39,7 @@ class Sapo(Grpo):
 
         L = -A 4 / s sigmoid(s (r - 1)),  s = positive if A > 0, else negative
 
-    Source: arXiv 2511.20347, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2511.20347. Confidence: inspired by: checked against no numbers of others.
     Use: several steps on one batch, and mixtures of experts, where a hard clip loses many tokens.
     Cost: as GRPO.
     """
