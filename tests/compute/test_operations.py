@@ -83,6 +83,18 @@ def test_gradients_accumulate_until_the_optimiser_step(tiny_folder: Path) -> Non
     assert not learner.has_gradient
 
 
+def test_a_batch_without_a_contributing_target_moves_nothing(tiny_folder: Path) -> None:
+    """Momentum of the batch before would move the weights."""
+    policy = make_policy(tiny_folder)
+    learner = PolicyLearner(policy)
+    learner.learn(build_forest(sampled_rows(policy, seed=1)), JobConfig(), 0)
+    assert learner.weights_changed()["weights/learner"] == 1.0
+    forest = build_forest(sampled_rows(policy, seed=2))
+    metrics = learner.learn(forest.with_columns(advantage=0 * forest["advantage"]), JobConfig(), 1)
+    assert learner.weights_changed()["weights/learner"] == 0.0
+    assert (metrics["optim/steps"], metrics["optim/grad_norm"], metrics["optim/skipped_steps"]) == (0.0, 0.0, 0.0)
+
+
 def test_a_later_step_of_a_batch_needs_its_first_one(policy: Policy) -> None:
     batch = TrainingBatch(0, build_forest(sampled_rows(policy)))
     learner = PolicyLearner(policy)

@@ -96,6 +96,8 @@ class PolicyLearner:
         self._reference: dict[str, Tensor] | None = None
         self._prepared: _PreparedBatch | None = None
         """The batch between its first and its last step."""
+        self._contributed = False
+        """True if a target contributed to the loss since the last optimiser step."""
         self._fingerprints: dict[str, int] = {}
         self.weights_changed()
 
@@ -127,12 +129,32 @@ class PolicyLearner:
     def optim_step(self, optimizer: OptimizerConfig, version: int) -> dict[str, float]:
         """Apply the accumulated gradient; returns metrics. `version` is the policy version, for the schedule.
 
-        Without a gradient, the step applies momentum and weight decay, as with zeros. A norm that is not finite skips
-        the step. The metrics show that, with the norm before clipping.
+        If no target contributed since the last step, no weight changes, not even by momentum. A norm that is not finite
+        skips the step. The metrics show both, with the norm before clipping.
         """
-        rate, masters = learning_rate(optimizer, version), self.masters()
+        masters = self.masters()
+        contributed, self._contributed = self._contributed, False
+        norm = self._change_masters(masters, optimizer, version) if contributed else 0.0
+        is_finite = math.isfinite(norm)
+        if is_finite and self._next_states is not None:
+            self.recipe_states = self._next_states
+        self._next_states = None
+        self._optimizer.zero_grad(set_to_none=True)
+        return {
+            "optim/grad_norm": norm,
+            "optim/skipped_steps": float(not is_finite),
+            "optim/lr": learning_rate(optimizer, version),
+            "optim/steps": float(contributed),
+            "weights/finite": float(math.isfinite(self._norm(masters))),
+        }
+
+    def _change_masters(self, masters: Sequence[Tensor], optimizer: OptimizerConfig, version: int) -> float:
+        """Make a step of the optimiser; returns the norm of the gradient before clipping.
+
+        A norm that is not finite changes nothing, and neither does a gradient of the value heads that is not finite.
+        """
+        betas, rate = (optimizer.beta1, optimizer.beta2), learning_rate(optimizer, version)
         for group in self._optimizer.param_groups:
-            betas = optimizer.beta1, optimizer.beta2
             group.update(lr=rate, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
         for master in masters:
             if master.grad is None:
@@ -140,24 +162,16 @@ class PolicyLearner:
         total_norm = self._norm([cast(Tensor, master.grad) for master in masters])
         clip_grads_with_norm_(masters, optimizer.max_grad_norm or math.inf, total_norm)
         norm = float(total_norm)
-        is_finite = math.isfinite(norm) and (self._values is None or self._values.has_finite_gradient)
-        if is_finite:
+        if self._values is not None and not self._values.has_finite_gradient:
+            norm = math.nan
+        if math.isfinite(norm):
             self._optimizer.step()
             self._copy_masters()
-            self.recipe_states = self.recipe_states if self._next_states is None else self._next_states
         if self._values is not None:
-            if is_finite:
+            if math.isfinite(norm):
                 self._values.step()
             self._values.drop_gradient()
-        self._next_states = None
-        self._optimizer.zero_grad(set_to_none=True)
-        return {
-            "optim/grad_norm": norm,
-            "optim/skipped_steps": float(not is_finite),
-            "optim/lr": rate,
-            "optim/steps": 1.0,
-            "weights/finite": float(math.isfinite(self._norm(masters))),
-        }
+        return norm
 
     @property
     def has_gradient(self) -> bool:
@@ -212,6 +226,7 @@ class PolicyLearner:
         contributing = hooks.contributing(recipe, forest)
         if not contributing.any():
             return {**dict.fromkeys(recipe.reports if forest.num_targets else (), 0.0), TOKENS_COMPUTED: 0.0}
+        self._contributed = True
         weighted = select(forest.with_columns(weight=hooks.weights(recipe, forest)), contributing)
         pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
         if "sequence_log_ratio" in recipe.reads:
@@ -365,6 +380,7 @@ class PolicyLearner:
             state = {**state, "optimizer": {**self._optimizer.state_dict(), "state": moments}}
         self._optimizer.zero_grad(set_to_none=True)
         self._prepared = self._next_states = None
+        self._contributed = False
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
