@@ -228,4 +228,11 @@ def test_files_of_demonstrations(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=why):
             read_demonstrations(file)
+    for content, why in (
+        (b'\n{"a": "\xe9"}', "d.jsonl:2, byte 8: the line is not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=why):
+            read_demonstrations(file)
     assert "sft" in {command.callback.__name__ for command in app.registered_commands if command.callback}

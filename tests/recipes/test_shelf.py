@@ -75,6 +75,12 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
             [2.999994, *[-0.999998] * 3, *[0] * 8, 1.732048, 1.732048, -1.732048, -1.732048],
         ),
         (
+            "rapo",  # one of four groups teaches: factor 4, at most 3
+            {"groups": [[1, 0], [1, 1], [0, 0], [1, 1]]},
+            {"max_factor": 3},
+            [2.121318, -2.121318, *[0] * 6],
+        ),
+        (
             "stratified_grpo",  # strata of 1, 2 and 3 turns
             {"groups": [[1, 0, 1, 0, 0, 0, 1, 1]], "calls": [[1]] * 2 + [[1, 1]] * 4 + [[1, 1, 1]] * 2},
             {},
@@ -85,6 +91,12 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
             {"groups": [[1, 0, 0, 1]], "metrics": {"env_seconds": [1, 1, 1, 9]}},
             {},
             [0.288675, -0.288675, -0.288675, 2.598073],
+        ),
+        (
+            "duration_aware",  # weights 1/2 1/2 1/2 2 instead of 1/3 and 3
+            {"groups": [[1, 0, 0, 1]], "metrics": {"env_seconds": [1, 1, 1, 9]}},
+            {"max_weight": 2},
+            [0.433012, -0.433012, -0.433012, 1.732048],
         ),
         ("duration_aware", {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
         (
@@ -178,6 +190,16 @@ def test_advantages_by_hand(
     name: str, batch: dict[str, Any], parameters: dict[str, Any], expected: list[float]
 ) -> None:
     assert advantages(make_batch(**batch), name, **parameters) == pytest.approx(expected, abs=2e-6)
+
+
+def test_dr_mas_compares_a_role_over_the_episodes_in_which_it_has_calls() -> None:
+    batch = make_batch([[1, 0, 0, 1]])
+    assert batch.facts is not None
+    spoke = np.array([[True, True], [True, True], [True, True], [True, False]])
+    facts = replace(batch.facts, roles=("planner", "critic"), role_rewards=np.full((4, 2), np.nan), spoke=spoke)
+    found_ER = recipe_of("dr_mas").sequence_advantages(replace(batch, facts=facts))
+    assert found_ER[:, 0].tolist() == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
+    assert found_ER[:3, 1].tolist() == pytest.approx([1.154698, -0.577349, -0.577349], abs=1e-6)
 
 
 def test_every_recipe_has_a_number_here() -> None:

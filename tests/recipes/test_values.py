@@ -34,6 +34,13 @@ def test_advantages_skip_observations() -> None:
     assert metrics["critic/explained_variance"] == pytest.approx(explained_variance(batch.forest["value"], found))
 
 
+def test_advantages_of_ppo_are_whitened() -> None:
+    """Advantages 1 2 3 6: mean 3, variance 14 / 3."""
+    batch = with_values(make_batch([[1.0, 2.0, 3.0, 6.0]], calls=[[1]] * 4), value=[0.0] * 4)
+    advantage = recipe_of("ppo").columns(batch, {})[0]["advantage"]
+    assert advantage.tolist() == pytest.approx([-0.925820, -0.462910, 0, 1.388730], abs=1e-6)
+
+
 def test_rewards_come_at_the_ends_of_calls_and_sequences() -> None:
     batch = make_batch([[1.0, 2.0]], calls=[[2, 1], [1]], turn_rewards=[[0.5, 0.25], [0.0]])
     found = steps(batch)

@@ -45,7 +45,9 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, or 
         raise ConfigError(str(error)) from None
     print_text(cleandoc(recipe.__doc__ or ""))
     typer.echo(f'\n[job.recipe]\nname = "{name}"')
-    for parameter, default, kind, meaning in parameters(recipe):
+    shared = list(parameters(registry.find(registry.DEFAULT)))
+    found = sorted(parameters(recipe), key=lambda one: one in shared)  # First what makes this recipe different.
+    for parameter, default, kind, meaning in found:
         print_text(f"{f'{parameter} = {default}':<30} # {kind}. {meaning}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import math
@@ -57,20 +58,24 @@ def read_demonstrations(path: Path) -> tuple[list[DemonstrationBody], set[str]]:
     Raises `ConfigError` for a file that cannot be read, is empty, or has a wrong line.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     found, ignored = list[DemonstrationBody](), set[str]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         place = f"{path.name[-200:]}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
             found.append(demonstration(row, place))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{place}, column {error.colno}: {error.msg}") from None
-        except (RecursionError, ValueError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{place}, byte {error.start + 1}: the line is not UTF-8; convert the file") from None
+        except RecursionError:
+            raise ConfigError(f"{place}: the line is nested too deeply") from None
+        except ValueError as error:
             raise ConfigError(str(error)) from None
         ignored |= row.keys() - {"messages", "tools"}
     if not found:
