@@ -46,12 +46,16 @@ async def in_runs(names: list[str], steps: int, folder: Path, model: Path) -> di
 
     The model of the first recipe is the teacher of the others.
     """
+
+    def batches(name: str) -> int:
+        return steps * chosen.LONGER.get(name, 1)
+
     server, rows, weights = RecipeServer(folder, model), dict[str, Row](), dict[str, str]()
     teacher: Path | None = None
     try:
         for name in names:
             try:
-                trained = await server.train(name, steps, teacher)
+                trained = await server.train(name, batches(name), teacher)
             except AgentJetError as error:
                 rows[name] = {"learned": False, "equal": False, "failed": str(error)}
             else:
@@ -61,7 +65,7 @@ async def in_runs(names: list[str], steps: int, folder: Path, model: Path) -> di
                 teacher = teacher or trained.export
             print(f"served: {name} {json.dumps(rows[name])}", file=sys.stderr, flush=True)
         server.kill_and_start()
-        replayed = await server.replayed(list(weights), steps)
+        replayed = await server.replayed({name: batches(name) for name in weights})
     finally:
         server.stop()
     for name, before in weights.items():

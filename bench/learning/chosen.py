@@ -22,6 +22,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "staged": {"stages": ["early", "late"], "ends": [8]},
 }
 """By recipe, where its defaults are for other rewards or lengths than those of the worlds."""
+LONGER = {"digirl": 3}
+"""How many times the batches of the other recipes a served run has: its critic of single steps must learn first."""
 EXCUSED: dict[str, str] = {}
 """Why a recipe need not learn in these worlds, by name."""
 Z = 1.96

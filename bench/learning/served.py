@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,18 +141,18 @@ class RecipeServer:
                 export = Path((await run.export()).path)
         return Trained(rewards, export, digest(export), time.monotonic() - began)
 
-    async def replayed(self, recipes: Sequence[str], steps: int) -> dict[str, str]:
-        """Returns the weights of runs after a start, once they have learned all batches again."""
+    async def replayed(self, steps: Mapping[str, int]) -> dict[str, str]:
+        """Returns the weights of runs after a start, once they have learned all batches again: `steps` by recipe."""
         found: dict[str, str] = {}
         deadline = time.monotonic() + SECONDS
         async with self.client() as swarm:
-            while missing := [name for name in recipes if name not in found]:
+            while missing := [name for name in steps if name not in found]:
                 views = {view.name: view for view in await swarm.runs()}
                 for name in missing:
                     view = views[run_name(name)]
                     if view.state == "failed" or time.monotonic() > deadline:
                         found[name] = f"{view.state}: {view.reason}"
-                    elif view.state == "sampling" and view.policy_version == steps:
+                    elif view.state == "sampling" and view.policy_version == steps[name]:
                         async with swarm.of_run(run_name(name)) as run:
                             found[name] = digest(Path((await run.export()).path))
         return found
