@@ -97,7 +97,8 @@ def base_value(name: str, settings: Setting) -> Value:
         value = value[part]
     if name == "job.recipe.aggregation" and value == "auto":
         value = vars(config.job.recipe)["loss"].aggregation
-    assert isinstance(value, bool | int | float | str), name
+    if not isinstance(value, bool | int | float | str):
+        raise ConfigError(f"{name} is a section: name a setting in it, such as {name}.{next(iter(value), 'NAME')}")
     return value
 
 
