@@ -12,10 +12,12 @@ CLIENTS_INSTALLED := $(CLIENTS)/.installed
 AIDER_INSTALLED := $(CLIENTS)-aider/.installed
 OPENHANDS_INSTALLED := $(CLIENTS)-openhands/.installed
 NODE_INSTALLED := conformance/node/node_modules/.installed
+SITE := .venv-site
+SITE_INSTALLED := $(SITE)/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
 
-.PHONY: help setup demo test thorough fast check bench scale conformance docs clean
+.PHONY: help setup demo test thorough fast check bench scale conformance docs screens site clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -59,7 +61,7 @@ check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, kills, studies with known answers, and what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, kills, studies with known answers, campaigns on planted troubles, and what the light parts weigh
 	$(BIN)/python -m bench.readme
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.losses
@@ -71,6 +73,7 @@ bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses 
 	$(BIN)/python -m bench.hostile
 	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.research
+	$(BIN)/python -m bench.campaign --unseen 1
 	$(BIN)/python -m bench.error_rates
 	$(BIN)/python -m bench.footprint
 
@@ -113,5 +116,17 @@ docs: setup  ## write the pages that are made from the program
 	$(BIN)/python -c "import pathlib; from agentjet.cli.recipes import recipes_reference; page = pathlib.Path('docs/recipes.md'); page.write_text(page.read_text().partition('# Every recipe')[0] + '# Every recipe\n\nMade from the code by \`make docs\`.\n\n' + recipes_reference())"
 	$(BIN)/python -c "import pathlib; from agentjet.server.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
 
-clean:  ## remove both environments and caches; data and results stay
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
+screens: setup  ## draw the pictures of the page in docs/screens, from a run of this machine; needs Chromium
+	PYTHONPATH=src:. $(BIN)/python docs/site/screens.py build/screens
+
+$(SITE_INSTALLED): pyproject.toml constraints.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[site]'
+	touch $@
+
+site: setup $(SITE_INSTALLED)  ## make the documentation site: build/site/html/index.html
+	$(BIN)/python docs/site/gather.py build/site/source
+	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going -d build/site/cache build/site/source build/site/html
+
+clean:  ## remove the environments and caches; data and results stay
+	rm -rf $(VENV) $(SITE) build/site $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

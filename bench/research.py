@@ -5,9 +5,9 @@ with 1 to 24 seeds. Prints a table, then one JSON object as the last line; keys 
 `wrong` and `abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts
 twice. `cost_vs_grid` compares with the cheapest grid that is wrong no more often and right no less often. So a grid
 that is seldom wrong because it seldom answers does not count. Then one study is killed by SIGKILL at every entry of
-its journal: `resume_identical`. Language models and coding agents attack a study: `adversarial_refused`. At the end
-come planted failures and their healthy twins: `diagnosis_correct` is a mean over kinds, `false_alarms` over healthy
-runs. The method was developed in environment 0, so the other environments are better evidence.
+its journal: `resume_identical`. At the end come planted failures and their healthy twins: `diagnosis_correct` is a mean
+over kinds, `false_alarms` over healthy runs. The method was developed in environment 0, so the other environments are
+better evidence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from scipy import stats
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Verdict
 from agentjet.research.scheduler import conduct
-from bench.researching.adversary import attacks, honest_are_granted, table_of_attacks
 from bench.researching.kills import resume_identical
 from bench.researching.oracle import Truth, grid, grid_cost, grid_verdicts, truths
 from bench.researching.planted import UNDISCLOSED, Confusions
@@ -131,9 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     disturbed = next(case for case in cases if case.tuned != options.quick and not case.is_aa)
     identical, kills = resume_identical(disturbed.study(options.first), disturbed.world)
     console.print(f"killed {kills} times: the study {'ends the same' if identical else 'ENDS DIFFERENTLY'}")
-    tried = attacks(ways=1) if options.quick else attacks()
-    console.print(table_of_attacks(tried))
-    assert honest_are_granted(), "an honest proposal was refused: refusing everything is no defence"
     planted = Confusions.of(1 if options.quick else repeats, UNDISCLOSED)
     console.print(planted.table())
     false = [verdict in CALLED for tally in tallies if tally.case.is_aa for verdict in tally.verdicts]
@@ -154,8 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "decidable": sum(tally.truth.decidable for tally in tallies),
         "repeats": repeats,
         **planted.summary(),
-        "adversarial_refused": sum(attack.refused for attack in tried) / len(tried),
-        "attacks": len(tried),
         "resume_identical": identical,
         "kills": kills,
     }

@@ -60,7 +60,7 @@ PACKAGES = {
     ),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
-        "gguf llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
+        "gguf huggingface_hub llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
         f"{VOCABULARY} config protocol demonstrations timeline rendering swarm compute.operations compute.protocol",
@@ -72,9 +72,8 @@ PACKAGES = {
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
     "client": rule(f"{VOCABULARY} protocol demonstrations", "httpx pydantic", lazy="rich"),
-    "research": rule(
-        f"{VOCABULARY} config client", "jinja2 markdown_it matplotlib numpy optuna pydantic scipy", lazy="httpx"
-    ),
+    "trackers": rule(VOCABULARY, "mlflow tensorboardX trackio wandb"),
+    "research": rule(f"{VOCABULARY} config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(

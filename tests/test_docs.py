@@ -19,7 +19,6 @@ import importlib
 import inspect
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,7 +33,7 @@ from agentjet.cli.recipes import parameters, recipes_reference
 from agentjet.config import load_config, settings_table
 from agentjet.config.reference import sections, settings
 from agentjet.recipes import registry
-from agentjet.research.journal import StudyJournal
+from agentjet.research.journal import StudyFolder
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
 from tests.setting_names import recipe_parameters, setting_names
@@ -195,7 +194,7 @@ def test_table_of_packages_is_the_enforced_one() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", text, re.MULTILINE))
     assert rows.pop("cli") == "everything"
     enforced = {name: set(rules.ours) for name, rules in PACKAGES.items() if (SOURCE / name).is_dir()} | {
-        name: set(PACKAGES[name].ours) for name in ("section", "protocol", "demonstrations")
+        name: set(PACKAGES[name].ours) for name in ("section", "demonstrations")
     }
     written = {name: set(filter(None, imports.split(", "))) for name, imports in rows.items()}
     assert written == {**enforced, "errors": set(), "types": set()}
@@ -207,7 +206,7 @@ def test_tree_in_the_readme_is_the_tree() -> None:
         name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()
     }
     folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert packages == {*folders, "errors.py", "types.py", "section.py", "protocol.py", "demonstrations.py"}
+    assert packages == {*folders, "page", "errors.py", "types.py", "section.py", "demonstrations.py"}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
 
 
@@ -274,13 +273,10 @@ def test_the_rule_of_plain_words(text: str, is_banned: bool) -> None:
     assert bool(banned(text)) == is_banned
 
 
-@pytest.mark.parametrize("study", sorted(path.parent for path in (ROOT / "docs" / "studies").glob("*/journal.jsonl")))
-def test_reports_of_shipped_studies_are_those_of_their_journals(study: Path, tmp_path: Path) -> None:
-    """Their figures were drawn by some version of matplotlib, and are not compared."""
-    shutil.copy(study / "journal.jsonl", tmp_path)
-    with StudyJournal(tmp_path / "journal.jsonl") as journal:
-        problems = check(study / "report.md", journal)
-    assert [problem for problem in problems if not problem.startswith("figures/")] == []
+@pytest.mark.parametrize("study", sorted(path.parent for path in (ROOT / "docs" / "studies").glob("*/study.sqlite")))
+def test_reports_of_shipped_studies_are_those_of_their_journals(study: Path) -> None:
+    log = StudyFolder(study).log()
+    assert [problem for name in ("report.md", "facts.json") for problem in check(study / name, log)] == []
 
 
 @pytest.mark.e2e

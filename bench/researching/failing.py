@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.research.models import Value
+from agentjet.research.records import Value
 from bench.researching.world import Floats, softmax
 
 Ints = NDArray[np.int64]
@@ -38,8 +38,6 @@ SHORT = -0.4
 CLIP = 0.2
 EVALUATIONS = 1000
 """Held-out episodes of a score."""
-PASSES = 8
-"""k of the pass@k that an evaluation reports beside its mean."""
 SERVER: Mapping[str, Value] = {
     "job.optimizer.lr": 0.1,
     "job.recipe.kl_coef": 0.0,
@@ -66,12 +64,6 @@ class Plant:
     """From this step on the bar is higher: a curriculum, which is not a failure."""
     length_helps: bool = False
     """Short answers are often wrong: growing longer is learning."""
-    length_paid: float = 0.0
-    """The training grader's pay for an answer of the greatest length, right or wrong."""
-    hackable: bool = False
-    """The training grader also pays for a wrong answer that is recognisable in every context."""
-    drift: float = 0.0
-    """Growth of the rate of "right" from the beginning to the end."""
     mute_at: int = STEPS
     """From this step on it gives 0: an agent that scores its own crash."""
     hangs: float = 0.0
@@ -82,8 +74,6 @@ class Plant:
     """The held-out tasks are among those that are trained."""
     sign: float = 1.0
     """Sign of the advantages."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy in what is maximised: below 0, certainty is."""
     sampler_stops_at: int = STEPS
     """From this step on the sampler keeps its weights, and reports new versions."""
     broken_rows: tuple[int, int] = (STEPS, STEPS)
@@ -180,42 +170,21 @@ class Samples:
     """That it was sampled from."""
 
 
-class Grader:
-    """Grades the same answer the same way, as long as it does not drift."""
-
-    def __init__(self, found: Tasks, plant: Plant, max_tokens: int) -> None:
-        self._tasks = found
-        self._plant = plant
-        self._max_tokens = max_tokens
-
-    def held_out(self, samples: Samples) -> Floats:
-        """As the evaluation grades: right or wrong, (P, G)."""
-        return (samples.luck < self._chance(samples)).astype(float)
-
-    def paid(self, samples: Samples, step: int) -> Floats:
-        """As training pays at this step, (P, G)."""
-        plant = self._plant
-        if step >= plant.mute_at:
-            return np.zeros(samples.answers.shape)
-        chance = self._chance(samples) + plant.drift * step / STEPS
-        if plant.hackable:
-            chance = np.where(samples.answers == ANSWERS - 1, 1.0, chance)
-        return (samples.luck < chance) + plant.length_paid * samples.extra / (self._max_tokens - 1)
-
-    def _chance(self, samples: Samples) -> Floats:
-        right = np.take_along_axis(
-            chances(self._tasks, self._plant, samples.step)[samples.contexts], samples.answers, 1
-        )
-        if self._plant.hackable:
-            right = np.where(samples.answers == ANSWERS - 1, 0.02, right)
-        return np.asarray(right * long_enough(self._plant, samples.extra) * ~samples.truncated)
+def rewards_of(samples: Samples, found: Tasks, plant: Plant) -> Floats:
+    """As training pays, (P, G): right or wrong."""
+    if samples.step >= plant.mute_at:
+        return np.zeros(samples.answers.shape)
+    right = np.take_along_axis(chances(found, plant, samples.step)[samples.contexts], samples.answers, 1)
+    return (samples.luck < right * long_enough(plant, samples.extra) * ~samples.truncated).astype(float)
 
 
 class Adam:
     """Kingma and Ba 2015: every weight moves about as far, however small its gradient is."""
 
-    def __init__(self, size: int) -> None:
-        self._mean, self._square, self._steps = np.zeros(size), np.zeros(size), 0
+    def __init__(self) -> None:
+        self._mean: Floats | float = 0.0
+        self._square: Floats | float = 0.0
+        self._steps = 0
 
     def __call__(self, gradient: Floats) -> Floats:
         self._steps += 1
@@ -234,7 +203,6 @@ class Run:
     seed: int
     steps: int
     signals: dict[str, list[float | None]] = field(default_factory=dict)
-    samples: list[Samples] = field(default_factory=list)
     rewards: list[Floats] = field(default_factory=list)
     weights: list[Floats] = field(default_factory=list)
     """As the learner had them before each step, and at the end."""
@@ -252,10 +220,9 @@ class Run:
             int(used[name]) for name in ("job.group_size", "job.max_staleness", "job.max_tokens")
         )
         self.tasks = tasks(self.plant.world)
-        self.grader = Grader(self.tasks, self.plant, self.max_tokens)
         self.rng = np.random.default_rng(self.seed if self.plant.seed is None else self.plant.seed)
         self.weights.append(self.tasks.start)
-        self.adam = Adam(len(self.tasks.start))
+        self.adam = Adam()
         attempts = 3 * SAMPLES * STEPS
         for step in range(min(self.steps, self.plant.dies_at)):
             expired = self._expired(step)
@@ -278,7 +245,7 @@ class Run:
         stopped = min(step, self.plant.sampler_stops_at)
         self.sampler.append(self.weights[max(0, stopped - self.max_staleness)])
         samples = self._sample(step, self.sampler[-1])
-        rewards = self.grader.paid(samples, step)
+        rewards = rewards_of(samples, self.tasks, self.plant)
         centred = rewards - rewards.mean(axis=1, keepdims=True)
         equal = np.ptp(rewards, axis=1) == 0
         advantages = np.where(equal[:, None], 0.0, centred / (rewards.std(axis=1, keepdims=True, ddof=1) + 1e-6))
@@ -289,7 +256,6 @@ class Run:
             gradient = gradient * np.nan
         finite = bool(np.isfinite(gradient).all())
         self.weights.append(now + self.lr * self.adam(gradient) if finite else now)
-        self.samples.append(samples)
         self.rewards.append(rewards)
         self._report(samples, rewards, advantages, learner, gradient if finite else None, expired)
 
@@ -313,7 +279,7 @@ class Run:
         )
 
     def _gradient(self, now: Floats, samples: Samples, learner: Policy, advantages: Floats) -> Floats:
-        """(W,): of the clipped objective per answer, with the KL and the entropy terms."""
+        """(W,): of the clipped objective per answer, with the KL term."""
         contexts, answers = samples.contexts, samples.answers
         chosen = np.take_along_axis(learner.answers, answers, 1)
         pushed = advantages * clipped(chosen, np.take_along_axis(samples.policy.answers, answers, 1), advantages)
@@ -322,12 +288,9 @@ class Run:
         push -= learner.answers * push.sum(axis=-1, keepdims=True)
         log = np.log(learner.answers + 1e-12)
         start = Policy.of(self.tasks.start, self.tasks, contexts, self.temperature)
-        for coefficient, term in (
-            (self.kl_coef, log - np.log(start.answers + 1e-12)),
-            (self.plant.entropy_coef, log),
-        ):
-            mean = (learner.answers * term).sum(axis=-1, keepdims=True)
-            push -= coefficient * learner.answers * (term - mean) / len(contexts)
+        term = log - np.log(start.answers + 1e-12)
+        mean = (learner.answers * term).sum(axis=-1, keepdims=True)
+        push -= self.kl_coef * learner.answers * (term - mean) / len(contexts)
         push /= self.temperature
         memory = np.zeros((2 * CONTEXTS, ANSWERS))
         np.add.at(memory, contexts, MEMORY * push[:, :ANSWERS])
@@ -338,7 +301,6 @@ class Run:
         off = ~samples.truncated * clipped(1 - learner.stay, 1 - samples.policy.stay, advantages) * learner.stay
         on, off = (side * (answers != GIBBERISH) for side in (on, off))
         length = float((advantages * (on - off)).sum()) / SAMPLES / self.max_tokens
-        length -= self.plant.entropy_coef * now[-1] * learner.stay * (1 - learner.stay)
         return np.concatenate([np.concatenate([shared, memory.ravel()]) + strange, [length / self.temperature]])
 
     def _report(
@@ -382,21 +344,17 @@ class Run:
         for name, value in reported.items():
             self.signals.setdefault(name, []).append(None if value is None or silent else float(value))
 
-    def evaluated(self, weights: Floats, number: int) -> tuple[float, float]:
-        """Mean and pass@k on the held-out tasks, as `EVALUATIONS` episodes of an evaluation measure them."""
+    def evaluated(self, weights: Floats, number: int) -> float:
+        """Mean on the held-out tasks, as `EVALUATIONS` episodes of an evaluation measure them."""
         policy = Policy.of(weights, self.tasks, self.held_out, self.temperature)
         extra = np.arange(self.max_tokens)
         enough = float((policy.stay**extra * (1 - policy.stay) * long_enough(self.plant, extra)).sum())
         right = chances(self.tasks, self.plant, 0)[self.held_out]
-        if self.plant.hackable:
-            right[:, ANSWERS - 1] = 0.02
         rng = np.random.default_rng([self.seed, number])
         repeats = EVALUATIONS // CONTEXTS
         answers = np.array([rng.choice(ANSWERS + 1, size=repeats, p=row) for row in policy.answers])
         successes = rng.random(answers.shape) < np.take_along_axis(right, answers, 1) * enough
-        wrong = np.cumprod((~successes).sum(1)[:, None] - np.arange(PASSES), axis=1)[:, -1]
-        ways = np.prod(repeats - np.arange(PASSES))
-        return float(successes.mean()), float(np.mean(1 - np.maximum(wrong, 0) / ways))
+        return float(successes.mean())
 
 
 def clipped(now: Floats | float, then: Floats | float, advantages: Floats) -> Floats:

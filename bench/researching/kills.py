@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentjet.research.journal import EntryKind, StudyJournal
-from agentjet.research.models import Study, Trial, canonical
+from agentjet.research.journal import StudyKind, StudyLog, read_log
+from agentjet.research.models import Study, Trial
+from agentjet.research.records import canonical
 from agentjet.research.scheduler import conduct
 from bench.researching.runner import WorldRunner
 from bench.researching.world import World
@@ -23,7 +24,7 @@ class KeptRunner(WorldRunner):
     def __init__(self, world: World, rungs: tuple[float, ...], folder: Path) -> None:
         super().__init__(world, rungs)
         self._folder = folder
-        for path in folder.glob("*-*"):
+        for path in folder.glob("*-?"):
             super().launch(path.name, Trial.from_json(json.loads(path.read_text(encoding="utf-8"))))
 
     def launch(self, key: str, trial: Trial) -> None:
@@ -32,16 +33,16 @@ class KeptRunner(WorldRunner):
         super().launch(key, trial)
 
 
-class Doomed(StudyJournal):
+class Doomed(StudyLog):
     """Kills its process as soon as an entry is on disk, before anybody acts on it."""
 
     def __init__(self, path: Path, number: int) -> None:
         self._number = number
         super().__init__(path)
 
-    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
+    def append(self, kind: StudyKind, body: Mapping[str, Any]) -> None:
         super().append(kind, body)
-        if self.num_entries > self._number:
+        if len(self.entries) > self._number:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -56,16 +57,16 @@ def resume_identical(study: Study, world: World) -> tuple[bool, int]:
         quiet.mkdir()
         stormy.mkdir()
         undisturbed = finish(study, world, quiet)
-        num_entries = len((quiet / "journal").read_bytes().splitlines())
+        num_entries = len(read_log(quiet / "journal").entries)
         for number in range(num_entries):
             begin_and_die(study, world, stormy, number)
         return finish(study, world, stormy) == undisturbed, num_entries
 
 
 def finish(study: Study, world: World, folder: Path) -> Ending:
-    with StudyJournal(folder / "journal") as journal:
+    with StudyLog(folder / "journal") as journal:
         findings, launcher = conduct(study, journal, KeptRunner(world, study.rungs, folder))
-    return [found.to_json() for found in findings], launcher.spending.total, sorted(p.name for p in folder.glob("*-*"))
+    return [found.to_json() for found in findings], launcher.spending.total, sorted(p.name for p in folder.glob("*-?"))
 
 
 def begin_and_die(study: Study, world: World, folder: Path, number: int) -> None:

@@ -9,14 +9,17 @@ of .8, from the oracle's effect and spreads. For the other claims "inconclusive"
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy import integrate, special, stats
 
-from agentjet.research.models import Setting, Study, Verdict, canonical
+from agentjet.research.models import Study, Verdict
+from agentjet.research.records import Setting, canonical
 from agentjet.research.scheduler import settings
-from agentjet.research.statistics import nominal_level, power, read
+from agentjet.research.statistics import nominal_level, read
 from bench.researching import world as physics
 from bench.researching.suite import LOOKS, Case
 from bench.researching.world import STEPS, Floats, curves, measured
@@ -97,6 +100,33 @@ def truths(case: Case, found: Grid) -> list[Truth]:
         error = float(np.sqrt(x.var(ddof=1) / len(x) + y.var(ddof=1) / len(y)))
         judged.append(Truth(effect, error, verdict, chance))
     return judged
+
+
+def power(effect: float, deviations: tuple[float, float], seeds: int, *, sesoi: float, level: float) -> float:
+    """Chance that one look of `seeds` per arm gives the right verdict (see `read`), for normal scores and the true
+    `effect`.
+
+    An effect of at least `sesoi` must get the verdict of its sign, a smaller one must be called equivalent.
+    """
+    variances = [deviation**2 / seeds for deviation in deviations]
+    error = math.sqrt(sum(variances))
+    if error == 0:
+        return 1.0
+    degrees = sum(variances) ** 2 / sum(v**2 / (seeds - 1) for v in variances)
+    quantile = float(special.stdtrit(degrees, 1 - level / 2))
+
+    def over_errors(chance: Floats, scales: Floats) -> float:
+        return float(integrate.trapezoid(chance * stats.chi.pdf(scales, degrees), scales))
+
+    scales = np.linspace(1e-6, math.sqrt(degrees) + 8, 2_000)
+    estimated = error * scales / math.sqrt(degrees)
+    if abs(effect) >= sesoi:
+        needed = sesoi + quantile * estimated
+        return over_errors(stats.norm.sf(needed, loc=abs(effect), scale=error), scales)
+    room = np.maximum(0.0, sesoi - quantile * estimated)
+    return over_errors(
+        stats.norm.cdf(room, loc=effect, scale=error) - stats.norm.cdf(-room, loc=effect, scale=error), scales
+    )
 
 
 def spread(case: Case, scores: Floats) -> float:

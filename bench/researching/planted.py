@@ -25,12 +25,10 @@ from scipy import stats
 from agentjet.research.diagnosis import diagnose
 from agentjet.research.journal import StudyLog
 from agentjet.research.launcher import TrialLauncher, seed_of
-from agentjet.research.models import Arm, Outcome, Setting, Study, Trial
-from agentjet.research.probes import Answer, Question
+from agentjet.research.models import Arm, Outcome, Study, Trial
+from agentjet.research.records import Setting
 from bench.researching.failing import STEPS, Plant, Run, fingerprint
 
-REGRADED = 5
-"""Steps at either end whose samples are kept to be graded again."""
 UNDISCLOSED = 9_000
 """First of the repeats that are scored. Thresholds were chosen on the first twenty."""
 
@@ -58,17 +56,7 @@ def single(plant: Plant | None = None, **setting: float) -> Side:
 
 KL_ARMS: tuple[Setting, ...] = ({"job.recipe.kl_coef": 0.0}, {"job.recipe.kl_coef": 0.01})
 KINDS = (
-    Kind("learning rate 80 times too high", "step_too_large", single(optimizer__lr=8.0), single(optimizer__lr=0.4)),
-    Kind(
-        "certainty is maximised",
-        "entropy_collapse",
-        single(Plant(difficulty=0.5, entropy_coef=-10.0)),
-        single(Plant(difficulty=-0.3), optimizer__lr=0.3),
-    ),
-    Kind(
-        "hackable grader", "reward_hacking", single(Plant(difficulty=0.5, hackable=True)), single(Plant(difficulty=0.5))
-    ),
-    Kind("length is paid", "length_explosion", single(Plant(length_paid=1.0)), single(Plant(length_helps=True))),
+    Kind("learning rate 80 times too high", "unlearned", single(optimizer__lr=8.0), single(optimizer__lr=0.4)),
     Kind("tasks nobody solves", "too_hard", single(Plant(solvable=0.004)), single(Plant(difficulty=0.9))),
     Kind(
         "tasks everybody solves",
@@ -82,7 +70,7 @@ KINDS = (
         single(Plant(difficulty=0.5), temperature=0.02),
         single(Plant(difficulty=0.5), temperature=0.7),
     ),
-    Kind("advantages of the wrong sign", "wrong_sign", single(Plant(sign=-1.0)), single(Plant(harder_at=45))),
+    Kind("advantages of the wrong sign", "unlearned", single(Plant(sign=-1.0)), single(Plant(harder_at=45))),
     Kind("the sampler keeps its weights", "stale_weights", single(Plant(sampler_stops_at=10)), single(max_staleness=3)),
     Kind("one seed for all", "duplicated_seed", Side(Plant(seed=7), seeds=2), Side(seeds=2)),
     Kind(
@@ -107,22 +95,16 @@ KINDS = (
     Kind("the server dies", "server_lost", single(Plant(dies_at=40)), single(Plant(silent=(40, 44)))),
     Kind("episodes hang", "dead_environment", single(Plant(hangs=0.95, hangs_at=40)), single(Plant(hangs=0.15))),
     Kind("crashes are scored 0", "dead_environment", single(Plant(mute_at=50)), single(Plant(harder_at=50))),
-    Kind("a judge that grows lenient", "drifting_judge", single(Plant(drift=0.4)), single(optimizer__lr=0.2)),
-    Kind("a judge that grows strict", "drifting_judge", single(Plant(drift=-0.4)), single(Plant(harder_at=20))),
 )
 
 FAINT = {
     "learning rate 80 times too high": single(optimizer__lr=2.0),
-    "certainty is maximised": single(Plant(difficulty=0.5, entropy_coef=-1.0)),
-    "length is paid": single(Plant(length_paid=0.2)),
     "sampled at temperature 0.02": single(Plant(difficulty=0.5), temperature=0.2),
     "the sampler keeps its weights": single(Plant(sampler_stops_at=60)),
     "held-out tasks are trained on": single(Plant(leaks=True), optimizer__lr=0.02),
     "broken data from step 50 on": single(Plant(broken_rows=(75, STEPS))),
     "episodes hang": single(Plant(hangs=0.6, hangs_at=70)),
     "crashes are scored 0": single(Plant(mute_at=80)),
-    "a judge that grows lenient": single(Plant(drift=0.15)),
-    "a judge that grows strict": single(Plant(drift=-0.15)),
 }
 """The same failures where they are weak or late: how far down the rules see."""
 HEALTHY = {
@@ -137,6 +119,9 @@ HEALTHY = {
     "hard tasks": single(Plant(difficulty=0.7)),
     "the first steps are not reported": single(Plant(silent=(0, 5))),
     "hardly any success at first": single(Plant(solvable=0.3)),
+    "longer answers are right": single(Plant(length_helps=True)),
+    "entropy falls by learning": single(Plant(difficulty=-0.3), optimizer__lr=0.3),
+    "harder tasks from step 20 on": single(Plant(harder_at=20)),
 }
 """Healthy runs that are not the twin of a failure."""
 
@@ -165,27 +150,10 @@ class FailingRunner:
         signals = {name: tuple(values) for name, values in run.signals.items()}
         if run.plant.dies_at < STEPS:
             return Outcome(trial.id, "infra_failed", signals=signals, note="connection refused")
-        return Outcome(trial.id, "completed", score=run.evaluated(run.weights[-1], 1)[0], signals=signals)
-
-    def ask(self, key: str, question: Question) -> Answer | None:
-        run = self._run(key)
-        match question:
-            case "settings":
-                return run.understood
-            case "tasks":
-                shared = len(run.held_out) if run.plant.leaks else 0
-                return {"train": len(run.held_out), "held_out": len(run.held_out), "shared": shared}
-            case "weights":
-                third = len(run.rewards) // 3
-                return {
-                    "steps": third,
-                    "learner": changes(run.weights[-third - 2 : -1]),
-                    "sampler": changes(run.sampler[-third - 1 :]),
-                }
-            case "held_out":
-                return held_out(run)
-            case "regrade":
-                return regraded(run)
+        after = run.evaluated(run.weights[-1], 1)
+        return Outcome(
+            trial.id, "completed", score=after, signals=signals, settings=run.understood, facts=facts_of(run, after)
+        )
 
     def _run(self, key: str) -> Run:
         trial = self._trials[key]
@@ -198,29 +166,17 @@ def changes(weights: Sequence[np.ndarray[Any, Any]]) -> int:
     return sum(before != after for before, after in pairwise(hashes))
 
 
-def held_out(run: Run) -> Answer:
-    (before, pass_before), (after, pass_after) = (run.evaluated(run.weights[at], n) for n, at in ((0, 0), (1, -1)))
-    error = float(np.sqrt((before * (1 - before) + after * (1 - after)) / 1000))
-    return {"before": before, "after": after, "error": error, "pass_before": pass_before, "pass_after": pass_after}
-
-
-def regraded(run: Run) -> Answer:
-    ends = {"first": slice(None, REGRADED), "last": slice(-REGRADED, None)}
-    answer: dict[str, float] = {}
-    for name, part in ends.items():
-        samples = run.samples[part]
-        answer[f"paid_{name}"] = float(np.mean(run.rewards[part]))
-        answer[f"held_{name}"] = float(np.mean([run.grader.held_out(of_step) for of_step in samples]))
-    answer["again_first"] = float(
-        np.mean([run.grader.paid(of_step, STEPS - 1) for of_step in run.samples[ends["first"]]])
-    )
-    last = run.samples[ends["last"]]
-    beyond = np.ravel([paid - run.grader.held_out(s) for paid, s in zip(run.rewards[ends["last"]], last, strict=True)])
-    lengths = np.ravel([of_step.extra for of_step in last])
-    related = np.ptp(beyond) > 0 and np.ptp(lengths) > 0
-    answer["length_last"] = float(np.corrcoef(beyond, lengths)[0, 1]) if related else 0.0
-    answer["error"] = float(np.std(run.rewards[ends["first"]]) / np.sqrt(np.size(run.rewards[ends["first"]])))
-    return answer
+def facts_of(run: Run, after: float) -> dict[str, float]:
+    """As `agentjet.research.diagnosis` names them."""
+    before, third = run.evaluated(run.weights[0], 0), len(run.rewards) // 3
+    learner, sampler = changes(run.weights[-third - 2 : -1]), changes(run.sampler[-third - 1 :])
+    return {
+        "tasks_held_out": float(len(run.held_out)),
+        "tasks_shared": float(len(run.held_out) if run.plant.leaks else 0),
+        "held_out_before": before,
+        "held_out_after": after,
+        "held_out_error": float(np.sqrt((before * (1 - before) + after * (1 - after)) / 1000)),
+    } | ({"learner_changes": float(learner), "sampler_changes": sampler / learner} if learner else {})
 
 
 def said(name: str, side: Side, repeat: int) -> tuple[set[str], StudyLog]:

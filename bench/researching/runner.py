@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentjet.research.models import Outcome, Trial, canonical
+from agentjet.research.models import Outcome, Trial
+from agentjet.research.records import canonical
 from bench.researching.world import STEPS, World, curves, measured
 
 

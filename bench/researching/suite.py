@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentjet.research.models import Arm, Hypothesis, Knob, Setting, Study
+from agentjet.research.models import Arm, Hypothesis, Knob, Study
+from agentjet.research.records import Setting
 from bench.researching.world import World
 
 LEARNING_RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)

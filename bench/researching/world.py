@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.research.models import Setting, canonical
+from agentjet.research.records import Setting, canonical
 
 Floats = NDArray[np.float64]
 STEPS = 90

@@ -57,8 +57,8 @@ class Demo:
             with self._phase("start"):
                 swarm = server.connect()
             with swarm:
-                token = shlex.quote(str(self._server_dir / "token"))
-                _print(f"the server is ready; to watch it: agentjet watch --url {server.url} --token-file {token}")
+                token = shlex.quote(str(self._server_dir / "viewer-token"))
+                _print(f"the server is ready; to see its page: agentjet open --url {server.url} --token-file {token}")
                 before = self._score(swarm, "base_eval")
                 _print(f"before: {before}")
                 with self._phase("train"):

@@ -1,4 +1,4 @@
-"""The agent of `agentjet research demo`: a model of random weights samples letters and is rewarded for digits."""
+"""The agent of the study in `docs/studies/digits`: a model of random weights is rewarded for digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree: `ConfigError`, `RequestError`, `ComputeError`, `CheckpointError` and `Unreachable`.
+"""The exception tree: `ConfigError`, `RequestError`, `ComputeError`, `CheckpointError`, `TrackerError`, `Unreachable`.
 
 Messages to users name the setting or parameter, its value and the way out. An exception inside an agent is not part of
 this tree: it aborts that agent's episode and is counted.
@@ -148,6 +148,10 @@ class PolicyRemoved(WorkerDied):
 
 class CheckpointError(AgentJetError):
     """A checkpoint could not be written, or is not the expected one."""
+
+
+class TrackerError(AgentJetError):
+    """The library of a tracker, such as W&B, failed. No training depends on it."""
 
 
 class Unreachable(AgentJetError):

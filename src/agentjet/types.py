@@ -14,7 +14,11 @@ from typing import Any, ClassVar, Literal, Self
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
+EpisodeFilter = Literal["live", "finished", "aborted", "expired", "not_needed"]
+"""A status by which episodes are found. `aborted` leaves out those that were `not_needed`."""
+EpisodeOrder = Literal["newest", "oldest", "reward", "-reward", "-num_tokens", "-num_calls"]
 OperationKind = Literal["forward_backward", "optim_step"]
+GroupState = Literal["open", "complete", "dropped", "batched"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]
@@ -177,6 +181,8 @@ class Sampled:
     """Support set of each token, encoded by `timeline.support`. Empty if each is the whole vocabulary."""
 
 
+JOURNAL = "journal.sqlite"
+"""The journal in the folder of a run."""
 DEFAULT_RUN = "default"
 """The run of the paths without a run's name."""
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -310,6 +316,20 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowWork:
+    """Work of a process that takes long, and its progress."""
+
+    text: str
+    """A phrase such as `downloading the model`."""
+    done: float
+    total: float
+    """0 if it is not known."""
+    unit: str
+    seconds: float
+    """Time that `done` took."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """A process that hosts weights of a policy."""
 
@@ -326,6 +346,7 @@ class ProcessStatus:
     """Completions that it samples now."""
     is_ready: bool = True
     """False while it starts or loads, and before its first weights."""
+    work: SlowWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,3 +309,28 @@ def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:
     assert f"{episode.id}  finished  sum" in run("episodes", "list", *at(served))
     with pytest.raises(NotFound, match="no episode 'nope'"):
         run("episodes", "show", "nope", *at(served))
+
+
+def test_episodes_by_filter(served: Served) -> None:
+    with Swarm(served.url, TOKEN, client_id="me") as swarm:
+        for number in range(3):
+            with swarm.episode(f"t{number}", mode="eval") as episode:
+                if number:
+                    episode.finish(number / 2)
+                else:
+                    episode.abort("the tool broke")
+    listed = ["episodes", "list", *at(served)]
+    assert "aborted" in (lost := run(*listed, "--reason", "tool")) and "t1" not in lost
+    assert run(*listed, "--client", "nobody") == "no episode matches\n"
+    best = json.loads(run(*listed, "--sort", "-reward", "--min-reward", "0.6", "--mode", "eval", "--json"))
+    assert [episode["reward"] for episode in best["episodes"]] == [1.0] and best["next"] is None
+    first = run(*listed, "--limit", "2")
+    assert first.count("finished") == 2 and "next page: --before ep" in first
+    rest = run(*listed, "--before", first.split("--before ")[1].strip())
+    assert rest.count("\n") == 1 and "aborted" in rest
+    with pytest.raises(InvalidRequest, match=r"min_reward = nan: .*finite"):
+        run(*listed, "--min-reward", "nan")
+    with pytest.raises(NotFound, match="no episode 'gone'"):
+        run(*listed, "--before", "gone")
+    refused = CliRunner().invoke(app, [*listed, "--status", "broken"])
+    assert refused.exit_code == 2 and "--status" in refused.output and "'expired'" in refused.output

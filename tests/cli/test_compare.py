@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.checkpoints import roll_back
-from agentjet.cli.compare import differing_settings, read_run
+from agentjet.cli.compare import read_run
 from agentjet.errors import ConfigError
+from agentjet.gateway.comparison import differing_settings
 from agentjet.protocol import EvaluationRequest
 from tests.cli.test_commands import run
 from tests.fakes import running

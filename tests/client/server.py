@@ -66,6 +66,8 @@ class FakeServer:
         self.steps: list[dict[str, float]] = []
         self.state = "sampling"
         self.episodes: dict[str, EpisodeView] = {}
+        self.begun: list[BeginRequest] = []
+        """The requests that began an episode, in order."""
         self.groups: dict[str, list[str]] = {}
         self.events: list[Event] = []
         self.requests: Counter[str] = Counter()
@@ -154,6 +156,7 @@ class FakeServer:
             code_version=request.code_version,
         )
         self.episodes[view.episode_id] = view
+        self.begun.append(request)
         self.most_live = max(self.most_live, self.by_status()["live"])
         begun = BeginResponse(
             episode_id=view.episode_id,

@@ -296,6 +296,12 @@ def test_what_is_no_address_is_refused_by_name(address: Any) -> None:
     assert repr(address) in str(refused.value)
 
 
+@pytest.mark.parametrize("path", ["/runs", "/runs/"])
+def test_an_address_without_the_name_of_its_run_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="names no run: add its name, or leave out /runs"):
+        load_settings(f"http://box:1{path}", environ={})
+
+
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/swarm/v1"])
 def test_the_address_of_an_api_is_not_that_of_the_server(path: str) -> None:
     with pytest.raises(ConfigError, match="the server's is 'http://a/runs/b', without") as refused:

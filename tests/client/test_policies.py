@@ -13,7 +13,7 @@ from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Endpoint, Ep
 from agentjet.client.command import environment
 from agentjet.client.episode import checked_reward, finish_body
 from agentjet.client.progress import Progress
-from agentjet.client.report import rows
+from agentjet.client.report import EpisodeResult, Step, TrainReport, rows
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import CallView, EpisodeTree
 from agentjet.types import Reward, Task
@@ -144,6 +144,17 @@ def test_progress_shows_each_policy() -> None:
     progress.policies = POLICIES
     progress.step({"reward/mean": 0.75, "planner/reward/mean": 1.0, "coder/reward/mean": 0.5})
     assert shown.getvalue() == "training 1/1  reward 0.750  planner 1.000  coder 0.500\n"
+
+
+def test_steps_of_other_clients_are_not_shown_as_own_work() -> None:
+    shown = io.StringIO()
+    Progress("training", 1, out=shown).step({"reward/mean": 0.75}, "no episode of this client")
+    assert shown.getvalue() == "training 1/1  reward 0.750  no episode of this client\n"
+    finished = EpisodeResult("t", "", "finished", 0, reward=1.0)
+    steps = (Step(1, {"batch/episodes": 2.0}), Step(2, {"batch/episodes": 2.0}))
+    few, own = TrainReport((finished,) * 2, steps, 9.0), TrainReport((finished,) * 4, steps, 9.0)
+    assert str(few).startswith("2 steps in 9 s with 4 episodes of all clients, 2 of this client finished, 0 aborted")
+    assert str(own).startswith("2 steps in 9 s, 4 episodes finished, 0 aborted")
 
 
 def test_a_program_gets_the_names_of_the_policies() -> None:

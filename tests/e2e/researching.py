@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agentjet.research.models import Arm, Hypothesis, Study, Subject
+from agentjet.research.models import Arm, Hypothesis, Study
+from agentjet.research.subject import Subject
 from tests.e2e.server import PATIENCE, Server, environment
 from tests.tiny import make_model
 
@@ -24,8 +25,8 @@ def agent(task, episode):
     body = {"model": episode.model, "messages": [{"role": "user", "content": task.id}]}
     key = {"Authorization": f"Bearer {episode.api_key}"}
     answer = HTTP.post(f"{episode.base_url}/chat/completions", json=body, headers=key).raise_for_status().json()
-    length = len(answer["choices"][0]["message"]["content"] or "") % 5
-    return length + zlib.crc32(episode.id.encode()) / 2**40  # no two score alike: each step has something to learn
+    text = answer["choices"][0]["message"]["content"] or ""
+    return len(text) % 5 + zlib.crc32(f"{text}{task.id}".encode()) / 2**40  # no two score alike: each step learns
 
 def broken(task, episode):
     raise OSError("the game's server is gone")

@@ -24,7 +24,7 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later
 from agentjet.gateway import CallRequest
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import BeginRequest, EpisodeTree
 from agentjet.types import Conversation, Message, PolicyId
 from tests.fakes import RUN, Running, running
 
@@ -147,7 +147,7 @@ async def test_a_call_uses_the_policy_of_its_role(tmp_path: Path) -> None:
         assert run.gateway.lookup_call(episode.id, "coder", first.id) is None
         hello = CallRequest(Conversation((Message("user", "hello"),)))
         assert await run.gateway.count_tokens(episode.id, "coder", hello) == len(plan.suffix)
-        tree = await run.gateway.episode_tree(episode.id)
+        tree = EpisodeTree.model_validate_json(await run.gateway.reader.episode(episode.id))
         assert tree.calls[0].texts and {call.role for call in tree.calls} == {
             "planner",
             "planner/titles",

@@ -24,7 +24,7 @@ import pytest
 
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
 from agentjet.gateway import CallRequest, Gateway
-from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest, RunSettings
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings
 from agentjet.swarm.store import Store
 from agentjet.types import Conversation, Message, PolicyId
 from tests.fakes import RUN, Running, running
@@ -84,8 +84,8 @@ async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> Non
             gateway.finish(episode.id, FinishRequest(reward=1.0)),
             gateway.abort(episode.id, AbortRequest(), idempotency_key="k"),
             gateway.replace_job(gateway.job()),
-            gateway.recent_episodes(5),
-            gateway.episode_tree("unknown"),
+            gateway.reader.episodes(EpisodeQuery()),
+            gateway.reader.episode("unknown"),
             anext(gateway.call(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
         ]
         for refused in await asyncio.gather(*late, return_exceptions=True):

@@ -1,7 +1,7 @@
 """1. Every planted failure is diagnosed with its cause. Its healthy twin has no diagnosis.
 2. A dead environment is not a result: the run is repeated with its seed. A ruined policy keeps its score.
-3. A runner that answers no questions gets no diagnosis that needs an answer. The report lists those causes.
-4. Probes are paid from the remaining budget, and their answers are recorded: nothing is asked or written twice.
+3. A run without a fact gets no diagnosis that needs it.
+4. Diagnoses are recorded once. Equal runs are found by their numbers.
 5. A study that is killed at every entry has the diagnoses of an undisturbed one.
 6. Rules read metrics that servers report, and the page lists every cause.
 """
@@ -13,22 +13,19 @@ import os
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
-from agentjet.research.diagnosis import RULES, diagnose, duplicate_runs
-from agentjet.research.journal import StudyJournal, StudyLog
-from agentjet.research.launcher import TrialLauncher
+from agentjet.research.diagnosis import RULES, equal_runs
+from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
-from agentjet.research.probes import NEEDS, Answer, Question, Rule
-from agentjet.research.report import facts_of
-from agentjet.research.run_signals import DEAD, SERVER, change, holds_since, with_dead_environment
+from agentjet.research.run_signals import DEAD, SERVER, holds_since, with_dead_environment
 from agentjet.research.scheduler import conduct
 from bench.researching.failing import STEPS, Plant
 from bench.researching.kills import Doomed
-from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Kind, Side, said, single
+from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Side, said, single
 
 pytestmark = pytest.mark.thorough
 
@@ -60,7 +57,7 @@ def test_a_planted_failure_is_called_by_its_cause(kind: Any) -> None:
     named, log = said(kind.name, kind.ill, 2)
     assert named == {kind.cause}
     for diagnosis in (diagnosis for every in log.diagnoses.values() for diagnosis in every):
-        assert diagnosis.seen and diagnosis.tried and diagnosis.meaning
+        assert diagnosis.seen and diagnosis.meaning
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -114,19 +111,6 @@ def test_rewards_that_became_perfect_are_no_dead_environment() -> None:
 # ---- signs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_is_told_from_noise_and_gaps_are_bridged() -> None:
-    rng = np.random.default_rng(0)
-    noise = rng.normal(size=90)
-    flat = change(noise)
-    assert flat is not None and not flat.rose and not flat.fell
-    rising = noise + np.linspace(0, 6, 90)
-    rising[::4] = np.nan
-    risen = change(rising)
-    assert risen is not None and risen.rose and not risen.fell
-    assert change(rising[:5]) is None, "five steps say nothing"
-    assert change(np.full(90, np.nan)) is None
-
-
 def test_what_holds_must_last() -> None:
     holds = np.array([False] * 5 + [True] * 3)
     assert holds_since(holds) == 5
@@ -135,112 +119,32 @@ def test_what_holds_must_last() -> None:
     assert holds_since(np.array([True] * 4)) == 0
 
 
-# ---- probes -------------------------------------------------------------------------------------------------------
+# ---- facts --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Silent:
-    """The same runs, by a runner that is not a `Prober`."""
-
-    runner: FailingRunner
-
-    def has(self, key: str) -> bool:
-        return self.runner.has(key)
-
-    def launch(self, key: str, trial: Trial) -> None:
-        self.runner.launch(key, trial)
+class Silent(FailingRunner):
+    """The same runs, by a runner that reports signals only."""
 
     def collect(self, key: str) -> Outcome:
-        return self.runner.collect(key)
+        return replace(super().collect(key), settings={}, facts={})
 
 
-@pytest.mark.parametrize("plant", [Plant(hackable=True, difficulty=0.5), Plant(drift=0.4), Plant(sampler_stops_at=10)])
-def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
+@pytest.mark.parametrize("plant", [Plant(sampler_stops_at=10), Plant(leaks=True), Plant(sign=-1.0)])
+def test_what_needs_a_fact_is_not_said_without(plant: Plant) -> None:
     log = StudyLog()
-    conduct(
-        replace(STUDY, arms=(Arm("a"), Arm("b", {"job.recipe.kl_coef": 0.01})), hypotheses=()),
-        log,
-        Silent(FailingRunner(plant)),
-    )
+    arms = (Arm("a"), Arm("b", {"job.recipe.kl_coef": 0.01}))
+    conduct(replace(STUDY, arms=arms, hypotheses=()), log, Silent(plant))
     assert log.diagnoses == {}
 
 
-class Ignorant(FailingRunner):
-    """Answers without the name that a cause needs."""
-
-    def __init__(self, plant: Plant, question: Question, name: str) -> None:
-        super().__init__(plant)
-        self._question, self._name = question, name
-
-    def ask(self, key: str, question: Question) -> Answer | None:
-        answer = super().ask(key, question)
-        if question != self._question or answer is None:
-            return answer
-        known = {name: value for name, value in answer.items() if not name.startswith("pass_")}
-        return known if self._name == "pass_after" else None
-
-
-ASKING = [(kind, rule) for kind in KINDS for rule in RULES if rule.asks and rule.cause == kind.cause]
-
-
-@pytest.mark.parametrize(("kind", "rule"), ASKING, ids=[kind.name for kind, _ in ASKING])
-def test_a_cause_whose_question_has_no_answer_is_said_to_be_open(kind: Kind, rule: Rule) -> None:
-    assert rule.asks
-    arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(kind.ill.settings))
-    launcher = TrialLauncher(
-        replace(STUDY, arms=arms, hypotheses=()), StudyLog(), Ignorant(replace(kind.ill.plant, world=2), *rule.asks)
-    )
-    launcher.run([Trial(launcher.study.id, arm.name, arm.changes, 1, "confirm") for arm in arms])
-    diagnose(launcher)
-    assert rule.cause not in {diagnosis.cause for every in launcher.log.diagnoses.values() for diagnosis in every}
-    unanswered = {group["asked"].text: group for group in facts_of(launcher.log).groups["unanswered"]}
-    open_ = unanswered[NEEDS[rule.asks]]
-    assert rule.cause.replace("_", " ") in open_["causes"].text.split(", ")
-    assert int(open_["num"].text) == int(open_["of"].text) > 0
-
-
-def test_what_has_an_answer_is_not_said_to_be_open() -> None:
-    assert facts_of(said("healthy", single(), 0)[1]).groups["unanswered"] == []
-
-
-def test_every_question_has_words_and_every_need_a_cause() -> None:
-    assert {rule.asks for rule in RULES if rule.asks} == NEEDS.keys()
-    assert {question for question, _ in NEEDS} == set(get_args(Question))
-
-
-class Counting(FailingRunner):
-    """Counts the questions."""
-
-    def __init__(self, plant: Plant) -> None:
-        super().__init__(plant)
-        self.asked: list[tuple[str, Question]] = []
-
-    def ask(self, key: str, question: Question) -> Answer | None:
-        self.asked.append((key, question))
-        return super().ask(key, question)
-
-
-def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
-    log, runner = StudyLog(), Counting(Plant(world=2))
-    [finding], launcher = conduct(STUDY, log, runner)
+def test_diagnoses_are_recorded_once() -> None:
+    log, runner = StudyLog(), FailingRunner(Plant(world=2))
+    [finding], _ = conduct(STUDY, log, runner)
     assert finding.verdict == "supported"
-    assert causes(log) == {"large": ["step_too_large"] * 4}
-    [probe] = [trial for trial in log.trials.values() if trial.phase == "probe"]
-    assert (probe.arm, probe.setting) == ("large", {"job.optimizer.lr": 1.0})
-    assert launcher.spending.spent == {"explore": 0.0, "confirm": 8.0, "probe": 1.0}
-    assert len(set(runner.asked)) == len(runner.asked)
-    entries, asked = log.num_entries, len(runner.asked)
+    assert causes(log) == {"large": ["unlearned"] * 4}
+    entries = len(log.entries)
     conduct(STUDY, log, runner)
-    assert (log.num_entries, len(runner.asked)) == (entries, asked), "recorded answers are not requested again"
-
-
-def test_without_budget_the_cause_is_only_likely() -> None:
-    log = StudyLog()
-    [finding], launcher = conduct(replace(STUDY, budget=8.0), log, FailingRunner(Plant(world=2)))
-    assert finding.verdict == "supported" and launcher.spending.total == 8.0
-    found = [diagnosis for every in log.diagnoses.values() for diagnosis in every]
-    assert {diagnosis.cause for diagnosis in found} == {"step_too_large"}
-    assert all("not tried" in d.tried and "cost 1.00 runs, and 0.00 are left" in d.tried for d in found)
+    assert len(log.entries) == entries
 
 
 def test_times_do_not_make_two_runs_of_one() -> None:
@@ -251,10 +155,11 @@ def test_times_do_not_make_two_runs_of_one() -> None:
             trial.id, "completed", score=1.0, signals={"reward/mean": values, "time/learn": (seconds,)}
         )
 
-    assert [diagnosis.cause for diagnosis in duplicate_runs([run(1, 0.5), run(2, 0.6)])] == ["duplicated_seed"]
+    equal = equal_runs([run(1, 0.5), run(2, 0.6)])
+    assert [diagnosis.cause for diagnosis in equal.values()] == ["duplicated_seed"]
     constant = {"reward/mean": (0.0,) * 10}
     same = [(trial, replace(outcome, signals=constant)) for trial, outcome in (run(1, 0.5), run(2, 0.6))]
-    assert duplicate_runs(same) == [], "runs that never earned anything are alike, and not the same"
+    assert equal_runs(same) == {}, "runs that never earned anything are alike, and not the same"
 
 
 # ---- kills --------------------------------------------------------------------------------------------------------
@@ -266,7 +171,7 @@ class Kept(FailingRunner):
     def __init__(self, plant: Plant, folder: Path) -> None:
         super().__init__(plant)
         self._folder = folder
-        for path in folder.glob("*-*"):
+        for path in folder.glob("*-?"):
             super().launch(path.name, Trial.from_json(ast.literal_eval(path.read_text(encoding="utf-8"))))
 
     def launch(self, key: str, trial: Trial) -> None:
@@ -284,9 +189,9 @@ class Ending:
 
 
 def finish(folder: Path, plant: Plant) -> Ending:
-    with StudyJournal(folder / "journal") as journal:
+    with StudyLog(folder / "journal") as journal:
         findings, launcher = conduct(STUDY, journal, Kept(plant, folder))
-        launched = sorted(path.name for path in folder.glob("*-*"))
+        launched = sorted(path.name for path in folder.glob("*-?"))
         return Ending([finding.to_json() for finding in findings], journal.diagnoses, launcher.spending.total, launched)
 
 
@@ -298,8 +203,8 @@ def test_a_study_killed_at_every_entry_is_diagnosed_the_same(tmp_path: Path) -> 
     stormy.mkdir()
     undisturbed = finish(quiet, plant)
     found = {diagnosis.cause for every in undisturbed.diagnoses.values() for diagnosis in every}
-    assert found == {SERVER, "step_too_large"}
-    for number in range(len((quiet / "journal").read_bytes().splitlines())):
+    assert found == {SERVER, "unlearned"}
+    for number in range(len(read_log(quiet / "journal").entries)):
         child = os.fork()
         if child == 0:
             try:
@@ -331,7 +236,7 @@ METRICS = {"reward", "groups", "completion", "policy", "optim", "batch", "episod
 
 def test_rules_read_what_a_server_reports() -> None:
     read = literals("research/diagnosis.py") | literals("research/run_signals.py")
-    assert len(read) > 10
+    assert len(read) > 8
     assert read <= literals("swarm/**/*.py") | literals("compute/**/*.py") | literals("recipes/**/*.py")
 
 

@@ -1,4 +1,4 @@
-"""1. Entries are there when the journal is opened again. A torn last line is cut off, a changed line refused.
+"""1. Entries are there when the journal is opened again, and for readers at once. None can be changed.
 2. There is one writer. A study is fixed, and so are its decisions.
 3. Killed before, within and after every entry, a study ends with the findings and the spending of an undisturbed one,
    and launches nothing twice.
@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import StudyJournal, journal_line
+from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Doomed, Formula
@@ -34,9 +35,9 @@ FEW = replace(
 TRIAL = Trial(STUDY.id, "a", {"lr": 1.0}, 3, "confirm")
 
 
-def written(path: Path) -> StudyJournal:
+def written(path: Path) -> StudyLog:
     """A study, a launch and its outcome."""
-    journal = StudyJournal(path)
+    journal = StudyLog(path)
     journal.open_study(STUDY)
     journal.append("intent", {"key": "k", "trial": TRIAL.to_json()})
     journal.append("ack", {"key": "k"})
@@ -48,77 +49,84 @@ def written(path: Path) -> StudyJournal:
 
 def test_what_was_written_is_there(tmp_path: Path) -> None:
     before = written(tmp_path / "j")
-    with StudyJournal(tmp_path / "j") as after:
+    with StudyLog(tmp_path / "j") as after:
         assert after.study == STUDY
         assert after.trials == {TRIAL.id: TRIAL}
         assert after.outcomes == before.outcomes
-        assert (after.unacknowledged, after.attempts, after.num_entries) == ({}, {TRIAL.id: 1}, 5)
+        assert (after.unacknowledged, after.attempts, len(after.entries)) == ({}, {TRIAL.id: 1}, 5)
         after.decide("rungs", (1.0,))  # the same again
-        assert after.num_entries == 5
+        assert len(after.entries) == 5
 
 
-def test_a_torn_line_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
+def test_entries_can_be_added_and_nothing_else(tmp_path: Path) -> None:
     written(tmp_path / "j")
-    whole = (tmp_path / "j").read_bytes()
-    start = whole.rindex(b"\n", 0, -1) + 1
-    for end in range(start, len(whole)):
-        (tmp_path / "j").write_bytes(whole[:end])
-        with StudyJournal(tmp_path / "j") as journal:
-            assert (journal.num_entries, journal.decisions) == (4, {})
-            journal.decide("rungs", [1.0])
-        assert (tmp_path / "j").read_bytes() == whole
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["j", "j.lock"], "a closed journal is one file"
+    with closing(sqlite3.connect(tmp_path / "j")) as db:
+        for change in (
+            "UPDATE entries SET kind = 'x'",
+            "DELETE FROM entries",
+            "INSERT INTO entries VALUES (1, '', '', 0, '', '')",
+        ):
+            with pytest.raises(sqlite3.IntegrityError):
+                db.execute(change)
 
 
-@pytest.mark.parametrize("line", [0, 1, 3, 4])
-def test_a_changed_line_is_refused(tmp_path: Path, line: int) -> None:
-    written(tmp_path / "j")
-    lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
-    lines[line] = lines[line].replace(b'"kind"', b'"Kind"')
-    (tmp_path / "j").write_bytes(b"".join(lines))
-    with pytest.raises(ConfigError, match=f"line {line + 1}: was changed"):
-        StudyJournal(tmp_path / "j")
+def test_a_reader_sees_what_is_committed_while_it_is_written(tmp_path: Path) -> None:
+    assert len(read_log(tmp_path / "j").entries) == 0
+    with StudyLog(tmp_path / "j") as journal:
+        journal.open_study(STUDY)
+        assert read_log(tmp_path / "j").study == STUDY
+        journal.decide("rungs", [1.0])
+        assert read_log(tmp_path / "j").decisions == {"rungs": [1.0]}
 
 
-def test_a_line_rewritten_with_its_sum_breaks_the_chain(tmp_path: Path) -> None:
-    written(tmp_path / "j")
-    lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
-    fields = json.loads(lines[3])
-    lines[3] = journal_line(3, fields["prev"], "outcome", {**fields["body"], "score": 9.0})
-    (tmp_path / "j").write_bytes(b"".join(lines))
-    with pytest.raises(ConfigError, match="line 5: was changed"):
-        StudyJournal(tmp_path / "j")
+def test_a_reader_may_come_before_the_tables(tmp_path: Path) -> None:
+    (tmp_path / "j").touch()
+    with StudyLog(tmp_path / "j", writer=False) as reader:
+        assert reader.entries == []
+        with StudyLog(tmp_path / "j") as journal:
+            journal.open_study(STUDY)
+            reader.refresh()
+            assert reader.study == STUDY
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text("no journal " * 100)
+    with pytest.raises(ConfigError, match="is not a journal of this version"):
+        StudyLog(tmp_path / "j")
+    with pytest.raises(ConfigError, match="restore the file"):
+        read_log(tmp_path / "j")
 
 
 def test_one_writer(tmp_path: Path) -> None:
-    with StudyJournal(tmp_path / "j"), pytest.raises(ConfigError, match="another process"):
-        StudyJournal(tmp_path / "j")
-    StudyJournal(tmp_path / "j").close()
+    with StudyLog(tmp_path / "j"), pytest.raises(ConfigError, match="another process"):
+        StudyLog(tmp_path / "j")
+    StudyLog(tmp_path / "j").close()
 
 
 def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
     written(tmp_path / "j")
-    with StudyJournal(tmp_path / "j") as journal:
+    with StudyLog(tmp_path / "j") as journal:
         with pytest.raises(ConfigError, match=r"they differ in sesoi\. A study is fixed before its data"):
             journal.open_study(replace(STUDY, sesoi=0.1))
         with pytest.raises(ConfigError, match="'rungs' was"):
             journal.decide("rungs", [0.5, 1.0])
+        journal.decide("rungs", [1.0 + 1e-12])  # the last digits of another processor
 
 
 def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
-    """The limit lets half of the line through."""
-    with StudyJournal(tmp_path / "j") as journal:
+    with StudyLog(tmp_path / "j") as journal:
         journal.open_study(STUDY)
-        before = (tmp_path / "j").read_bytes()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "j-wal").stat().st_size + 40, hard))
         try:
             with pytest.raises(OSError, match=f"{tmp_path / 'j'}"):
                 journal.decide("rungs", [1.0])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (journal.decisions, (tmp_path / "j").read_bytes()) == ({}, before)
+        assert (journal.decisions, read_log(tmp_path / "j").decisions) == ({}, {})
         journal.decide("rungs", [1.0])
-    with StudyJournal(tmp_path / "j") as journal:
+    with StudyLog(tmp_path / "j") as journal:
         assert journal.decisions == {"rungs": [1.0]}
 
 
@@ -139,21 +147,21 @@ def study_until_killed(folder: Path, number: int, moment: str) -> None:
 
 def finish(study: Study, folder: Path) -> tuple[list[dict[str, Any]], float, set[str]]:
     """Findings, spending, and the keys that were launched."""
-    with StudyJournal(folder / "journal") as journal:
+    with StudyLog(folder / "journal") as journal:
         findings, launcher = conduct(study, journal, Formula(folder=folder))
         assert journal.unacknowledged == {}
-    keys = {path.name for path in folder.iterdir()} - {"journal"}
+    keys = {path.name for path in folder.glob("*-?")}
     return [finding.to_json() for finding in findings], launcher.spending.total, keys
 
 
-@pytest.mark.parametrize("moment", ["before", "torn", "after"])
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
 def test_killed_at_every_entry(tmp_path: Path, moment: str) -> None:
     """`Formula.launch` refuses a key it has, so a second launch fails the study."""
     quiet = tmp_path / "quiet"
     quiet.mkdir()
     undisturbed = finish(FEW, quiet)
     assert undisturbed[0][0]["verdict"] == "supported"
-    num_entries = len((quiet / "journal").read_bytes().splitlines())
+    num_entries = len(read_log(quiet / "journal").entries)
     assert num_entries > 40
     for number in range(num_entries):
         folder = tmp_path / str(number)
@@ -168,6 +176,6 @@ def test_killed_at_one_entry_after_the_other(tmp_path: Path) -> None:
     quiet.mkdir()
     stormy.mkdir()
     undisturbed = finish(FEW, quiet)
-    for number in range(len((quiet / "journal").read_bytes().splitlines())):
+    for number in range(len(read_log(quiet / "journal").entries)):
         study_until_killed(stormy, number, "after")
     assert finish(FEW, stormy) == undisturbed

@@ -55,6 +55,7 @@ def test_an_id_is_the_contents() -> None:
         ({"reserve": 1.0}, "reserve = 1"),
         ({"budget": 0.0}, "budget = 0"),
         ({"arms": (Arm("a", nuisance=(Knob("lr", ()),)), Arm("b"))}, "'lr' has no values"),
+        ({"arms": (Arm("a", nuisance=(Knob("lr", (1.0,) * 17),)), Arm("b"))}, "17 combinations .* at most 16"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(change: dict[str, Any], named: str) -> None:

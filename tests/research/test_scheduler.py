@@ -15,9 +15,10 @@ import pytest
 from agentjet.research.confirmation import Evidence, Shares, decide_look, open_shares, stop_for_futility
 from agentjet.research.journal import StudyLog
 from agentjet.research.launcher import OutOfBudget, Spending, TrialLauncher, seed_of
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Trial
+from agentjet.research.records import Setting
 from agentjet.research.report.document import render
-from agentjet.research.report.facts import StudyView
+from agentjet.research.report.view import StudyView
 from agentjet.research.scheduler import conduct, rank_loss
 from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, hill, late
@@ -215,15 +216,12 @@ def failing(**shares: float) -> StudyLog:
 def test_plays_that_failed_are_said_beside_the_verdict() -> None:
     [reason] = [found.reason for found in StudyView(failing(a=0.4, b=0.05)).findings.values()]
     assert reason == "look at 12 seeds; failed and repeated held-out episodes: 40% of 'a'"
-    text = " ".join(render(failing(a=0.4, b=0.05)).markdown.text.split())
-    assert (
-        "Failed held-out episodes of “a”: 96 of 240 (40 %). Each was repeated" in text
-        and text.count("come from a selection") == 1
-    )
-    assert "of “b”: 12 of 240 (5 %)" in text
+    text = " ".join(render(failing(a=0.4, b=0.05))["report.md"].split())
+    assert "96 of 240 held-out episodes of “a” failed (40.0%). Each was repeated" in text
+    assert text.count("come from a selection") == 1 and "12 of 240 held-out episodes of “b” failed (5.0%)" in text
     uncounted = conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[1]
     for log in (failing(), uncounted):
-        assert "Failed held-out episodes" not in render(log).markdown.text
+        assert "held-out episodes of “" not in render(log)["report.md"]
 
 
 def test_seeds_that_all_score_the_same_are_said_to() -> None:
@@ -247,9 +245,9 @@ def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
     """A second launcher on the same log launches nothing."""
     log, runner = StudyLog(), Formula()
     first, _ = conduct(STUDY, log, runner)
-    entries = log.num_entries
+    entries = len(log.entries)
     second, _ = conduct(STUDY, log, Formula(noise=99.0))
-    assert (second, log.num_entries) == (first, entries)
+    assert (second, len(log.entries)) == (first, entries)
 
 
 # ---- nothing to learn from ------------------------------------------------------------------------------------------

@@ -15,15 +15,13 @@ from scipy import stats
 from agentjet.research.statistics import (
     Difference,
     any_crossing,
-    holm,
     largest_unseen_rate,
     nominal_level,
-    permutation_p,
-    power,
     predictive_power,
     read,
     welch,
 )
+from bench.researching.oracle import power
 
 pytestmark = pytest.mark.thorough
 
@@ -45,18 +43,6 @@ def test_interval_excludes_zero_where_p_is_below_the_level() -> None:
         low, high = found.interval(level)
         assert (low > 0) == (found.p_value() < level)
         assert (low + high) / 2 == pytest.approx(1.0)
-
-
-def test_permutations_by_hand() -> None:
-    """Two of the 70 ways to split eight numbers in halves are as far apart as these."""
-    assert permutation_p([5, 6, 7, 8], [1, 2, 3, 4]) == pytest.approx(2 / 70)
-    assert permutation_p([1, 4], [2, 3]) == 1.0
-
-
-def test_sampled_permutations_are_near_the_exact_ones() -> None:
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(0.8, 1, 12), rng.normal(0, 1, 12)
-    assert permutation_p(list(a), list(b)) == pytest.approx(welch(list(a), list(b)).p_value(), abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +152,6 @@ def test_scores_that_are_the_same_have_no_spread_whatever_their_mean_rounds_to(a
 def test_too_few_scores_are_refused() -> None:
     with pytest.raises(ValueError, match="two scores each"):
         welch([1.0], [1.0, 2.0])
-
-
-def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([]) == []
 
 
 def test_unseen_rate_is_about_three_in_n() -> None:

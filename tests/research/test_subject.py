@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import StudyFolder, StudyJournal
-from agentjet.research.models import Arm, Knob, Study, Subject
+from agentjet.research.journal import StudyFolder, StudyLog
+from agentjet.research.models import Arm, Knob, Study
 from agentjet.research.servers import check_arms, job_of
+from agentjet.research.subject import Subject
 from agentjet.research.trial_process import HeldOutScore, RunRecord
 from tests.research.world import STUDY
 
@@ -68,13 +69,10 @@ def test_code_is_the_files_and_what_lies_beside_them(subject: Subject, tmp_path:
         path = tmp_path / file
         before = path.read_text() if path.exists() else None
         write(path, content)
-        with pytest.raises(ConfigError, match=rf"subject\.code = .* now: {path} {said}\. .* restore"):
+        with pytest.raises(ConfigError, match=rf"subject\.code: {path} {said}\. .* restore"):
             with_hashes.check_code()
-        with pytest.raises(ConfigError, match=f"did not record which files it used; they are now .*{tmp_path}/"):
-            replace(with_hashes, files={}).check_code()  # as older studies have it
         write(path, before)
         with_hashes.check_code()
-        replace(with_hashes, files={}).check_code()
 
 
 def test_code_below_the_agent_counts(subject: Subject, tmp_path: Path) -> None:
@@ -84,7 +82,7 @@ def test_code_below_the_agent_counts(subject: Subject, tmp_path: Path) -> None:
     with_hashes = subject.with_hashes()
     assert str(helper) in with_hashes.files
     helper.write_text("X = 2\n")
-    with pytest.raises(ConfigError, match=rf"subject\.code = .* now: {helper} changed\. "):
+    with pytest.raises(ConfigError, match=rf"subject\.code: {helper} changed\. "):
         with_hashes.check_code()
     helper.write_text("X = 1\n")
     for folder, file in ((".hidden", "a.py"), ("__pycache__", "a.py"), ("env", "pyvenv.cfg"), ("study", "study.json")):
@@ -106,11 +104,8 @@ def test_a_model_in_a_folder_is_part_of_the_study(subject: Subject, tmp_path: Pa
     with_hashes.check_code()
     for content, said in ((b"1" * 9, "changed"), (None, "is gone")):
         weights.write_bytes(content) if content else weights.unlink()
-        with pytest.raises(
-            ConfigError, match=rf"subject\.model = '{model}' is another .*: {weights} {said}\. .* restore"
-        ):
+        with pytest.raises(ConfigError, match=rf"subject\.model: {weights} {said}\. .* restore"):
             with_hashes.check_code()
-        replace(with_hashes, weights={}).check_code()  # as older studies have it
 
 
 def write(path: Path, content: str | None) -> None:
@@ -153,7 +148,7 @@ def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path / "study")
     folder.write(study, "# plan\n")
     assert folder.study() == study and Study.from_json(json.loads(json.dumps(study.to_json()))).id == study.id
-    with StudyJournal(folder.journal) as journal:
+    with StudyLog(folder.journal) as journal:
         journal.open_study(study)
     with pytest.raises(ConfigError, match="holds a started study"):
         folder.write(study, "")

@@ -31,12 +31,14 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
-from agentjet.research.models import Outcome, Subject, Trial
+from agentjet.research.arm_process import Arm, ArmFailed
+from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical
 from agentjet.research.run_signals import Signals, held_out_counts
 from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
+from agentjet.research.subject import Subject
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, run_name
-from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weights_changed
+from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
 
 SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
@@ -150,7 +152,6 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         assert (tmp_path / "launches" / "k-1" / "run" / "trace").exists()
         runner.launch("k-2", TRIAL)
         runner.collect("k-2")
-        assert runner.ask("k-1", "settings") is None
     assert len(slot.asked) == 2 * MAX_SERVINGS
     assert slot.asked[0] == {
         "job.optimizer.total_steps": 9,
@@ -209,12 +210,9 @@ def test_all_servers_begin_with_the_weights_of_the_first(tmp_path: Path) -> None
 
 def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
     both = {"weights/learner": (0.0,) * 6 + (1.0, None, 1.0, 0.0), "weights/sampler": (1.0,) * 7 + (None, 0.0, 0.0)}
-    assert weights_changed(Signals({name: (0.0,) * 2 + values for name, values in both.items()})) == {
-        "steps": 3,
-        "learner": 2,
-        "sampler": 1,
-    }
-    assert weights_changed(Signals({"reward/mean": (1.0,) * 9})) == {}, "a server of another make does not look"
+    found = weight_changes(Signals({name: (0.0,) * 2 + values for name, values in both.items()}))
+    assert found == {"learner_changes": 2.0, "sampler_changes": 0.5}
+    assert weight_changes(Signals({"reward/mean": (1.0,) * 9})) == {}, "a server of another make does not look"
 
 
 class Mute:
@@ -247,7 +245,7 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
     order = TrialOrder(
         TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json")
     )
-    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute())).run())
+    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute()), cast(Arm, None)).run())
     assert (outcome.end, outcome.score) == ("diverged", score)
 
 
@@ -292,9 +290,10 @@ class Diverging:
     async def evaluate(self, *args: object, **options: object) -> SimpleNamespace:
         return SimpleNamespace(results=[1], finished=[1], by_task={"t": [0.0]}, num_repeated=0)
 
-    async def train(self, *args: object, **options: object) -> None:
+    async def train(self, steps: int, seed: int) -> None:
+        """That of the arm, which ends at the step."""
         self.version = 1
-        raise AgentJetError("64 episodes in a row failed")
+        raise ArmFailed("64 episodes in a row failed")
 
     async def events(self) -> AsyncIterator[Event]:
         yield Event(seq=1, kind="step", time=0.0, body={"policy_version": 1, "metrics": self.metrics})
@@ -317,7 +316,8 @@ def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, f
     order = TrialOrder(
         TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer")
     )
-    outcome = asyncio.run(TrialProcess(order, Diverging(metrics)).run())  # type: ignore[arg-type]
+    both = Diverging(metrics)
+    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, both), cast(Arm, both)).run())
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.journal import EntryKind, StudyJournal, annex_path, journal_line
-from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Setting, Study, Trial, canonical
+from agentjet.research.journal import StudyKind, StudyLog
+from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Study, Trial
+from agentjet.research.records import Setting, canonical
 
 KNOB = Knob("lr", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))
 STUDY = Study(
@@ -72,25 +73,21 @@ def read(path: Path) -> object:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-class Doomed(StudyJournal):
-    """Dies at one of the entries of its study, the annexes' counted on: before it, in the middle of it, or after it."""
+class Doomed(StudyLog):
+    """Dies at one of its entries: before it, before it is committed, or after it."""
 
     def __init__(self, path: Path, number: int, moment: str) -> None:
         self._doom = (number, moment)
         super().__init__(path)
 
-    def annex(self, number: int) -> StudyJournal:
-        doom, moment = self._doom
-        return Doomed(annex_path(self.path, number), doom - self.num_entries, moment)
-
-    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
+    def append(self, kind: StudyKind, body: Mapping[str, Any]) -> None:
         number, moment = self._doom
-        if self.num_entries < number:
+        if len(self.entries) < number:
             super().append(kind, body)
             return
-        if moment == "torn":
-            line = journal_line(self.num_entries, self._last, kind, body)
-            os.write(self._file, line[: len(line) // 2])
-        elif moment == "after":
+        if moment == "within":
+            assert self._database
+            self._database.execute("BEGIN")
+        if moment != "before":
             super().append(kind, body)
         os.kill(os.getpid(), signal.SIGKILL)

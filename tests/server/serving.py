@@ -27,6 +27,7 @@ T = TypeVar("T")
 TOKEN = "client-token-client-token"
 ADMIN = "admin-token-admin-token-admin"
 VIEWER = "viewer-token-viewer-token"
+SECRET = "secret-of-keys-secret-of-keys"
 
 
 @dataclass
@@ -66,12 +67,12 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Served]:
-    """See `tests.fakes.running`."""
+async def serving(data_dir: Path, *args: Any, port: int = 0, **kwargs: Any) -> AsyncIterator[Served]:
+    """See `tests.fakes.running`. A server on the `data_dir` and `port` of an earlier one has the same keys."""
     async with running(data_dir, *args, **kwargs) as run:
-        keys = Keys({"client": TOKEN, "admin": ADMIN, "viewer": VIEWER}, clock=run.clock)
+        keys = Keys({"client": TOKEN, "admin": ADMIN, "viewer": VIEWER, "keys": SECRET}, clock=run.clock)
         server_config = run.gateway.config.server
-        listener = listen("127.0.0.1", 0)
+        listener = listen("127.0.0.1", port)
         app = create_app(run.runs, keys)
         server = uvicorn.Server(uvicorn_config(app, server_config))
         task = asyncio.create_task(server.serve([listener]))

@@ -14,9 +14,15 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.serving import serving
+from agentjet.protocol import CallView, EpisodeTree
+from tests.server.serving import Served, serving
 
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def calls_of(served: Served, episode: dict[str, Any]) -> list[CallView]:
+    found = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
+    return EpisodeTree.model_validate(found.json()).calls
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ def test_which_names_the_policy_answers_to(name: str, role: str | None, tmp_path
                     await asked
                 return
             assert (await asked).choices[0].message.content == "hi"
-            [call] = (await served.run.gateway.episode_tree(episode["episode_id"])).calls
+            [call] = await calls_of(served, episode)
             assert call.role == role
 
     asyncio.run(scenario())
@@ -90,7 +96,7 @@ def test_a_name_chooses_the_policy(tmp_path: Path) -> None:
                     answer = await served.http.post(path, json=body_of(path, model), headers=headers)
                     assert answer.status_code == 200, answer.text
                     assert answer.json().get("model", model.partition("@")[0]) == model.partition("@")[0]
-            calls = (await served.run.gateway.episode_tree(episode["episode_id"])).calls
+            calls = await calls_of(served, episode)
             assert Counter(call.role for call in calls) == {"planner": 4, "coder/critic": 4, "coder/judge": 4}
             stream = await served.openai(episode).chat.completions.create(model="coder", messages=HELLO, stream=True)
             chunks = [chunk async for chunk in stream]

@@ -127,9 +127,9 @@ async def test_episodes_are_looked_up_apart_from_the_event_loop(tmp_path: Path) 
         used: set[int] = set()
         await served.run.batch()
         live = (await served.begin(mode="eval"))["episode_id"]
-        journal, of_the_loop = served.run.gateway._journal, threading.get_ident()
-        reading = journal.reading
-        journal.reading = lambda: (used.add(threading.get_ident()), reading())[1]  # type: ignore[method-assign]
+        reader, of_the_loop = served.run.gateway.reader, threading.get_ident()
+        connect = reader._connect
+        reader._connect = lambda: (used.add(threading.get_ident()), connect())[1]
         found = (await served.http.get("/swarm/v1/episodes", params={"status": "finished"})).json()["episodes"]
         assert len(found) == 4 and {episode["status"] for episode in found} == {"finished"}
         assert (await served.http.get("/swarm/v1/episodes")).json()["episodes"][0]["episode_id"] == live

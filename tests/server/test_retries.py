@@ -103,6 +103,7 @@ async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path:
         await served.run.until(lambda: served.run.gateway.swarm.episode(episode["episode_id"]).num_calls == 1)
         asking.cancel()
         await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+        await served.run.gateway.durable()  # The tree is read from what is on disk.
         assert await orphans(served, episode) == ["undelivered"]
 
 

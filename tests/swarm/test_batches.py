@@ -215,6 +215,19 @@ def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make
     assert (metrics["groups/zero_variance"], metrics["completion/truncated"]) == (0.5, 0.25)
 
 
+def test_calls_that_set_what_the_job_sets_are_counted(make_world: Make) -> None:
+    world = make_world(batch_size=1, group_size=4, temperature=1.0, max_tokens=3)
+    own = ({"temperature": 0.5}, {"finish_reason": "length"}, {}, {})
+    for number, changes in enumerate(own):
+        episode = world.begin("g")
+        world.call(episode, 7, 8, **changes)
+        world.finish(episode, float(number))
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {})
+    assert (metrics["overridden/temperature"], metrics["overridden/max_tokens"]) == (0.25, 0.25)
+
+
 def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
     batches = [batch for batch, _ in advance(world, steps=3)]
     trained = [episode_id for batch in batches for episode_id in batch.episode_ids]

@@ -114,6 +114,37 @@ def test_a_sign_of_life_renews_the_lease(world: World, sign: str) -> None:
     assert world.swarm.reap() == []
 
 
+def test_only_calls_end_the_silence_of_an_episode(world: World) -> None:
+    episode, queries = world.begin(task_id="stuck", client_id="me"), world.swarm.queries
+    world.begin("other")
+    world.now += 5
+    world.call(episode, 5)
+    for _ in range(3):
+        world.now += LEASE / 2
+        for live in queries.live():
+            world.swarm.heartbeat(live.id)
+    assert queries.silence(episode) == (150.0, LEASE, MAX_SECONDS - 155)
+    other = queries.most_silent()
+    assert other is not None and other.group == "other" and queries.silence(other).seconds == 155.0
+    with world.swarm.calling(other.id):
+        assert queries.silence(other) == (0.0, MAX_SECONDS - 155, MAX_SECONDS - 155)
+        assert queries.most_silent() == world.swarm.episode(episode.id)
+        assert (
+            f"; {episode.id} of task stuck, client me, is silent for 2 min 30 s (does a tool hang?): its lease has "
+            "1 min 40 s left, the episode at most 14 min 5 s"
+        ) in queries.waiting_for()
+    world.reopen()
+    world.now += 7
+    assert {world.swarm.queries.silence(live).seconds for live in world.swarm.queries.live()} == {7.0}
+
+
+def test_running_evaluations_are_named_while_no_training_episode_is_begun(world: World) -> None:
+    wanted = "clients, to begin training episodes"
+    assert world.swarm.queries.waiting_for() == wanted
+    world.begin("", mode="eval")
+    assert world.swarm.queries.waiting_for() == f"{wanted}; 1 evaluation episodes run"
+
+
 def test_heartbeats_do_not_prolong_an_episode_beyond_its_maximum(world: World) -> None:
     episode = world.begin()
     deadline = world.now + MAX_SECONDS

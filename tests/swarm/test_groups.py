@@ -130,7 +130,7 @@ def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make
     world.swarm.reap()
     assert world.swarm.episode(alone.id).dropped == "too_few"
     assert world.swarm.queries.status_counts() == {
-        "live": 0, "finished": 1, "aborted": 0, "expired": 0, "trained": 0, "waiting": 0, "dropped": 1,
+        "live": 0, "finished": 1, "aborted": 0, "expired": 0, "not_needed": 0, "trained": 0, "waiting": 0, "dropped": 1,
     }  # fmt: skip
     assert world.swarm.queries.events()[-1].body["reason"] == "too_few"
     world.play("b", 0, 1, 1)

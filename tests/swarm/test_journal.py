@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError, Later, NotFound
-from agentjet.protocol import EvaluationRequest
+from agentjet.protocol import EpisodeQuery, EvaluationRequest
 from agentjet.swarm import Journal
+from agentjet.swarm.records import find_episodes
 from agentjet.swarm.store import Store
 from tests.swarm.world import World
 
@@ -29,12 +30,12 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", ["6", "10"])
+@pytest.mark.parametrize("version", ["6", "10", "'abc'"])
 def test_an_older_schema_is_refused(tmp_path: Path, version: str) -> None:
     path = tmp_path / "journal.sqlite"
     Journal.open(path).close()
     with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version.strip("'"),))
     for open_journal in (Journal.open, Journal.open_read_only):
         with pytest.raises(
             ConfigError, match=rf"has journal schema {version}, this AgentJet reads 13: .*agentjet export"
@@ -74,6 +75,26 @@ def test_what_was_acknowledged_is_in_the_files_of_a_killed_server(world: World, 
     journal = Journal.open(copy / world.path.name)
     assert Store(journal, lambda: 0.0).episode(episode.id) == world.swarm.episode(episode.id)
     journal.close()
+
+
+def test_episodes_that_were_not_needed_are_counted_apart_also_those_of_earlier_versions(world: World) -> None:
+    for reason in ("surplus: enough", "not needed: the client has its steps", "surplus", "Timeout"):
+        world.abort(world.begin(code_version="v1"), reason)
+    expected = {"live": 0, "finished": 0, "aborted": 2, "expired": 0, "not_needed": 2}
+    assert expected.items() <= world.swarm.queries.status_counts().items()
+    code = world.swarm.queries.code_versions()["v1"]
+    assert (code.episodes, code.aborted, code.not_needed) == (4, 2, 2)
+    state = json.loads(world.journal.file.meta("state", ""))
+    del state["counts"]["not_needed"]
+    state["counts"]["aborted"] = 4
+    with world.swarm.store.transaction():
+        pass
+    world.journal.file.set_meta("state", json.dumps(state))
+    world.reopen()
+    assert expected.items() <= world.swarm.queries.status_counts().items()
+    world.abort(world.begin(), "stale: old")
+    world.reopen()
+    assert world.swarm.queries.status_counts()["not_needed"] == 3
 
 
 def fill_disk(world: World) -> None:
@@ -170,12 +191,12 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
 
 def test_pages_of_episodes_are_found_by_an_index(world: World) -> None:
     queries: list[str] = []
+    before = world.begin().id
     world.journal.file.db.set_trace_callback(queries.append)
-    world.journal.recent_episodes(10)
-    world.journal.recent_episodes(10, before=5)
-    world.journal.recent_episodes(10, status="finished")
-    world.journal.recent_episodes(10, status="finished", before=5)
+    for asked in ({}, {"before": before}, {"status": "finished"}, {"status": "finished", "before": before}):
+        find_episodes(world.journal, EpisodeQuery.model_validate(asked))
     world.journal.file.db.set_trace_callback(None)
+    queries = [query for query in queries if "ORDER BY" in query]
     for query in queries:
         plan = [row[-1] for row in world.journal.file.db.execute(f"EXPLAIN QUERY PLAN {query}")]
         by_status = "status = 'finished'" in query
@@ -193,7 +214,7 @@ def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
     world.finish(evaluated, 1.0)
 
     def seqs(**wanted: Any) -> list[int]:
-        return [episode.seq for episode in world.swarm.queries.recent_episodes(**({"limit": 10} | wanted))]
+        return [episode.seq for episode in find_episodes(world.journal, EpisodeQuery(**wanted)).episodes]
 
     assert seqs() == [4, 3, 2, 1]
     assert seqs(limit=2) == [4, 3]

@@ -64,7 +64,7 @@ def test_a_repeated_request_has_one_effect(world: World) -> None:
     assert world.begin("a", key="l", **named("new")) == second
     assert world.begin("a", key="k", **named("killed")).id == first.id, "an answer that was lost before the takeover"
     assert world.begin("a", key="k", **named("new")).id == first.id
-    assert world.swarm.queries.status_counts() == world.swarm.queries.status_counts() | {"live": 1, "aborted": 1}
+    assert world.swarm.queries.status_counts() == world.swarm.queries.status_counts() | {"live": 1, "not_needed": 1}
 
 
 def test_a_replaced_process_is_refused(world: World) -> None:

@@ -47,14 +47,25 @@ def connect(url: str | None, token: str | None, token_file: Path | None, *, clie
     """A client of the server that the options name. Raises `ConfigError` if the token file cannot be read."""
     from agentjet.client import Swarm
 
-    if token_file is not None:
-        if token is not None:
-            raise ConfigError("--token and --token-file exclude each other")
-        try:
-            token = token_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"--token-file {token_file}: {error.strerror}") from None
-    return Swarm(url, token, client_id=client_id, instance_id="")  # Each command is a separate process.
+    # Each command is a separate process.
+    return Swarm(url, read_token(token, token_file), client_id=client_id, instance_id="")
+
+
+def read_token(token: str | None, token_file: Path | None) -> str | None:
+    """The token that the options give, if any. Raises `ConfigError` if the file cannot be read."""
+    if token_file is None:
+        return token
+    if token is not None:
+        raise ConfigError("--token and --token-file exclude each other")
+    return read_token_file(token_file)
+
+
+def read_token_file(path: Path) -> str:
+    """The token in a file that an option names. Raises `ConfigError`."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file {path}: {error.strerror}") from None
 
 
 def example(name: str) -> Path:

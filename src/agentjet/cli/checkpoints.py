@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, new_path, print_text
-from agentjet.cli.data_dir import JOURNAL, METRICS, run_folder
+from agentjet.cli.data_dir import METRICS, run_folder
+from agentjet.cli.progress import progress, work_of
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.types import DEFAULT_RUN, CheckpointStamp
+from agentjet.types import DEFAULT_RUN, JOURNAL, CheckpointStamp
 
 if TYPE_CHECKING:
     from agentjet.config import JobConfig
@@ -54,7 +55,9 @@ def list_checkpoints(url: Url = None, token: Token = None, token_file: TokenFile
 def create_checkpoint(url: Url = None, token: Token = None, token_file: TokenFile = None) -> None:
     """Save a checkpoint of the run's policies, between two batches."""
     with connect(url, token, token_file) as swarm:
-        print_text(checkpoint_line(swarm.checkpoint()))
+        with progress("waiting for the end of the batch, to save a checkpoint", work_of(swarm)):
+            saved = swarm.checkpoint()
+        print_text(checkpoint_line(saved))
 
 
 @app.command("tag")
@@ -85,7 +88,8 @@ def roll_back_to(
 
     They get a new version number, with the weights of the old one.
     """
-    done, job = roll_back(data_dir, version, run)
+    with progress(f"copying and verifying the checkpoint {version}"):
+        done, job = roll_back(data_dir, version, run)
     typer.echo(
         f"Policy version {done.policy_version} has the weights of version {done.to}. Undone: {done.batches} batches.\n"
         f"Dropped as rolled_back: {done.trained} trained episodes and {done.waiting} that waited; {done.live} live "
@@ -113,7 +117,8 @@ def branch_from(
     old, at, version = source.rpartition("@")
     if not at or not old or not version:
         raise ConfigError(f"{source!r} is not of the form DATA_DIR@VERSION, such as agentjet-data@40")
-    began = branch(Path(old), version, data_dir, run)
+    with progress(f"copying and verifying the checkpoint {version}"):
+        began = branch(Path(old), version, data_dir, run)
     typer.echo(
         f"{data_dir} begins at policy version {began} of {old}.\n"
         f"Continue with the same model settings: agentjet serve --data-dir {shlex.quote(str(data_dir))}"
@@ -142,11 +147,13 @@ def export(
     The folder `policy` in a checkpoint is such a folder, too, or with LoRA a PEFT folder: copy it.
     """
     with new_path(out) as unfinished, connect(url, token, token_file) as swarm:
-        made = swarm.export(policy=policy, adapter=adapter)
+        with progress("waiting for the end of the batch, to export the policy", work_of(swarm)):
+            made = swarm.export(policy=policy, adapter=adapter)
         name = f"policy version {made.policy_version}"
         if not Path(made.path).is_dir():
             raise ConfigError(f"{name} was written on the server's machine, in {made.path}: fetch it from there")
-        shutil.copytree(made.path, unfinished)
+        with progress(f"copying {made.path} to {out}"):
+            shutil.copytree(made.path, unfinished)
     if adapter:
         typer.echo(
             f"the adapter of {name} is in {out}; load it with: PeftModel.from_pretrained(base_model, {str(out)!r})"

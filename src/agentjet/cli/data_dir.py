@@ -11,9 +11,8 @@ import typer
 from agentjet.cli import Run
 from agentjet.errors import ConfigError
 from agentjet.protocol import check_run_name
-from agentjet.types import DEFAULT_RUN
+from agentjet.types import DEFAULT_RUN, JOURNAL
 
-JOURNAL = "journal.sqlite"
 METRICS = "metrics.jsonl"
 
 

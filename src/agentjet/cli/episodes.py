@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
+from agentjet.cli.overlays import LEGENDS, Advantages, Overlay, overlaid
 from agentjet.errors import ConfigError
+from agentjet.types import EpisodeFilter, EpisodeOrder, Mode
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from agentjet.client import Swarm
-    from agentjet.protocol import CallView, EpisodeTree, EpisodeView
-    from agentjet.types import Mode
+    from agentjet.protocol import CallView, EpisodeTree
 
-PAGE = 1000
 CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
+NO_ADVANTAGES = Advantages()
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 
 app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export them.", no_args_is_help=True)
@@ -30,26 +29,57 @@ app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export
 
 @app.command("list")
 def list_episodes(
+    status: Annotated[EpisodeFilter | None, typer.Option(help="Only episodes of this status.")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Only episodes of this mode.")] = None,
+    task_set: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this task set.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="ID", help="Only those of this task.")] = None,
+    group: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this group.")] = None,
+    client: Annotated[str | None, typer.Option(metavar="ID", help="Only those of this client.")] = None,
+    code_version: Annotated[str | None, typer.Option(metavar="VERSION", help="Only those of this agent code.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Only those of this batch.")] = None,
+    min_version: Annotated[
+        int | None, typer.Option(metavar="V", help="Lowest policy version at the beginning.")
+    ] = None,
+    max_version: Annotated[
+        int | None, typer.Option(metavar="V", help="Highest policy version at the beginning.")
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option(metavar="R", help="Lowest reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(metavar="R", help="Highest reward.")] = None,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Text inside the reason of an abort or a drop.")] = "",
+    sort: Annotated[
+        EpisodeOrder, typer.Option(help="Order. `reward` is lowest first; a minus sign means highest first.")
+    ] = "newest",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most episodes of a page.")] = 20,
+    before: Annotated[str, typer.Option(metavar="ID", help="The page that follows this episode.")] = "",
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Most episodes.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """List the newest episodes, newest first."""
+    """List the episodes that match every filter, newest first."""
+    from agentjet.protocol import EpisodeFilters
+
+    filters = EpisodeFilters(
+        status=status, mode=mode, task_set=task_set, task=task, group=group, client=client, code_version=code_version,
+        batch=batch, min_version=min_version, max_version=max_version, min_reward=min_reward, max_reward=max_reward,
+        reason=reason, sort=sort,
+    )  # fmt: skip
     with connect(url, token, token_file) as swarm:
-        found = swarm.episodes(limit)
+        found = swarm.episodes(limit, before=before, **filters)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
-    elif not found.episodes:
-        typer.echo("none yet")
-    else:
-        for e in found.episodes:
-            reward = "" if e.reward is None else f"reward {e.reward:g}"
-            why = one_line(e.reason)[:60]
-            trained = e.mode if e.mode == "eval" else why if e.trained_in is None else f"batch {e.trained_in}"
-            task = one_line(e.task_id)
-            typer.echo(f"{e.episode_id}  {e.status:8}  {task:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}")
+        return
+    if not found.episodes:
+        given = before or any(value not in (None, "", "newest") for value in filters.values())
+        typer.echo("no further episodes match" if before else "no episode matches" if given else "none yet")
+    for e in found.episodes:
+        reward = "" if e.reward is None else f"reward {e.reward:g}"
+        why = one_line(e.reason)[:60]
+        trained = e.mode if e.mode == "eval" else why if e.trained_in is None else f"batch {e.trained_in}"
+        task_id = one_line(e.task_id)
+        typer.echo(f"{e.episode_id}  {e.status:8}  {task_id:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}")
+    if found.next is not None:
+        typer.echo(f"next page: --before {found.next}", err=True)
 
 
 @app.command("show")
@@ -58,18 +88,23 @@ def show_episode(
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
+    overlay: Annotated[
+        Overlay, typer.Option(help="Meaning of the colours of tokens; marks in the text have the same meaning.")
+    ] = "author",
     as_json: Json = False,
 ) -> None:
-    """Print an episode's calls. Colours show the author of each token."""
+    """Print an episode's calls. Colours show the author of each token, or what `--overlay` names."""
     with connect(url, token, token_file) as swarm:
         tree = swarm.episode_tree(episode_id)
+        group_id = tree.group_id if overlay == "advantage" and not as_json else None
+        group = None if group_id is None else swarm.group(group_id)
     if as_json:
         typer.echo(tree.model_dump_json(indent=2))
         return
     from rich.console import Console
 
     console = Console(highlight=False)
-    for line in episode_lines(tree):
+    for line in episode_lines(tree, overlay, Advantages.of(tree, group)):
         console.print(line, soft_wrap=True)
 
 
@@ -161,14 +196,13 @@ def export_episodes(
         raise ConfigError(f"--min-reward {min_reward}: give a finite number")
     num_rows = num_gone = 0
     with new_path(file) as unfinished, connect(url, token, token_file) as swarm:
-        wanted = [
-            view.episode_id
-            for view in _views(swarm)
-            if status in ("all", view.status) and mode in ("all", view.mode) and view.num_calls
-        ]
+        views = swarm.all_episodes(
+            sort="oldest", status=None if status == "all" else status, mode=None if mode == "all" else mode
+        )
+        wanted = [view.episode_id for view in views if view.num_calls]
         unfinished.touch(0o600)
         with unfinished.open("w", encoding="utf-8") as out:
-            for episode_id in reversed(wanted):
+            for episode_id in wanted:
                 episode = swarm.episode_tree(episode_id)
                 num_gone += not episode.calls
                 for row in rows(episode):
@@ -184,15 +218,7 @@ def export_episodes(
     typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
-def _views(swarm: Swarm) -> Iterator[EpisodeView]:
-    """All episodes, newest first."""
-    before = ""
-    while page := swarm.episodes(PAGE, before=before).episodes:
-        yield from page
-        before = page[-1].episode_id
-
-
-def episode_lines(tree: EpisodeTree) -> list[Text]:
+def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", advantages: Advantages = NO_ADVANTAGES) -> list[Text]:
     """An episode as coloured lines."""
     from rich.text import Text
 
@@ -209,10 +235,16 @@ def episode_lines(tree: EpisodeTree) -> list[Text]:
     if not tree.calls:
         calls = "not kept, since a checkpoint covers them" if tree.num_calls else "none"
         return [*lines, Text(f"calls: {calls}", NOTE)]
-    lines.append(Text.assemble("written by ", *((f" {author} ", style) for author, style in _legend(tree))))
+    if overlay == "author":
+        lines.append(Text.assemble("written by ", *((f" {author} ", style) for author, style in _legend(tree))))
+    else:
+        lines.append(Text(LEGENDS[overlay], NOTE))
     numbers = {call.call_id: i for i, call in enumerate(tree.calls, 1)}
     for call in tree.calls:
-        lines += [Text(""), Text(_heading(call, numbers), NOTE), _body(call)]
+        body = _body(call) if overlay == "author" else overlaid(call, overlay, advantages.of_call(call))
+        lines += [Text(""), Text(_heading(call, numbers), NOTE)]
+        lines += [Text(one_line(advantages.heading(call)), NOTE)] if overlay == "advantage" else []
+        lines.append(body)
     return lines
 
 

@@ -17,7 +17,9 @@ from agentjet.cli import (
     doctor,
     episodes,
     load_example,
+    look,
     merge,
+    open_page,
     printable,
     recipes,
     research,
@@ -26,6 +28,8 @@ from agentjet.cli import (
     serve,
     sft,
     status,
+    track,
+    watch,
 )
 from agentjet.errors import AgentJetError
 
@@ -64,14 +68,17 @@ for command in (
     run.run,
     sft.sft,
     status.status,
-    status.watch,
+    watch.watch,
     compare.compare,
+    look.look,
     checkpoints.export,
     merge.merge,
+    track.track,
     doctor.doctor,
 ):
     app.command()(command)
 app.command("eval")(run.evaluate)
+app.command("open")(open_page.open_page)
 for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
     app.add_typer(group.app)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from agentjet.cli import new_path, print_text
+from agentjet.cli.progress import progress
 from agentjet.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ def merge(
     for folder in folders:
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
             raise ConfigError(f"{folder} is not the folder of a model or an adapter: it has no config.json")
-    with new_path(out) as unfinished:
+    with new_path(out) as unfinished, progress(f"merging {len(folders)} models"):
         shares = merge_folders(unfinished, folders, base, rescale)
     for folder, found in zip(folders, shares, strict=True):
         total = max(1, found.shared + found.unique)

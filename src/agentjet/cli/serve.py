@@ -11,13 +11,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
 from agentjet.cli import Override
+from agentjet.cli.progress import progress
 from agentjet.errors import AgentJetError
 
 if TYPE_CHECKING:
@@ -85,8 +87,14 @@ class ChildServer:
     ends, too.
     """
 
-    def __init__(self, settings: Path | None, overrides: Sequence[str], data_dir: Path) -> None:
+    def __init__(
+        self, settings: Path | None, overrides: Sequence[str], data_dir: Path, *, is_one_of_many: bool = False
+    ) -> None:
+        """With `is_one_of_many` its start and stop show no progress: several lines would overwrite each other."""
         self.data_dir = data_dir
+        self._progress: Callable[..., AbstractContextManager[None]] = (
+            (lambda *_: nullcontext()) if is_one_of_many else progress
+        )
         self.log = data_dir / "serve.log"
         self.url = ""
         data_dir.mkdir(0o700, parents=True, exist_ok=True)
@@ -109,9 +117,10 @@ class ChildServer:
         """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
         from agentjet.client import Retry, Swarm
 
-        while READY not in (log := self._log_text()):
-            self.check()
-            time.sleep(POLL_SECONDS)
+        with self._progress("starting a server", self._last_line):
+            while READY not in (log := self._log_text()):
+                self.check()
+                time.sleep(POLL_SECONDS)
         found = ADDRESS.search(log)
         assert found is not None
         self.url = found[0]
@@ -132,7 +141,8 @@ class ChildServer:
         Ctrl-C."""
         self._process.terminate()
         try:
-            self._process.wait(STOP_SECONDS)
+            with self._progress("the server finishes its batch, saves a checkpoint and ends"):
+                self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             raise ServerEnded(
                 f"the server did not end within {STOP_SECONDS:.0f} s and was killed; see {self.log}"
@@ -143,6 +153,10 @@ class ChildServer:
 
     def _log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _last_line(self) -> str:
+        """The newest line of the log, which has the progress of the start."""
+        return (self._log_text().splitlines() or [""])[-1]
 
     def _log_tail(self) -> str:
         return "\n".join("    " + line for line in self._log_text().splitlines()[-NUM_LOG_LINES:])

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from errno import EADDRNOTAVAIL
 from functools import partial
 from ipaddress import ip_address
@@ -25,6 +25,7 @@ import uvicorn
 
 from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
+from agentjet.cli.progress import LOOK_SECONDS, ProgressLine
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.cluster.backend import ClusterCompute
@@ -100,7 +101,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
         _print(f"AgentJet {__version__} listens on {url}, loading {', '.join(models)} …")
         if bound := all_addresses_line(listener):
             _print(bound)
-        await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
+        async with _shown(lambda: runs.default.doing()):
+            await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             if ready.exception() is not None:
                 return False
@@ -108,7 +110,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
             _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")
-        await runs.drain()
+        async with _shown(lambda: next(filter(None, (one.doing() for one in runs.open_gateways())), "")):
+            await runs.drain()
         for gateway in runs.open_gateways():
             newest = gateway.store.newest()
             if newest is not None:
@@ -121,6 +124,24 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
         printer.cancel()
     serving.result()
     return True
+
+
+@contextlib.asynccontextmanager
+async def _shown(doing: Callable[[], str]) -> AsyncIterator[None]:
+    """Context in which the slow work of the server is shown each second."""
+    line = ProgressLine()
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            line.show(doing())
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        line.clear()
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
@@ -141,7 +162,7 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     _print(
         "Next, in another terminal:\n"
         f"  export AGENTJET_URL={url} AGENTJET_TOKEN=$(cat {shlex.quote(str(data_dir / 'token'))})\n"
-        "  agentjet status"
+        "  agentjet status   # or, in a browser: agentjet open"
     )
 
 

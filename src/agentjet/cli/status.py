@@ -1,23 +1,18 @@
-"""`agentjet status`, `watch` and `job`: the state of a running server, and its job settings."""
+"""`agentjet status` and `job`: the state of a running server, and its job settings."""
 
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text
-from agentjet.errors import ConfigError, Later, Unreachable
+from agentjet.errors import ConfigError
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from agentjet.client import Swarm
-    from agentjet.protocol import CodeVersionStatus, StatusResponse, TaskSetStatus
+    from agentjet.protocol import CodeVersionStatus, HealthView, StatusResponse, TaskSetStatus
 
 NUM_CODE_VERSIONS = 5
 """The newest ones are shown; `--json` has more."""
@@ -33,8 +28,6 @@ SHOWN_METRICS = (
     "perf/tokens_per_second",
 )
 """Metrics of the last step, of the batch and of each policy; `--json` has them all."""
-CLEAR = "\x1b[H\x1b[J"
-"""Moves a terminal's cursor to the top, and erases everything below it."""
 Lines = list[tuple[str, str]]
 """Names and values."""
 RESTART_HINT = (
@@ -49,15 +42,16 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
     """Show the state of a server and the reason why training waits."""
     with connect(url, token, token_file) as swarm:
         now = swarm.status()
-    if as_json:
+        health = None if as_json else swarm.health()
+    if health is None:
         typer.echo(now.model_dump_json(indent=2))
         return
-    for name, value in status_lines(now):
+    for name, value in status_lines(now, health):
         typer.echo(f"{name:12} {value}")
 
 
-def status_lines(status: StatusResponse) -> Lines:
-    """A status as lines for people."""
+def status_lines(status: StatusResponse, health: HealthView | None = None) -> Lines:
+    """A status as lines for people, with the trend of the reward and the health rules that are not ok."""
     from agentjet.protocol import report_lines
 
     steps = f"{status.policy_version} of {status.max_steps}" if status.max_steps else str(status.policy_version)
@@ -71,17 +65,24 @@ def status_lines(status: StatusResponse) -> Lines:
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
         ("episodes", _episodes(status)),
         ("calls", f"{status.calls_active} active"),
-        ("clients", _clients(status)),
+        ("clients", clients_line(status)),
     ]
     newest = list(status.code_versions.items())[-NUM_CODE_VERSIONS:]
-    lines += [("code" if i == 0 else "", _code(name, code)) for i, (name, code) in enumerate(reversed(newest))]
+    lines += [("code" if i == 0 else "", code_line(name, code)) for i, (name, code) in enumerate(reversed(newest))]
     sets = status.task_sets.items()
-    lines += [("task sets" if i == 0 else "", _task_set(name, one)) for i, (name, one) in enumerate(sets)]
+    lines += [("task sets" if i == 0 else "", task_set_line(name, one)) for i, (name, one) in enumerate(sets)]
     if status.workers_hung:
         lines.append(("workers", f"{status.workers_started} started, {status.workers_hung} killed because they hung"))
     lines += [("unusable" if i == 0 else "", path) for i, path in enumerate(status.unusable_checkpoints)]
     if status.zero_variance is not None:
         lines += [("warning" if i == 0 else "", line) for i, line in enumerate(report_lines(status.zero_variance))]
+    if health is not None:
+        lines += [("learning", health.learning.text)]
+        worth = [rule for rule in health.rules if rule.level != "ok"]
+        lines += [
+            ("health" if i == 0 else "", f"{rule.level}: {rule.text} ({rule.docs})") for i, rule in enumerate(worth)
+        ]
+        lines += [] if worth else [("health", f"ok: {len(health.rules)} rules")]
     for owner in ("", *status.policies):
         start = f"{owner}/" if owner else ""
         metrics = [f"{n} {status.last_step[start + n]:.4g}" for n in SHOWN_METRICS if start + n in status.last_step]
@@ -91,13 +92,13 @@ def status_lines(status: StatusResponse) -> Lines:
 
 def _episodes(status: StatusResponse) -> str:
     """Counts of episodes; those of dropped ones with their reasons."""
-    parts = [f"{count} {name}" for name, count in status.episodes.items() if count]
+    parts = [f"{count} {name.replace('_', ' ')}" for name, count in status.episodes.items() if count]
     if status.dropped and parts and parts[-1].endswith(" dropped"):
         parts[-1] += f" ({', '.join(f'{count} {reason}' for reason, count in status.dropped.items())})"
     return ", ".join(parts) or "none yet"
 
 
-def _clients(status: StatusResponse) -> str:
+def clients_line(status: StatusResponse) -> str:
     """Clients that hold episodes or were seen recently; the others are counted."""
     shown = []
     for name, ago in status.clients.items():
@@ -109,54 +110,23 @@ def _clients(status: StatusResponse) -> str:
     return ", ".join(shown) or "none yet"
 
 
-def _code(name: str, code: CodeVersionStatus) -> str:
+def code_line(name: str, code: CodeVersionStatus) -> str:
     reward = "no reward yet" if code.reward_mean is None else f"reward {code.reward_mean:.4g} over {code.finished}"
-    return f"{name}: {reward}{f', {code.aborted} not scored' if code.aborted else ''}"
+    lost = f", {code.aborted} aborted" if code.aborted else ""
+    return f"{name}: {reward}{lost}{f', {code.not_needed} not needed' if code.not_needed else ''}"
 
 
-def _task_set(name: str, one: TaskSetStatus) -> str:
+def task_set_line(name: str, one: TaskSetStatus) -> str:
     weight = "" if one.weight is None else f", weight {one.weight:g}"
     reward = "" if one.reward_mean is None else f", reward {one.reward_mean:.4g}"
     return f"{name}: share {one.share:.3g}{weight}{reward}, {one.groups_complete} complete, {one.groups_open} open"
 
 
-def watch(
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
-    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two requests.")] = 1.0,
-) -> None:
-    """Watch a server until Ctrl-C, also across restarts. A file or a pipe gets a text for each change."""
-    with connect(url, token, token_file) as swarm, suppress(KeyboardInterrupt):
-        reports, is_terminal = _reports(swarm, every), sys.stdout.isatty()
-        for lines in reports if is_terminal else changes(reports):
-            typer.echo((CLEAR if is_terminal else "") + "".join(f"{name:12} {value}\n" for name, value in lines))
-
-
-def _reports(swarm: Swarm, every: float) -> Iterator[Lines]:
-    """The status every `every` seconds, without end; after the first one also errors."""
-    yield status_lines(swarm.status())
-    while True:
-        time.sleep(every)
-        try:
-            yield status_lines(swarm.status())
-        except (Unreachable, Later) as error:
-            yield [("error", one_line(str(error)))]
-
-
-def changes(reports: Iterable[Lines]) -> Iterator[Lines]:
-    """The reports that differ from the one before in more than the clients, whose ages change every second."""
-    shown = None
-    for lines in reports:
-        facts = [line for line in lines if line[0] != "clients"]
-        if facts != shown:
-            yield lines
-        shown = facts
-
-
 @app.command("show")
 def show_job(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
     """Print the job settings in force, and their revision."""
+    from agentjet.protocol import flatten
+
     with connect(url, token, token_file) as swarm:
         body = swarm.job()
     if as_json:
@@ -178,6 +148,8 @@ def set_job(
     as_json: Json = False,
 ) -> None:
     """Change job settings of a running server; needs the admin token. A batch that is composed keeps its settings."""
+    from agentjet.protocol import flatten
+
     given: dict[str, Any] = {}
     for key, value in map(parse_setting, settings):
         if key in given:
@@ -207,15 +179,6 @@ def parse_setting(setting: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"{setting!r} is not of the form KEY=VALUE, such as optimizer.lr=1e-5")
     return key.strip().removeprefix("job."), parse_value(text)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted name. A table of weights is one value."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and name != "task_weights":
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _json(value: Any) -> str:

@@ -41,7 +41,8 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except OSError as error:
-        raise ConfigError(f"{option} {place}: {error.strerror or error}") from None
+        is_this = error.filename in (None, str(Path(place).absolute()))
+        raise ConfigError(f"{option} {place}: {(is_this and error.strerror) or one_line(error)}") from error
     except SystemExit as error:
         raise ConfigError(f"{option} {place}: importing it ends the program (SystemExit: {error.code})") from None
     except Exception as error:  # the boundary: the user's file may raise anything

@@ -97,6 +97,8 @@ def load_settings(
         raise ConfigError(
             f"{address!r} is the address of an API: the server's is {address[: found.start()]!r}, without {found[1]!r}"
         )
+    if address.rstrip("/").endswith("/runs"):
+        raise ConfigError(f"{address!r} names no run: add its name, or leave out /runs for the default run")
     return ClientSettings(
         url=address.rstrip("/"),
         token=_checked_token(token if token is not None else environ.get(TOKEN_VARIABLE, "")),

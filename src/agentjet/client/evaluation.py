@@ -59,17 +59,17 @@ async def pin_policy_version(
 
 
 async def run_evaluation(
-    start: StartRollout, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool
+    start: StartRollout, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool, base: str = ""
 ) -> EvalReport:
-    """Run every task `repeats` times with the agent of `start`.
+    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes.
 
     A failed episode is attempted up to twice more, then reported as aborted: it counts in no mean.
     """
     started = time.monotonic()
-    repeated = [task for task in tasks for _ in range(repeats)]
+    num = repeats * len(tasks)
     results: dict[int, EpisodeResult] = {}
     num_repeated = 0
-    shown = progress_for("evaluating", len(repeated), wanted=progress, num_lines=4)
+    shown = progress_for("evaluating", num, wanted=progress, num_lines=4)
 
     def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         nonlocal num_repeated
@@ -78,7 +78,7 @@ async def run_evaluation(
         if last:
             results[spec.index] = result
 
-    await Runner(start, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
+    await Runner(start, note).run(RolloutQueue.once(tasks, repeats, base), min(concurrency, num))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
 

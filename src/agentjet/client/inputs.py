@@ -37,6 +37,8 @@ def build_request(kind: type[Body], **fields: Any) -> Body:
     except ValidationError as error:
         detail = error.errors()[0]
     key, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        message = f"this name is unknown; known are {', '.join(kind.model_fields)}"
     raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
 
 
@@ -88,8 +90,8 @@ def check_signature(agent: Callable[..., object], named: str) -> None:
         pass
 
 
-def check_policy(at_version: Any, temperature: Any) -> None:
-    """Raises `ValueError` for an invalid policy version or temperature."""
+def check_policy(at_version: Any, temperature: Any, seed: int | None, *, of_server: bool, record: bool) -> None:
+    """Raises `ValueError` for an invalid policy version or temperature, and for options that exclude each other."""
     if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
         raise ValueError(f"at_version = {_shown(at_version)}: give a policy version, from 0 on, or 'newest'")
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
@@ -98,6 +100,13 @@ def check_policy(at_version: Any, temperature: Any) -> None:
     ):
         raise ValueError(
             f"temperature = {_shown(temperature)}: give 0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        )
+    if record and at_version is None:
+        raise ValueError("record = True needs at_version, such as 'newest': a score belongs to one policy version")
+    if not of_server and (at_version, temperature, seed) != (None, None, None):
+        raise ValueError(
+            "at_version, temperature and seed need the policy of a server: an endpoint has no versions, and gets the "
+            "agent's own settings"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from agentjet.client.report import EpisodeResult
+from agentjet.protocol import remaining
 
 NUM_ERRORS_SHOWN = 3
 CROSS_ENTROPY = "policy/cross_entropy"
@@ -30,7 +31,7 @@ class Progress:
         self._done = 0
         self._failures: Counter[str] = Counter()
 
-    def step(self, metrics: Mapping[str, float]) -> None:
+    def step(self, metrics: Mapping[str, float], note: str = "") -> None:
         """A batch was learned."""
         names = {"reward": "reward/mean"} | {policy: f"{policy}/reward/mean" for policy in self.policies}
         parts = [f"{name} {metrics[metric]:.3f}" for name, metric in names.items() if metric in metrics]
@@ -38,7 +39,7 @@ class Progress:
         # The first batch's time includes the server's idle time before this client began.
         if self._done and "perf/tokens_per_second" in metrics:
             parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
-        self._advance("  ".join(parts))
+        self._advance("  ".join([*parts, *filter(None, [note])]))
 
     def episode(self, result: EpisodeResult, *, counts: bool = False) -> None:
         """An episode ended. `counts`: the display counts episodes, not steps."""
@@ -60,9 +61,9 @@ class Progress:
         if self._done % self._every and self._done != self._total:
             return
         failed = f"  {self._failures.total()} failed" if self._failures else ""
-        left = int((time.monotonic() - self._started) / self._done * (self._total - self._done))
-        remaining = f"  {left // 60}:{left % 60:02d} left" if self._done < self._total else ""
-        self.notify(f"{self._title} {self._done}/{self._total}  {text}".rstrip() + failed + remaining)
+        left = remaining(time.monotonic() - self._started, self._done, self._total)
+        rest = f"  {left}" if self._done < self._total else ""
+        self.notify(f"{self._title} {self._done}/{self._total}  {text}".rstrip() + failed + rest)
 
 
 def progress_for(title: str, total: int, *, wanted: bool, num_lines: int = 100) -> Progress:

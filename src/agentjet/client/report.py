@@ -214,13 +214,16 @@ class TrainReport(_Report):
 
     @property
     def num_not_needed(self) -> int:
-        """Episodes that were live when the last batch was learned, or that the server ended as surplus or stale. The
-        server counts them as aborted, but nothing failed."""
+        """Episodes that were live when the last batch was learned, or that the server ended as surplus or stale. They
+        did not fail."""
         return sum(result.outcome == "not_needed" for result in self.results)
 
     def __str__(self) -> str:
+        own, total = len(self.finished), round(sum(step.metrics.get("batch/episodes", 0.0) for step in self.steps))
+        is_shared = total > own
+        shared, whose = (f" with {total} episodes of all clients", "of this client") if is_shared else ("", "episodes")
         lines = [
-            f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
+            f"{len(self.steps)} steps in {self.seconds:.0f} s{shared}, {own} {whose} finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
         empty = [batches_without_variance([step.metrics]) for step in self.steps]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import itertools
+import json
 import random
 import uuid
 from collections import deque
@@ -57,6 +59,16 @@ class Visit:
     """Set when an episode of the group has begun, or its task is skipped. A spare one waits for this, to join."""
     size: int | None = None
     """Number of episodes that complete the group, once the server has answered. The recipe may want few."""
+    previous: Visit | None = None
+    """In a reproducible run: the visit before it, whose group begins first."""
+
+    async def wait_for_turn(self, place: int) -> None:
+        """Waits until the groups before this one have begun, and the first episode of this one."""
+        before = self if place else self.previous
+        if before is not None:
+            await before.opened.wait()
+        if not place:
+            self.previous = None  # else every visit of a run would be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,8 @@ class RolloutSpec:
     place: int = 0
     """Number of the episode in its group."""
     visit: Visit = field(default_factory=Visit, compare=False)
+    seed: int | None = None
+    """Seeds the answers of the episode; None: the server does."""
 
     @property
     def is_wanted(self) -> bool:
@@ -94,9 +108,11 @@ class RolloutQueue:
         """Tasks that the recipe skips at the present policy version, by task set."""
 
     @classmethod
-    def training(cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> RolloutQueue:
+    def training(
+        cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0, base: str = ""
+    ) -> RolloutQueue:
         """Endless epochs over the tasks, each in a new order that `seed` determines. A visit of a task is a group of
-        `group_size` episodes plus `spare` ones.
+        `group_size` episodes plus `spare` ones. With a `base` for their seeds, groups begin in order.
 
         The order of each task set is independent, so a set that is passed over misses none of its tasks.
         """
@@ -104,19 +120,25 @@ class RolloutQueue:
         run, index = uuid.uuid4().hex[:8], itertools.count()
 
         def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
+            visit = None
             for epoch, task in _epochs(own, seed):
-                group, visit = f"{task.id[:200]}/{run}/{epoch}", Visit()
+                group, visit = f"{task.id[:200]}/{run}/{epoch}", Visit(previous=visit if base else None)
                 for place, is_spare in enumerate(members):
-                    yield RolloutSpec(task, group, next(index), is_spare, place, visit)
+                    seed_of = episode_seed(f"{base}/{epoch}", task, place) if base else None
+                    yield RolloutSpec(task, group, next(index), is_spare, place, visit, seed_of)
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
         by_set = {name: specs([task for task in tasks if task.task_set == name]) for name in task_sets}
         return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members), tasks)
 
     @classmethod
-    def once(cls, tasks: Sequence[Task]) -> RolloutQueue:
-        """Each task once, in no group. All tasks share the room."""
-        specs = (RolloutSpec(task, "", index) for index, task in enumerate(tasks))
+    def once(cls, tasks: Sequence[Task], repeats: int = 1, base: str = "") -> RolloutQueue:
+        """Each task `repeats` times, in no group, with seeds from `base` if there is one. All tasks share the room."""
+        each = enumerate((task, repeat) for task in tasks for repeat in range(repeats))
+        specs = (
+            RolloutSpec(task, "", index, seed=episode_seed(base, task, repeat) if base else None)
+            for index, (task, repeat) in each
+        )
         return cls({"": specs}, itertools.repeat(""))
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
@@ -148,6 +170,12 @@ class RolloutQueue:
         """After a new policy version: the recipe may choose otherwise."""
         for skipped in self._skipped.values():
             skipped.clear()
+
+
+def episode_seed(base: str, task: Task, number: int) -> int:
+    """A seed of 63 bits for an episode of a task, from its content alone."""
+    name = json.dumps([base, task.task_set, task.id, number])
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
@@ -277,6 +305,8 @@ class Runner:
         attempts_left = 0 if spec.group in self._skipped else ATTEMPTS
         while attempts_left and spec.group not in self._unneeded:
             result = await self.attempt(spec)
+            if spec.seed is not None:  # the same answers could fail in the same way
+                spec = replace(spec, seed=(spec.seed + 1) % 2**63)
             full.clear()
             attempts_left -= not self._is_on_trial(result.code_version)
             self._report(spec, result, result.outcome in ("finished", "not_needed") or not attempts_left)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -33,9 +33,17 @@ from agentjet.client.sft import Sft, SftReport, checked_demonstrations
 from agentjet.client.training import Training
 from agentjet.demonstrations import DemonstrationBody
 from agentjet.errors import AgentJetError
+from agentjet.protocol import HealthView, WaitingView
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
 T = TypeVar("T")
+
+
+def _query(path: str, given: Mapping[str, Any]) -> str:
+    """The path with its parameters. Those that are None or empty are left out."""
+    values = {name: value for name, value in given.items() if value not in (None, "", [])}
+    return f"{path}?{httpx.QueryParams(values)}" if values else path
+
 
 SCALE_WAIT = 60.0
 """Longest wait for the answer of `scale`: a cluster is asked for its free GPUs."""
@@ -143,6 +151,7 @@ class AsyncSwarm:
         eval_every: int = 0,
         eval_repeats: int = 1,
         stop_after: int = 0,
+        reproducible: bool = False,
     ) -> TrainReport:
         """Run `agent` on `tasks` until the policies of the run have learned `steps` more batches.
 
@@ -160,8 +169,14 @@ class AsyncSwarm:
         With `eval_tasks`, the newest policy version is evaluated on them: before the first batch, after every
         `eval_every` batches and at the end. See `evaluate` with `record=True`. The run ends early when `stop_after`
         evaluations in a row brought no new best score.
+
+        With `reproducible`, `seed` and `job.seed` also determine the answers, and groups begin in the order of the
+        tasks. A run with the same seeds then has the same batches if `job.max_staleness` is 0, no other client
+        contributes and no episode fails. Groups begin one after another, which takes a round trip each.
         """
         tasks = check_run(agent, tasks, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
+        if reproducible and len({task.task_set for task in tasks}) > 1:
+            raise ValueError("reproducible = True needs tasks of one task set: how sets share a batch depends on time")
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
         code = ModuleSource(agent) if reload is True else reload or None
@@ -176,9 +191,9 @@ class AsyncSwarm:
                 stop_after,
             )
         try:
-            connection, status = self._connection, await self.status()
+            connection, status, request = self._connection, await self.status(), self.episode_request
             training = Training(
-                connection, status, self.episode_request, version, tasks, steps, seed, progress, code, held_out
+                connection, status, request, version, tasks, steps, seed, progress, code, held_out, reproducible
             )
             return await training.run(concurrency)
         except (AgentJetError, asyncio.CancelledError) as error:
@@ -197,6 +212,7 @@ class AsyncSwarm:
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
         record: bool = False,
+        seed: int | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report. These episodes are not trained on.
 
@@ -207,16 +223,11 @@ class AsyncSwarm:
           it, at most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) if the server is at another version.
         * With `endpoint` the agent calls another model, and the server gets no requests.
         * `record` stores the score on the server, see `evaluations`. It needs `at_version`.
+        * `seed` determines the answers of a policy version, together with `job.seed`. By default each evaluation draws
+          others.
         """
         tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
-        check_policy(at_version, temperature)
-        if record and at_version is None:
-            raise ValueError("record = True needs at_version, such as 'newest': a score belongs to one policy version")
-        if endpoint is not None and (at_version, temperature) != (None, None):
-            raise ValueError(
-                "at_version and temperature need the policy of a server: an endpoint has no versions, and gets the "
-                "agent's own temperature"
-            )
+        check_policy(at_version, temperature, seed, of_server=endpoint is None, record=record)
         version = AgentVersion.of(agent, code_version)
 
         pinned: int | None = None
@@ -226,7 +237,7 @@ class AsyncSwarm:
             request = self.episode_request(task.id, task.task_set, mode="eval", code_version=code)
             if endpoint is not None:
                 return endpoint.begin(request), version.agent
-            request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
+            request = request.model_copy(update={"at_version": pinned, "temperature": temperature, "seed": spec.seed})
             return await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent
 
         try:
@@ -234,7 +245,10 @@ class AsyncSwarm:
                 if at_version is not None:
                     pin = self.episode_request(PIN_TASK_ID, mode="eval")
                     pinned = await stack.enter_async_context(pin_policy_version(self._connection, pin, at_version))
-                report = await run_evaluation(start, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+                base = "" if seed is None else f"evaluation/{seed}"
+                report = await run_evaluation(
+                    start, tasks, repeats=repeats, concurrency=concurrency, progress=progress, base=base
+                )
                 if record and pinned is not None:
                     await record_score(self._connection, self._settings.client_id, pinned, report)
                 return report
@@ -272,19 +286,70 @@ class AsyncSwarm:
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
-    async def episodes(self, limit: int = 20, *, before: str = "") -> protocol.EpisodeList:
-        """The newest episodes, newest first. With `before`, those begun before the episode with that id."""
-        path = f"/episodes?limit={limit}" + (f"&before={quote(before, safe='')}" if before else "")
-        return await self._send(protocol.EpisodeList, "GET", path)
+    async def episodes(
+        self, limit: int = 20, *, before: str = "", **filters: Unpack[protocol.EpisodeFilters]
+    ) -> protocol.EpisodeList:
+        """A page of the episodes that match every filter, newest first, or in the order of `sort`.
+
+        `next` of a page is `before` of the page that follows it. The filters, such as `status="aborted"`, `task_set`,
+        `min_reward` and `reason`, are the fields of `EpisodeQuery`. Raises `InvalidRequest` naming the wrong one, and
+        `NotFound` if there is no episode `before`.
+        """
+        wanted = build_request(protocol.EpisodeQuery, limit=limit, before=before, **filters)
+        return await self._send(protocol.EpisodeList, "GET", _query("/episodes", wanted.model_dump(exclude_unset=True)))
+
+    async def all_episodes(self, **filters: Unpack[protocol.EpisodeFilters]) -> AsyncGenerator[protocol.EpisodeView]:
+        """All episodes that match every filter, read page by page. Arguments and errors are those of `episodes`."""
+        before: str | None = ""
+        while before is not None:
+            page = await self.episodes(protocol.MOST_EPISODES, before=before, **filters)
+            for episode in page.episodes:
+                yield episode
+            before = page.next
 
     async def episode_tree(self, episode_id: str) -> protocol.EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""
         path = f"/episodes/{quote(episode_id, safe='')}"
         return await self._send(protocol.EpisodeTree, "GET", path)
 
+    async def group(self, group_id: int) -> protocol.GroupView:
+        """A group with its episodes and their advantages. Raises `NotFound`."""
+        return await self._send(protocol.GroupView, "GET", f"/groups/{group_id}")
+
+    async def batches(self, limit: int = 100, *, before: int | None = None) -> protocol.BatchList:
+        """A page of batches, newest first: the newest `limit`, or those before batch `before`.
+
+        `next` of a page is `before` of the page that follows it.
+        """
+        return await self._send(protocol.BatchList, "GET", _query("/batches", {"limit": limit, "before": before}))
+
+    async def batch(self, batch_id: int) -> protocol.BatchView:
+        """A batch with its groups, rewards and advantages, the episodes that were lost before it, and the job settings
+        that changed. Raises `NotFound`.
+        """
+        return await self._send(protocol.BatchView, "GET", f"/batches/{batch_id}")
+
+    async def steps(
+        self, after: int | None = None, limit: int = 1000, *, metrics: Sequence[str] = ()
+    ) -> protocol.StepList:
+        """Metrics of learned batches: the oldest `limit` above policy version `after`, else the newest `limit`.
+
+        `metrics` are the names of those to return, by default all.
+        """
+        given = {"limit": limit, "after": after, "metric": list(metrics)}
+        return await self._send(protocol.StepList, "GET", _query("/steps", given))
+
     async def status(self) -> protocol.StatusResponse:
         """The server's present status."""
         return await self._connection.status()
+
+    async def health(self) -> HealthView:
+        """The trend of the training reward, and the health rules with their results."""
+        return await self._send(HealthView, "GET", "/health")
+
+    async def waiting(self) -> WaitingView:
+        """The groups that fill the present batch, with the state of each episode."""
+        return await self._send(WaitingView, "GET", "/waiting")
 
     def events(self, after: int = 0) -> AsyncGenerator[protocol.Event]:
         """The server's events numbered above `after`, without end, across restarts of the server."""
@@ -410,6 +475,11 @@ class AsyncSwarm:
         """
         body = build_request(protocol.ExportRequest, adapter=adapter, policy=policy)
         return await self._send(protocol.CheckpointInfo, "POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
+
+    async def session_code(self, role: protocol.Role = "viewer") -> protocol.SessionCode:
+        """A one-time code that opens the page of the run within a minute: `SERVER/#code=CODE`."""
+        body = protocol.SessionRequest(role=role)
+        return await self._send(protocol.SessionCode, "POST", "/sessions", body=body)
 
     async def _send(
         self, view: type[T], method: str, path: str, *, body: BaseModel | None = None, server_wait: float = 0.0

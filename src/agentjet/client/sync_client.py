@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
@@ -14,7 +14,7 @@ from agentjet.client.episode import AsyncEpisode, Episode
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import LoopThread, raise_on_signals
 from agentjet.errors import AgentJetError
-from agentjet.protocol import Event
+from agentjet.protocol import EpisodeFilters, EpisodeView, Event
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,8 +112,14 @@ class Swarm:
     sft = blocking_run(AsyncSwarm.sft)
     episodes = blocking(AsyncSwarm.episodes)
     episode_tree = blocking(AsyncSwarm.episode_tree)
+    group = blocking(AsyncSwarm.group)
+    batches = blocking(AsyncSwarm.batches)
+    batch = blocking(AsyncSwarm.batch)
+    steps = blocking(AsyncSwarm.steps)
     evaluations = blocking(AsyncSwarm.evaluations)
     status = blocking(AsyncSwarm.status)
+    health = blocking(AsyncSwarm.health)
+    waiting = blocking(AsyncSwarm.waiting)
     job = blocking(AsyncSwarm.job)
     set_job = blocking(AsyncSwarm.set_job)
     change_job = blocking(AsyncSwarm.change_job)
@@ -129,6 +135,11 @@ class Swarm:
     tag = blocking(AsyncSwarm.tag)
     untag = blocking(AsyncSwarm.untag)
     export = blocking(AsyncSwarm.export)
+    session_code = blocking(AsyncSwarm.session_code)
+
+    def all_episodes(self, **filters: Unpack[EpisodeFilters]) -> Iterator[EpisodeView]:
+        """See `AsyncSwarm.all_episodes`."""
+        return self._loop.iterate(self._client.all_episodes(**filters))
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """See `AsyncSwarm.events`."""

@@ -50,6 +50,7 @@ class Training:
     code: AgentSource | None
     """Watched for newer versions of the agent."""
     held_out: HeldOutEvaluations | None
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         status, connection = self.status, self.connection
@@ -57,11 +58,14 @@ class Training:
         """The last policy version wanted."""
         self._shown = progress_for("training", self.steps, wanted=self.progress)
         self._shown.policies = status.policies
-        self._queue = RolloutQueue.training(self.tasks, status.group_size, self.seed, status.spare_episodes)
+        base = f"{self.seed}/{status.policy_version}" if self.reproducible else ""
+        self._queue = RolloutQueue.training(self.tasks, status.group_size, self.seed, status.spare_episodes, base)
         sleep, notify = connection.retry.sleep, self._shown.notify
         self._live = LiveReload(self.version, self.code, group_size=status.group_size, sleep=sleep, notify=notify)
         self._runner = Runner(self._start, self._note, needs_calls=True, is_on_trial=self._live.is_on_trial)
         self._results: list[EpisodeResult] = []
+        self._has_finished = False
+        """True if an episode of this client finished since the last step."""
         self._learned: list[Step] = []
 
     async def run(self, concurrency: int) -> TrainReport:
@@ -95,14 +99,18 @@ class Training:
                 "unless_full": len(self._queue.task_sets) > 1,
                 "unless_skipped": not self._queue.is_skipped(spec.task.task_set),
                 "place": spec.place,
+                "seed": spec.seed,
             }
             body = body.model_copy(update=update)
             return await begin_episode(self.connection, body, wait=math.inf, on_abort=on_abort)
 
+        if spec.seed is not None:
+            await spec.visit.wait_for_turn(spec.place)
         return await self._live.begin(spec, request)
 
     def _note(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         self._results.append(result)
+        self._has_finished = self._has_finished or result.outcome == "finished"
         self._live.ended(spec, result, last)
         self._shown.episode(result)
 
@@ -124,7 +132,8 @@ class Training:
         """Record a step; shows a report once for each streak of batches without a learning signal."""
         self._learned.append(step)
         self._queue.forget_skipped()
-        self._shown.step(step.metrics)
+        self._shown.step(step.metrics, "" if self._has_finished else "no episode of this client finished meanwhile")
+        self._has_finished = False
         if self.held_out is not None and len(self._learned) < self.steps:
             self.held_out.learned(len(self._learned))
         if batches_without_variance([step.metrics for step in self._learned]) == REPORTED_BATCHES:

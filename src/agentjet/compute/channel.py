@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from agentjet.errors import AgentJetError, WorkerDied
-from agentjet.types import PolicyId, Sampled
+from agentjet.types import PolicyId, Sampled, SlowWork
 
 _LENGTH = struct.Struct("<Q")
 
@@ -40,8 +40,8 @@ class Answer(NamedTuple):
     ends: bool = False
 
 
-Message = Answer | list[tuple[int, Sampled]]
-"""A message of the process: an answer, or pieces of completions by id."""
+Message = Answer | SlowWork | list[tuple[int, Sampled]]
+"""A message of the process: an answer, the progress of the present request, or pieces of completions by id."""
 
 
 def encode(message: Any) -> bytes:
@@ -92,6 +92,8 @@ class Channel:
         self._writer = writer
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
+        self.work: SlowWork | None = None
+        """Progress of the request that the process works on, if the process reported any."""
         self._end: WorkerDied | None = None
 
     @property
@@ -131,6 +133,9 @@ class Channel:
         Raises `asyncio.IncompleteReadError` or `ConnectionError` at the end of the process.
         """
         message: Message = await read_async(self._reader)
+        if isinstance(message, SlowWork):
+            self.work = message
+            return None
         if isinstance(message, list):
             for id, piece in message:
                 if (pending := self._pending.get(id)) is not None:
@@ -138,6 +143,7 @@ class Channel:
                     if piece.finish_reason is not None:
                         del self._pending[id]
             return None
+        self.work = None
         if (pending := self._pending.get(message.id)) is None:
             return None
         if not message.ends:  # Else it stays the oldest one, for the reason of the end.
@@ -147,7 +153,7 @@ class Channel:
 
     def end(self, reason: WorkerDied) -> None:
         """Fail all pending and later requests with the reason."""
-        self._end = reason
+        self._end, self.work = reason, None
         for pending in self._pending.values():
             pending.answers.put_nowait(copy.copy(reason))
         self._pending.clear()

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,6 +76,20 @@ class CheckpointStore:
             if name
         ]
         return sorted(found, key=lambda info: info.policy_version)
+
+    def scored(self, evaluations: Sequence[EvaluationView]) -> list[CheckpointInfo]:
+        """Returns all checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
+        scores = {evaluation.policy_version: evaluation.score for evaluation in evaluations}
+        tags = self.tags.read()
+        return [
+            info.model_copy(
+                update={
+                    "tags": sorted(name for name, version in tags.items() if version == info.policy_version),
+                    "score": scores.get(info.policy_version),
+                }
+            )
+            for info in self.listing()
+        ]
 
     def find(self, version: str) -> int:
         """Returns the policy version of a checkpoint by its number or tag. Raises `CheckpointError` with the existing
@@ -311,17 +325,7 @@ class PolicyVersions:
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
-        scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.queries.evaluations()}
-        tags = self._store.tags.read()
-        return [
-            info.model_copy(
-                update={
-                    "tags": sorted(name for name, version in tags.items() if version == info.policy_version),
-                    "score": scores.get(info.policy_version),
-                }
-            )
-            for info in self._store.listing()
-        ]
+        return self._store.scored(self._swarm.queries.evaluations())
 
     async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
         """Tags a checkpoint and returns all. Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`."""
@@ -380,7 +384,8 @@ class PolicyVersions:
             try:
                 if not path.exists():
                     folder.mkdir(parents=True, exist_ok=True)
-                    await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
+                    with self._run.activity.work("export", f"exporting version {version}"):
+                        await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
                     await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
                 return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
             except OSError as error:

@@ -277,6 +277,7 @@ class Engine:
         await self._add_policies()
         batches, operations = await self._load_newest()
         self._swarm.record_origin()
+        self._swarm.record_control_tokens({name: one.renderer.control_tokens for name, one in self.models.items()})
         await self.training.catch_up(batches, operations)
 
     async def _add_policies(self) -> None:
@@ -287,9 +288,12 @@ class Engine:
             config = self._run.config
             wanted, worker, settings = config.model_of(name), config.worker_of(name), config.compute_of(name)
             folder = self._store.run_folder
-            await first_weights.write(folder, policy, wanted, self._compute, worker=worker, settings=settings)
+            activity = self._run.activity
+            with activity.work(f"first weights {name}", f"writing the first weights of {wanted.name}"):
+                await first_weights.write(folder, policy, wanted, self._compute, worker=worker, settings=settings)
             resolved = first_weights.resolved(folder, wanted)
-            model = await self._compute.add(policy, resolved, worker=worker, settings=settings)
+            with activity.work(f"model {name} {wanted.name}", f"loading the model {wanted.name}"):
+                model = await self._compute.add(policy, resolved, worker=worker, settings=settings)
             self._swarm.check_origin(name, model)
             _check_model(self._swarm.job, model)
             known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
@@ -306,7 +310,8 @@ class Engine:
         stamps: dict[str, CheckpointStamp] = {}
         for info in reversed(self._store.listing()):
             try:
-                stamps = await self._load(info)
+                with self._run.activity.work("load", f"loading the checkpoint of version {info.policy_version}"):
+                    stamps = await self._load(info)
                 self._store.loaded(info.policy_version)
                 break
             except CheckpointError as error:

@@ -17,10 +17,9 @@ from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import CheckpointStore, policy_folders
 from agentjet.swarm import Journal
 from agentjet.swarm.origin import of_policy, policies_of
-from agentjet.types import SOLE_POLICY, CheckpointName, PolicyId
+from agentjet.types import JOURNAL, SOLE_POLICY, CheckpointName, PolicyId
 
 FOLDER = "start"
-JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,29 +15,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.demonstrations import SftRequest, SftResponse
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
 from agentjet.gateway import first_weights, observability, views
+from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
-from agentjet.gateway.concurrency import LARGE, AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
+from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
+from agentjet.gateway.gallery import Gallery
 from agentjet.gateway.observability import MetricsFile, Tracing
+from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
+from agentjet.gateway.reader import Reader
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
+from agentjet.gateway.ticks import SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     ClusterView,
-    CodeVersionStatus,
-    EpisodeTree,
-    EpisodeView,
     Event,
     FinishRequest,
     JobBody,
@@ -45,18 +47,16 @@ from agentjet.protocol import (
     ScaleRequest,
     StatusResponse,
 )
-from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.groups import group_name
 from agentjet.types import (
     DEFAULT_RUN,
+    JOURNAL,
     Conversation,
-    EpisodeStatus,
     Message,
     PolicyId,
     SamplerBounds,
     SamplersStatus,
-    policy_of,
 )
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Gateway:
         models = {policy: config.model_of(policy) for policy in config.policy_names}
         for model in models.values():
             first_weights.check(self.folder, model)
-        self._journal = Journal.open(self.folder / "journal.sqlite", models=models)
+        self._journal = Journal.open(self.folder / JOURNAL, models=models)
         metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
         self.store = CheckpointStore(self.folder)
         try:
@@ -126,20 +126,38 @@ class Gateway:
         except BaseException:
             self._journal.close()
             raise
+        self.reader = Reader(self._journal.reading, durable=self.durable, leases=self.leases, keep=True)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
+        self._gallery = Gallery(self._journal, config.server.keep_transcripts)
+        self.swarm.store.before_prune = self._gallery.before_prune
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
+        self.ticks = Ticks(lambda: self.last_event, lambda after: self.swarm.queries.events(after, EVENTS_PAGE))
+        self.shared = SharedAnswers[Any](lambda: self.last_event)
+        """Answers to the reads of viewers."""
         self.tracing = tracing or Tracing()
         """Makes no spans until its `tracer` is set."""
+        self.activity = Activity(self.folder / "durations.json", monotonic=stopwatch)
         parts = OpenRun(
-            run, config, self.swarm, self._commits, compute, Gate(), self.store, metrics, self.changed, self.tracing
+            run,
+            config,
+            self.swarm,
+            self._commits,
+            compute,
+            Gate(),
+            self.store,
+            metrics,
+            self.changed,
+            self.tracing,
+            self.activity,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
         self.versions = PolicyVersions(parts, self.engine)
         self._calls = CallPath(parts, self.engine, clock=clock)
+        self.overview = Overview(parts, self.engine, self.reader, clock, self.waiting_for)
         self._lease_task: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -160,6 +178,7 @@ class Gateway:
         """Stops the engine and ends event streams. Episodes can still finish or abort."""
         self.closing = True
         self.changed.notify()
+        self.ticks.close()
         self._waiters.wake()
         await self.engine.stop()
 
@@ -174,6 +193,8 @@ class Gateway:
                 self._lease_task = None
             self._calls.close()
             await self._commits.close()
+            await self.reader.close()
+            await self._gallery.close()  # The last connection to be closed empties the journal's log.
             self._journal.close()
 
     async def stop_engine(self) -> None:
@@ -232,8 +253,8 @@ class Gateway:
         if self.engine.state in NOT_SERVING:
             raise self.engine.refusal()
         await self.ready()
-        renderer, size = self._renderer_of(role), sum(num_characters(one.conversation) for one in given)
-        assert renderer is not None, "the policies are up"
+        renderer = self.engine.models[policy].renderer
+        size = sum(num_characters(one.conversation) for one in given)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
         committed = self.swarm.demonstrated(request, idempotency_key)
@@ -247,6 +268,10 @@ class Gateway:
             num_answers=len(trained),
             num_tokens=sum(len(call.completion) for call in trained),
         )
+
+    def leases(self) -> dict[str, float]:
+        """Returns the time at which each live episode expires without activity."""
+        return {episode.id: self.swarm.expires_at(episode) for episode in self.swarm.queries.live()}
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))
@@ -300,31 +325,6 @@ class Gateway:
         trees = (self.swarm.tree(episode_id, name) for name in roles)
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
-
-    async def episode_tree(self, episode_id: str) -> EpisodeTree:
-        """Returns an episode with its calls, as it is on disk. Raises `NotFound`, `Later`."""
-        episode = self.swarm.episode(episode_id)
-        await self.durable()
-
-        def read() -> EpisodeTree:
-            with self._journal.reading() as journal:
-                return views.tree(journal, episode, self._renderer_of)
-
-        return await offload(LARGE, read)
-
-    def _renderer_of(self, role: str) -> Renderer | None:
-        loaded = self.engine.models.get(policy_of(role, self.policies))
-        return None if loaded is None else loaded.renderer
-
-    async def recent_episodes(
-        self, limit: int, *, status: EpisodeStatus | None = None, before: str = ""
-    ) -> list[EpisodeView]:
-        """Returns the newest episodes, newest first, as they are on disk: of `status`, begun before episode `before`.
-
-        Raises `Later`, and `NotFound` for an unknown `before`.
-        """
-        await self.durable()
-        return list(map(views.view, self.swarm.queries.recent_episodes(limit, status=status, before=before)))
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -382,41 +382,33 @@ class Gateway:
         """Waits until all changes are on disk, so that no reader relies on one that is lost later. Raises `Later`."""
         await self._commits.durable()
 
-    def status(self) -> StatusResponse:
-        swarm, job, now = self.swarm, self.swarm.job, self._clock()
-        hosts = (self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names)
+    def waiting_for(self) -> str:
+        """Returns a phrase for the thing that training waits for."""
+        hosts = [self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names]
         process = next(filter(None, map(views.waiting_for_process, hosts)), "")
+        return views.waiting_for(self.swarm, self.engine.state, self.engine.reason, process, self.doing())
+
+    def doing(self) -> str:
+        """Returns a phrase about slow work of the run, with its progress, or ''."""
+        hosts = (self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names)
+        works = [one.work for processes in hosts for one in processes if one.work is not None]
+        return work_text(works[0]) if works else self.activity.text
+
+    def status(self) -> StatusResponse:
+        swarm, now = self.swarm, self._clock()
         return StatusResponse(
-            version=__version__,
+            **views.recorded_status(swarm.queries),
             state=self.engine.state,
-            waiting_for=views.waiting_for(swarm, self.engine.state, self.engine.reason, process),
+            waiting_for=self.waiting_for(),
             run=self.run,
             policies=self.policies,
             model=self.model_name,
             model_weights=self._model_weights(),
-            policy_version=swarm.policy_version,
-            branched_from=swarm.queries.branched_from,
-            batch_size=job.batch_size,
-            group_size=job.group_size,
-            spare_episodes=job.spare_episodes,
-            max_steps=job.max_steps,
-            groups_complete=swarm.queries.num_groups("complete"),
-            groups_open=swarm.queries.num_groups("open"),
-            episodes=swarm.queries.status_counts(),
-            dropped=swarm.queries.dropped(),
             calls_active=self._calls.num_open,
-            last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
-            holding=swarm.queries.holding(),
-            code_versions={
-                version: CodeVersionStatus.model_validate(tally, from_attributes=True)
-                for version, tally in swarm.queries.code_versions().items()
-            },
-            task_sets=swarm.queries.task_sets(),
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
-            zero_variance=views.zero_variance(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )
@@ -442,6 +434,7 @@ class Gateway:
     def _on_event(self, event: Event) -> None:
         self.last_event = event.seq
         observability.log_event(event)
+        self.ticks.add(event)
         if event.kind == "episode" and event.body["status"] != "live":
             self._calls.episode_ended(event.body["episode_id"])
         self._wake_waiters(event)

@@ -165,12 +165,13 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
 def choice_seed(explicit: int | None, choice: int, job_seed: int, episode: Episode, ordinal: int) -> int:
     """Returns the seed of one choice: the request's for the first choice, else a derived one.
 
-    Derived seeds depend on the job's seed and on the number of the episode in the run, so that a run repeats. Episode
-    ids are random and not part of them.
+    Derived seeds depend on the job's seed, on the seed of the episode or its number in the run, and on the number of
+    the call, so that a run repeats. Episode ids are random and not part of them.
     """
     if explicit is not None and choice == 0:
         return explicit % 2**64  # A generator takes no negative seed.
-    name = f"{job_seed}/ep{episode.seq:06d}/{ordinal}" if explicit is None else f"explicit/{explicit}"
+    of_episode = f"ep{episode.seq:06d}" if episode.seed is None else f"seed{episode.seed}"
+    name = f"{job_seed}/{of_episode}/{ordinal}" if explicit is None else f"explicit/{explicit}"
     digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

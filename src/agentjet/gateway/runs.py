@@ -30,12 +30,11 @@ from agentjet.gateway.gateway import Gateway
 from agentjet.gateway.observability import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.swarm import Journal
-from agentjet.types import DEFAULT_RUN, RUN_NAME, EngineState
+from agentjet.types import DEFAULT_RUN, JOURNAL, RUN_NAME, EngineState
 
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
-JOURNAL = "journal.sqlite"
 
 
 class RunRecord(RunSettings):

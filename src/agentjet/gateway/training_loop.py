@@ -30,6 +30,7 @@ from agentjet.compute.protocol import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, WorkerDied
 from agentjet.gateway import observability
+from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event
@@ -63,6 +64,7 @@ class OpenRun:
     metrics: MetricsFile
     changed: Broadcast
     tracing: Tracing
+    activity: Activity
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
@@ -82,6 +84,8 @@ class TrainingLoop:
         """If set, the loop ends after the present batch. Notify `changed` after setting it."""
         self.error: RecipeError | None = None
         """A failure of the recipe outside the worker, which ends the loop. Notify `changed` after setting it."""
+        self.checkpoint_error = ""
+        """Error of the newest checkpoint, or ''."""
         self.timer = StepTimer(run.gate.busy_seconds)
         self._run = run
         self._swarm = run.swarm
@@ -133,10 +137,13 @@ class TrainingLoop:
         """
         self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         self._is_partial = False
-        for batch in batches:
-            if self.stopping:
-                return
-            await self._learn(batch)
+        batches = list(batches)
+        with self._run.activity.work("replay", "learning the batches since the checkpoint again", len(batches)) as work:
+            for batch in batches:
+                if self.stopping:
+                    return
+                await self._learn(batch)
+                work.done += 1
         if not self.stopping:
             await self._publish(self._swarm.policy_version)
             self.timer.start_sampling()
@@ -247,7 +254,7 @@ class TrainingLoop:
         self._run.metrics.append(batch.id + 1, merged)
         if reason := divergence(merged):
             log.error("%s", reason)
-        if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
+        if (found := zero_variance(self._swarm.queries)) and found.batches == REPORTED_BATCHES:
             log.warning("\n".join(report_lines(found)))
 
     def worker_failed(self, error: Exception, *, is_ours: bool) -> None:
@@ -311,10 +318,13 @@ class TrainingLoop:
             return written
         try:
             self.refuse_diverged()
-            info = await store.write(version, self._save, self._record_checkpoint, keep=keep)
+            with self._run.activity.work("checkpoint", f"saving the checkpoint of version {version}"):
+                info = await store.write(version, self._save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
+            self.checkpoint_error = str(error)
             emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
+        self.checkpoint_error = ""
         if (covered := store.covers(keep)) is not None:
             self._swarm.batches.checkpointed(covered)
         emit_event(self._swarm, "checkpoint", {"ok": True, "policy_version": version, "path": info.path})

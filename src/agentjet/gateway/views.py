@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from agentjet import __version__
+from agentjet.gateway import health
 from agentjet.gateway.observability import divergence
 from agentjet.protocol import (
     REPORTED_BATCHES,
-    CallView,
-    EpisodeTree,
+    CodeVersionStatus,
+    EpisodeList,
     EpisodeView,
     ScoredAnswer,
+    StepList,
     ZeroVariance,
     batches_without_variance,
 )
-from agentjet.rendering import Renderer
-from agentjet.swarm import Episode, Journal, SwarmState
-from agentjet.timeline.tree import orphans
-from agentjet.types import Call, EngineState, Message, ProcessStatus
+from agentjet.swarm import Episode, SwarmState
+from agentjet.swarm.queries import Queries
+from agentjet.swarm.records import Page, Step
+from agentjet.types import EngineState, Message, ProcessStatus
 
 WAITING_FOR = {
     "offline": "a start of the engine",
@@ -32,19 +34,53 @@ SHOWN_CHARACTERS = 200
 """Maximum length of a prompt or an answer in a report."""
 
 
-def view(episode: Episode) -> EpisodeView:
-    """Returns the view of an episode without its calls."""
-    return EpisodeView(**_facts(episode))
+def view(episode: Episode, *, expires_at: float | None = None) -> EpisodeView:
+    """Returns the view of an episode without its calls. `expires_at` is the end of the lease of a live one."""
+    return EpisodeView(**facts(episode), expires_at=expires_at)
 
 
-def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
+def facts(episode: Episode) -> dict[str, Any]:
+    """Returns the fields of `EpisodeView`, except `expires_at`."""
+    same = EpisodeView.model_fields.keys() - {"episode_id", "reason", "expires_at"}
+    renamed = {"episode_id": episode.id, "reason": episode.reason or episode.dropped}
+    return renamed | {name: getattr(episode, name) for name in same}
+
+
+def recorded_status(queries: Queries) -> dict[str, Any]:
+    """Returns the fields of the status that the journal determines, also without a running server."""
+    job = queries.settings.job
+    return {
+        "version": __version__,
+        "policy_version": queries.policy_version,
+        "branched_from": queries.branched_from,
+        "batch_size": job.batch_size,
+        "group_size": job.group_size,
+        "spare_episodes": job.spare_episodes,
+        "max_steps": job.max_steps,
+        "groups_complete": queries.num_groups("complete"),
+        "groups_open": queries.num_groups("open"),
+        "episodes": queries.status_counts(),
+        "dropped": queries.dropped(),
+        "last_step": queries.last_step,
+        "holding": queries.holding(),
+        "code_versions": {
+            version: CodeVersionStatus.model_validate(tally, from_attributes=True)
+            for version, tally in queries.code_versions().items()
+        },
+        "task_sets": queries.task_sets(),
+        "zero_variance": zero_variance(queries),
+    }
+
+
+def zero_variance(queries: Queries) -> ZeroVariance | None:
     """Returns the report if the newest batches had no reward variance, with the first group of the newest batch."""
-    batches = batches_without_variance(swarm.queries.recent_steps)
-    newest = swarm.queries.last_batch if batches >= REPORTED_BATCHES else None
+    batches = batches_without_variance(queries.recent_steps)
+    newest = queries.last_batch if batches >= REPORTED_BATCHES else None
     if newest is None:
         return None
-    members = [swarm.episode(episode_id) for episode_id in newest.groups[0]]
-    calls = [swarm.queries.calls(member.id) for member in members]
+    members = [queries.episode(episode_id) for episode_id in newest.groups[0]]
+    fell = health.reward(health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions))
+    calls = [queries.calls(member.id) for member in members]
     asked = calls[0][0].ask.messages if calls[0] else ()
     answers = Counter(
         (_answer_text(made[-1].response) if made else "", member.reward or 0.0)
@@ -52,19 +88,22 @@ def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
     )
     return ZeroVariance(
         batches=batches,
-        truncated=swarm.last_step.get("completion/truncated", 0.0),
+        truncated=queries.last_step.get("completion/truncated", 0.0),
         task_id=members[0].task_id,
         prompt=_shortened(asked[-1].content) if asked else "",
         answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
+        rewards_fell=fell is not None and fell.level == "bad",
     )
 
 
-def waiting_for(swarm: SwarmState, state: EngineState, reason: str, process: str) -> str:
-    """Returns the cause that training waits for, or ''. `process`: see `waiting_for_process`."""
+def waiting_for(swarm: SwarmState, state: EngineState, reason: str, process: str, doing: str = "") -> str:
+    """Returns the cause that training waits for, or ''. `process`: see `waiting_for_process`; `doing`: slow work."""
     if swarm.store.file.refusal:
         return f"the disk. {swarm.store.file.refusal}"
     if state == "loading":
-        return "; ".join(filter(None, [reason, process or WAITING_FOR[state]]))
+        return "; ".join(filter(None, [reason, process, doing])) or WAITING_FOR[state]
+    if doing and state in ("sampling", "learning", "draining"):
+        return f"the engine, {doing}"
     if state not in ("sampling", "learning"):
         return reason or WAITING_FOR[state]
     if state == "sampling" and process:
@@ -95,53 +134,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def tree(journal: Journal, episode: Episode, renderer_of: Callable[[str], Renderer | None]) -> EpisodeTree:
-    """Returns an episode with its calls, by role, in recorded order.
-
-    `renderer_of` returns the renderer of a role's policy. Without one the texts are left out.
-
-    Slow for long episodes: run it in a thread, with a separate journal connection.
-    """
-    calls = [call for call, _, _ in journal.calls(episode.id)]
-    orphaned = orphans(calls, journal.undelivered(episode.id))
-    roles = list(dict.fromkeys(call.role for call in calls))
-    calls.sort(key=lambda call: roles.index(call.role))
-    views = [_call(call, orphaned.get(call.id, ""), renderer_of(call.role)) for call in calls]
-    return EpisodeTree(**_facts(episode), calls=views)
+def episode_list(page: Page, leases: Mapping[str, float]) -> EpisodeList:
+    """Returns a page of episodes. `leases` are the ends of the leases of live ones."""
+    views = [view(episode, expires_at=leases.get(episode.id)) for episode in page.episodes]
+    return EpisodeList(episodes=views, next=page.next, total=page.total)
 
 
-def _facts(episode: Episode) -> dict[str, object]:
-    same = EpisodeView.model_fields.keys() - {"episode_id", "reason"}
-    renamed = {"episode_id": episode.id, "reason": episode.reason or episode.dropped}
-    return renamed | {name: getattr(episode, name) for name in same}
-
-
-def _call(call: Call, orphan: str, renderer: Renderer | None) -> CallView:
-    tokens = [*call.suffix, *call.completion]
-    context = [None] * len(call.suffix)
-    return CallView(
-        call_id=call.id,
-        role=call.role,
-        parent=call.parent,
-        kept=call.kept,
-        fork=call.fork,
-        retry_of=call.retry_of,
-        orphan=orphan,
-        after=call.ask.after,
-        messages=[_message(message) for message in call.ask.messages],
-        tools=[json.loads(json.dumps(tool, default=dict)) for tool in call.ask.tools],
-        response=_message(call.response),
-        tokens=tokens,
-        texts=[renderer.token_bytes(t).decode(errors="replace") for t in tokens] if renderer is not None else [],
-        mask=[0] * len(call.suffix) + [0 if orphan else 1] * len(call.completion),
-        logprobs=[*context, *(call.logprobs or [None] * len(call.completion))],
-        versions=[*context, *call.versions],
-        temperature=call.temperature,
-        finish_reason=call.finish_reason,
-        created=call.created,
+def step_list(steps: Sequence[Step]) -> StepList:
+    """Returns steps by column. A step of another recipe may lack metrics."""
+    names = dict.fromkeys(name for step in steps for name in step.metrics)
+    return StepList(
+        versions=[step.version for step in steps],
+        times=[step.composed for step in steps],
+        metrics={name: [step.metrics.get(name) for step in steps] for name in names},
     )
-
-
-def _message(message: Message) -> dict[str, object]:
-    """Returns the non-empty fields of a message."""
-    return {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}

@@ -167,6 +167,19 @@ class PolicyGradient(Recipe):
     def accept(self, group: FinishedGroup) -> str:
         return "zero_variance" if self.drop_zero_variance and group.is_uniform else ""
 
+    def reward_advantages(self, batch: TrainingBatch) -> FloatArray | None:
+        of_tokens = type(self).token_advantages is not PolicyGradient.token_advantages
+        own_columns = type(self).columns is not PolicyGradient.columns
+        if (
+            of_tokens
+            or own_columns
+            or self.by_role
+            or not self.compares_rewards
+            or (self.kl_coef and self.kl_in == "reward")
+        ):
+            return None
+        return self.sequence_advantages(batch)
+
     def columns(
         self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
     ) -> tuple[Forest, dict[str, float]]:

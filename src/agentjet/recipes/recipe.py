@@ -174,6 +174,13 @@ class Recipe(Component):
         """
         return batch.forest, {}
 
+    def reward_advantages(self, batch: TrainingBatch) -> NDArray[np.float64] | None:
+        """Returns the advantage [E, R] of each episode and role, for people, or None if tokens or calls decide it.
+
+        Only facts about episodes may be read: the forest and facts about calls raise errors.
+        """
+        return None
+
     def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged.
 

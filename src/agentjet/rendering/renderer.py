@@ -205,6 +205,11 @@ class Renderer:
         """Returns text without special tokens, except those in `parser.MARKERS`; replaces incomplete characters."""
         return b"".join(map(self._vocabulary.displayed_bytes, token_ids)).decode(errors="replace")
 
+    @property
+    def control_tokens(self) -> dict[int, str]:
+        """The names of the control tokens by id."""
+        return {id_: self.token_bytes(id_).decode() for id_ in self._vocabulary.control}
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the displayed bytes of a token; a special token has its name."""
         return self._vocabulary.displayed_bytes(token_id, literals=True)

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentjet.research.diagnosis import share_equal
+from agentjet.research.diagnosis import had_nothing_to_learn
 from agentjet.research.launcher import OutOfBudget, TrialLauncher, seed_of
-from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
-from agentjet.research.run_signals import MANY_FAILED, Signals, held_out_counts
-from agentjet.research.statistics import LookResult, nominal_level, permutation_p, predictive_power, read, welch
+from agentjet.research.models import Finding, Hypothesis, Outcome, Study, Trial
+from agentjet.research.records import Setting
+from agentjet.research.run_signals import MANY_FAILED, held_out_counts
+from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
 MIN_SCORES = 4
 """Minimum scores per arm for a verdict."""
@@ -56,8 +57,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
     findings: dict[str, Finding] = {}
     why = ""
     for seeds in study.looks:
-        usable = settings.keys() - launcher.vetoed
-        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= usable]
+        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= settings.keys()]
         if not still_open:
             break
         try:
@@ -68,19 +68,17 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
         decide_look(study, evidence, still_open, findings)
         if seeds < study.looks[-1]:
             stop_for_futility(study, evidence, still_open, findings)
+        shares = open_shares(study, findings)
+        at_look = {h.id: findings.get(h.id) or finding(study, evidence, h, shares=shares) for h in still_open}
+        launcher.log.decide(f"look {seeds}", {name: found.to_json() for name, found in at_look.items()})
         record(study, findings, launcher)
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
             continue
-        if vetoed := sorted({hypothesis.arm, hypothesis.against} & launcher.vetoed):
-            trials = evidence.trials(hypothesis.arm, hypothesis.against)
-            reason = f"arm {vetoed[0]!r} was vetoed"
-            findings[hypothesis.id] = Finding(hypothesis.id, "inconclusive", reason, trials=trials)
-        else:
-            tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
-            reason = why if tuned else "the budget was too small to tune both arms"
-            shares = open_shares(study, findings)
-            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
+        tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
+        reason = why if tuned else "the budget was too small to tune both arms"
+        shares = open_shares(study, findings)
+        findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
     record(study, findings, launcher)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
 
@@ -202,7 +200,6 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         high=reading.high,
         confidence=1 - reading.level,
         p_value=reading.p_value,
-        permutation_p=permutation_p(a, b),
         seeds=min(len(a), len(b)),
         settings=chosen,
         trials=trials,
@@ -218,8 +215,7 @@ def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
     still = [
         outcome
         for outcome in ended
-        if share_equal(Signals(outcome.signals)) is not None
-        and all(abs(value - outcome.curve[0]) < sesoi for value in outcome.curve)
+        if had_nothing_to_learn(outcome) and all(abs(value - outcome.curve[0]) < sesoi for value in outcome.curve)
     ]
     return 2 * len(still) > len(ended)
 

@@ -1,28 +1,36 @@
-"""The journal of a study: what was fixed, launched, measured and decided, in this order. And its folder.
+"""`Journal`: an append-only file of entries; `StudyLog`: what the entries of a study add up to; and a study's folder.
 
-A `StudyLog` is the record in memory. A `StudyJournal` writes each entry to disk before it takes effect. The file is
-append-only JSON lines with one writer; each line holds its number and the hash of the line before. A last line torn by
-a crash is cut off when the file is opened; a changed line is refused.
-
-A study resumes by running again over its log. The scheduler is a function of the study and its outcomes: it launches
-nothing twice, and a decision that differs from the recorded one is an error.
+A study or a campaign resumes by running again over its journal. It is a function of what was observed: it launches
+nothing twice, and a decision that differs from the recorded one is an error. An entry is on disk before anything
+depends on it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Amendment, Diagnosis, Exchange, Outcome, Study, Trial, canonical
+from agentjet.research.models import Diagnosis, Outcome, Study, Trial
+from agentjet.research.records import canonical
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY, kind TEXT NOT NULL, key TEXT NOT NULL UNIQUE, at REAL NOT NULL,
+    because TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TRIGGER IF NOT EXISTS kept BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'append only'); END;
+CREATE TRIGGER IF NOT EXISTS never_removed BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'append only'); END;
+"""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -33,37 +41,156 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a new file in the folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-EntryKind = Literal[
-    "study",
-    "intent",
-    "ack",
-    "outcome",
-    "decision",
-    "finding",
-    "diagnosis",
-    "point",
-    "amendment",
-    "refusal",
-    "exchange",
-]
+@dataclass(frozen=True)
+class Entry:
+    number: int
+    """From 1."""
+    kind: str
+    key: str
+    """Name of the step; unique."""
+    at: float
+    """Seconds since 1970. No decision depends on it."""
+    because: tuple[int, ...]
+    """Numbers of the entries that led to this one."""
+    content: Any
 
 
-class StudyLog:
-    """The entries of a journal and the state they add up to."""
+class Journal:
+    """Entries in order, in one SQLite file or in memory. A context manager with one writer."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        file: Path | None = None,
+        *,
+        writer: bool = True,
+        now: Callable[[], float] = time.time,
+        notify: Callable[[Entry], None] = lambda entry: None,
+    ) -> None:
+        """`notify` is called with each new entry, after it was written. Without a `file` the entries are in memory.
+
+        Raises `ConfigError` if another process writes the file, or if it is not a journal.
+        """
+        self.file, self._now, self.notify = file, now, notify
+        self.entries: list[Entry] = []
+        self._by_key: dict[str, Entry] = {}
+        self._lock, self._database = -1, None
+        if file is not None:
+            try:
+                self._database = self._opened(file) if writer else connected(file, "?mode=ro")
+                self.refresh()
+            except sqlite3.Error as error:
+                self.close()
+                raise failure(file, error) from None
+            except BaseException:
+                self.close()
+                raise
+
+    def _opened(self, file: Path) -> sqlite3.Connection:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(file.with_name(f"{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{file} is being written by another process: wait for its end, or stop it") from None
+        database = connected(file)
+        database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + SCHEMA)
+        return database
+
+    def refresh(self) -> None:
+        """Reads entries that another process wrote. A file whose writer has not made its tables yet has none."""
+        if self._database is None or not self._database.execute("SELECT 1 FROM sqlite_master").fetchone():
+            return
+        rows = self._database.execute(
+            "SELECT number, kind, key, at, because, content FROM entries WHERE number > ? ORDER BY number",
+            (len(self.entries),),
+        )
+        for number, kind, key, at, because, content in rows:
+            self._add(Entry(number, kind, key, at, tuple(json.loads(because)), json.loads(content)))
+
+    def entry(self, kind: Any, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+        """Appends an entry; it is on disk when this returns. Raises `OSError` for a full disk, and appends nothing."""
+        number = len(self.entries) + 1
+        made = Entry(number, kind, key or f"{kind} {number}", self._now(), tuple(because), stored(content))
+        if self.file is not None:
+            assert self._database is not None, "the journal is closed"
+            row = (number, kind, made.key, made.at, canonical(list(made.because)), canonical(made.content))
+            try:
+                self._database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", row)
+            except sqlite3.Error as error:
+                raise failure(self.file, error) from None
+        self._add(made)
+        self.notify(made)
+        return made
+
+    def once(self, key: str, kind: Any, make: Callable[[], object], because: Sequence[int] = ()) -> Entry:
+        """Returns the entry under the key; makes and appends it if there is none."""
+        return self._by_key.get(key) or self.entry(kind, make(), because, key=key)
+
+    def known(self, key: str) -> Entry | None:
+        return self._by_key.get(key)
+
+    def of(self, *kinds: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind in kinds]
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self._by_key[entry.key] = entry
+
+    def close(self) -> None:
+        """Leaves a single file if no other process reads it."""
+        if self._database is not None:
+            with suppress(sqlite3.Error):
+                self._database.execute("PRAGMA journal_mode = DELETE")
+            self._database.close()
+            self._database = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def connected(file: Path, mode: str = "") -> sqlite3.Connection:
+    return sqlite3.connect(f"{file.absolute().as_uri()}{mode}", uri=True, isolation_level=None, check_same_thread=False)
+
+
+def stored(content: object) -> Any:
+    """The content as it is read back."""
+    return json.loads(canonical(content))
+
+
+def rounded(content: object) -> Any:
+    """The content with nine digits of each number: another processor may compute other last digits."""
+    return json.loads(canonical(content), parse_float=lambda digits: f"{float(digits):.9g}")
+
+
+def failure(file: Path, error: sqlite3.Error) -> Exception:
+    """The exception for an error of the file: `ConfigError` if it is not a journal, else `OSError`."""
+    if isinstance(error, sqlite3.OperationalError) and "no such" not in str(error):
+        return OSError(errno.EIO, str(error), str(file))
+    return ConfigError(f"{file} is not a journal of this version ({error}): restore the file from a copy")
+
+
+# ---- studies --------------------------------------------------------------------------------------------------------
+
+StudyKind = Literal["study", "intent", "ack", "outcome", "decision", "finding", "diagnosis"]
+
+
+class StudyLog(Journal):
+    """The journal of a study, and the state that its entries add up to."""
+
+    def __init__(self, file: Path | None = None, **options: Any) -> None:
         self.study: Study | None = None
         self.trials: dict[str, Trial] = {}
         """By id, every trial with a launch intent."""
@@ -77,54 +204,39 @@ class StudyLog:
         """By trial id."""
         self.decisions: dict[str, object] = {}
         """By name. A decision never changes."""
-        self.amendments: list[Amendment] = []
-        """Granted and refused requests, in the order they were taken."""
-        self.exchanges: list[Exchange] = []
-        self.num_points = 0
-        """Number of points passed at which requests are taken."""
-        self.num_entries = 0
+        super().__init__(file, **options)
 
-    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
-        self._apply(kind, body)
-        self.num_entries += 1
+    def append(self, kind: StudyKind, body: Mapping[str, Any]) -> None:
+        self.entry(kind, body)
 
     def open_study(self, study: Study) -> None:
         """Fixes the study. Raises `ConfigError` if the log belongs to another study."""
         if self.study is None:
             self.append("study", study.to_json())
         elif self.study.id != study.id:
+            ours, other = stored(self.study.to_json()), stored(study.to_json())
+            names = ", ".join(sorted(name for name in {*ours, *other} if ours.get(name) != other.get(name)))
             raise ConfigError(
                 f"this journal belongs to study {self.study.id} ({self.study.topic!r}), not to {study.id}: they differ "
-                f"in {', '.join(differing_fields(self.study, study))}. A study is fixed before its data: "
-                "restore study.json, or plan the changed one in a new folder"
+                f"in {names}. A study is fixed before its data: restore study.json, or plan the changed one in a new "
+                "folder"
             )
 
     def decide(self, name: str, content: object, *, kind: Literal["decision", "finding"] = "decision") -> None:
-        """Records a decision once. Raises `ConfigError` if it differs from the recorded one."""
-        content = json.loads(canonical(content))
+        """Records a decision once. Raises `ConfigError` if it differs from the recorded one in nine digits."""
+        content = stored(content)
         if name not in self.decisions:
             self.append(kind, {"name": name, "content": content})
-        elif self.decisions[name] != content:
+        elif rounded(self.decisions[name]) != rounded(content):
             raise ConfigError(
                 f"decision {name!r} was {canonical(self.decisions[name])} and would now be {canonical(content)}: the "
                 "code changed since; finish the study with the AgentJet version that started it"
             )
 
-    def annex(self, number: int) -> StudyLog:
-        """Returns the log of the `number`-th annex."""
-        return StudyLog()
-
-    def close(self) -> None:
-        """Does nothing: only a `StudyJournal` has a file."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def _apply(self, kind: str, body: Mapping[str, Any]) -> None:
-        match kind:
+    def _add(self, entry: Entry) -> None:
+        super()._add(entry)
+        body = entry.content
+        match entry.kind:
             case "study":
                 self.study = Study.from_json(body)
             case "intent":
@@ -142,174 +254,35 @@ class StudyLog:
                 self.diagnoses.setdefault(diagnosis.trial, []).append(diagnosis)
             case "decision" | "finding":
                 self.decisions[body["name"]] = body["content"]
-            case "point":
-                self.num_points += 1
-            case "amendment" | "refusal":
-                self.amendments.append(Amendment.from_json(body))
-            case "exchange":
-                self.exchanges.append(Exchange.from_json(body))
             case _:
-                raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that version")
+                raise ConfigError(f"journal entry of kind {entry.kind!r}: written by another version; use that one")
 
 
-def differing_fields(study: Study, other: Study) -> list[str]:
-    """Returns the fields in which two studies differ, with those of their subjects as `subject.NAME`."""
-    fields, others = fields_of(study), fields_of(other)
-    return sorted(name for name in {*fields, *others} if fields.get(name) != others.get(name))
-
-
-def fields_of(study: Study) -> dict[str, Any]:
-    fields = study.to_json()
-    return fields | {f"subject.{name}": value for name, value in fields.pop("subject", {}).items()}
-
-
-Listener = Callable[[StudyLog, EntryKind, Mapping[str, Any]], None]
-"""Receives the log, and the kind and body of its new entry."""
-
-
-class StudyJournal(StudyLog):
-    """A log in a file. Close it, or use it as a context manager."""
-
-    def __init__(self, path: Path, listener: Listener = lambda log, kind, body: None) -> None:
-        """`listener` is called for each new entry. Raises `ConfigError` if another process has the file, or if a line
-        was changed.
-        """
-        super().__init__()
-        self.path = path
-        self._listener = listener
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._last = ""
-        try:
-            self._lock()
-            self._replay()
-            sync_folder(path.parent)
-        except BaseException:
-            self.close()
-            raise
-
-    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
-        """Writes the entry and syncs it, then applies it. If the disk refuses, the log is unchanged and `OSError` is
-        raised.
-        """
-        line = journal_line(self.num_entries, self._last, kind, body)
-        end = os.fstat(self._file).st_size
-        try:
-            remaining = memoryview(line)
-            while remaining:
-                remaining = remaining[os.write(self._file, remaining) :]
-            os.fsync(self._file)
-        except OSError as error:
-            os.ftruncate(self._file, end)
-            error.filename = str(self.path)
-            raise
-        self._last = digest(line)
-        super().append(kind, body)
-        self._listener(self, kind, body)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def annex(self, number: int) -> StudyJournal:
-        """Opens a file beside this one."""
-        return StudyJournal(annex_path(self.path, number), self._listener)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{self.path} is being written by another process: stop that one first") from None
-
-    def _replay(self) -> None:
-        good = 0
-        for fields, line in whole_lines(self.path):
-            self._last = digest(line)
-            good += len(line)
-            super().append(fields["kind"], fields["body"])
-        if os.fstat(self._file).st_size > good:
-            os.ftruncate(self._file, good)
-            os.fsync(self._file)
-
-
-def read_log(path: Path) -> StudyLog:
-    """Reads a journal, also while another process writes it. Raises `ConfigError`."""
-    log = StudyLog()
-    for fields, _ in whole_lines(path) if path.exists() else ():
-        log.append(fields["kind"], fields["body"])
-    return log
-
-
-def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yields the entries of a journal with their bytes. A torn last line is skipped: no entry takes effect before it is
-    whole.
-
-    Raises `ConfigError` if a line was changed.
-    """
-    previous = ""
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        fields = parse_line(line)
-        if fields is None and number == len(lines) - 1 and not line.endswith(b"\n"):
-            return
-        if fields is None or fields["seq"] != number or fields["prev"] != previous:
-            raise ConfigError(
-                f"{path}, line {number + 1}: was changed after it was written; restore the file from a copy"
-            )
-        previous = digest(line)
-        yield fields, line
-
-
-def annex_path(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}-annex-{number}{path.suffix}")
-
-
-def journal_line(number: int, previous: str, kind: str, body: Mapping[str, Any]) -> bytes:
-    """A line of the file. `sum` is the hash of the other fields, so that a change in the last line is found."""
-    content = {"seq": number, "prev": previous, "kind": kind, "body": body}
-    return (canonical({**content, "sum": digest(canonical(content).encode())}) + "\n").encode()
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the fields of a line, or None if it is torn or was changed."""
-    try:
-        fields: dict[str, Any] = json.loads(line)
-        claimed = fields.pop("sum")
-        whole = line.endswith(b"\n") and digest(canonical(fields).encode()) == claimed
-    except (ValueError, KeyError, AttributeError):
-        return None
-    return fields if whole else None
-
-
-def digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()[:32]
+def read_log(file: Path) -> StudyLog:
+    """Reads the log of a study, also while another process writes it. Empty without a file. Raises `ConfigError`."""
+    if not file.exists():
+        return StudyLog()
+    with StudyLog(file, writer=False) as log:
+        return log
 
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """The files of a study: `study.json`, `plan.md`, `journal.jsonl`, `steer.jsonl`, the runner's folders and the
-    report.
-    """
+    """The files of a study: `study.json`, `plan.md`, `study.sqlite`, the runner's folders and the report."""
 
     path: Path
 
     @property
     def journal(self) -> Path:
-        return self.path / "journal.jsonl"
+        return self.path / "study.sqlite"
 
-    @property
-    def steering_file(self) -> Path:
-        return self.path / "steer.jsonl"
-
-    def logs(self) -> list[StudyLog]:
-        """Returns the logs of the study and of each annex. Raises `ConfigError`."""
-        annexes = takewhile(Path.exists, (annex_path(self.journal, number) for number in count(1)))
-        return [read_log(path) for path in (self.journal, *annexes)]
+    def log(self) -> StudyLog:
+        """Returns the log of the study, empty before its first entry. Raises `ConfigError`."""
+        return read_log(self.journal)
 
     def check_new(self) -> None:
         """Raises `ConfigError` if the folder holds a plan or a study's data."""
-        if read_log(self.journal).study is not None:
+        if self.log().study is not None:
             raise ConfigError(f"{self.path} holds a started study: choose another folder")
         if (self.path / "study.json").exists():
             raise ConfigError(f"{self.path} already holds a plan: choose another folder (--out), or delete the plan")
@@ -331,6 +304,8 @@ class StudyFolder:
     def study(self) -> Study:
         """Raises `ConfigError`."""
         file = self.path / "study.json"
+        if (self.path / "journal.jsonl").exists():
+            raise ConfigError(f"{self.path} holds a study of AgentJet 0.1: finish and report it with that version")
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except OSError:

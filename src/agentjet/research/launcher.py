@@ -1,4 +1,4 @@
-"""`TrialLauncher` launches the trials of a study, each at most once, within its budget and its steering requests.
+"""`TrialLauncher` launches the trials of a study, each at most once, within its budget.
 
 A launch has two journal entries: the intent before the launch and the acknowledgement after it. For an unacknowledged
 intent the launcher asks the runner whether it has the key, and launches only if not. A trial that the infrastructure
@@ -6,25 +6,18 @@ lost, or whose environment died, is launched again with the same seed and a new 
 
 `Spending` enforces the budget: spending never exceeds it, and tuning never uses the share reserved for confirming. A
 run that continues another costs only what it adds. Spending is derived from the trials and is not stored.
-
-`SteeringFile` holds the requests of people, one line each, appended at any time. The study reads them before each batch
-of trials and records which it took there. A resumed study takes the same lines at the same points.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Protocol
 
-from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.amendments import AmendedStudy, AmendmentLog
+from agentjet.errors import AgentJetError
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Origin, Outcome, Phase, Request, Study, Trial, canonical
+from agentjet.research.models import Outcome, Phase, Study, Trial
+from agentjet.research.records import canonical
 from agentjet.research.run_signals import with_dead_environment
 
 ROUNDING = 1e-9
@@ -40,18 +33,13 @@ class Spending:
     def __init__(self, study: Study) -> None:
         self.budget = study.budget
         self.for_exploring = study.budget * (1 - study.reserve)
-        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0, "probe": 0.0}
+        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
         self.repeated = 0.0
         self._reached: dict[str, float] = {}
 
     @property
     def total(self) -> float:
         return sum(self.spent.values()) + self.repeated
-
-    def cap(self, budget: float) -> None:
-        """Limits the total spending from now on."""
-        self.for_exploring *= budget / self.budget
-        self.budget = budget
 
     def left(self, phase: Phase) -> float:
         left = self.budget - self.total
@@ -99,86 +87,6 @@ def seed_of(study: Study, phase: Phase, number: int) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
 
-STEERING_POLL_SECONDS = 1.0
-
-
-class SteeringFile:
-    """`steer.jsonl`, one action a line. `first` is the first line that this study reads."""
-
-    def __init__(self, path: Path, first: int = 0) -> None:
-        self.path = path
-        self.first = first
-
-    def append(self, request: Request) -> None:
-        """Appends a request and syncs it. Several processes may append at the same time."""
-        with self.path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            torn = file.read() not in (b"", b"\n")  # torn by a crash: the line is invalid and will be refused
-            file.write(b"\n" * torn + request.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def after(self, taken: int) -> list[str]:
-        """Returns the complete lines after the first `taken` ones."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
-        return lines[self.first + taken : -1]
-
-    def unread(self, logs: Sequence[StudyLog]) -> list[str]:
-        """Returns the lines that neither the study nor its annexes took."""
-        return self.after(sum(amendment.origin == "human" for log in logs for amendment in log.amendments))
-
-    def wait(self, taken: int) -> None:
-        """Blocks until there is a new line."""
-        while not self.after(taken):
-            time.sleep(STEERING_POLL_SECONDS)
-
-
-class SteeringReader:
-    """Takes the steering requests of a study before each batch of trials."""
-
-    def __init__(self, study: Study, log: StudyLog, spending: Spending, file: SteeringFile | None) -> None:
-        self._requests = AmendmentLog(AmendedStudy(study, begun=True), log, lambda: spending.left("confirm"))
-        self._log = log
-        self._spending = spending
-        self._file = file
-
-    @property
-    def amended(self) -> AmendedStudy:
-        """The study with all granted requests."""
-        return self._requests.amended
-
-    def take_pending(self) -> None:
-        """Takes the pending requests. Blocks while the study is paused."""
-        self._requests.point += 1
-        while True:
-            while self._requests.recorded("human"):
-                self.take(None, "human")
-            if self._requests.point < self._log.num_points:
-                return
-            for line in self._file.after(self._requests.taken("human")) if self._file else []:
-                self.take(line, "human")
-            if not self.amended.paused:
-                self._log.append("point", {})
-                return
-            if self._file is None:
-                raise ConfigError("the study is paused: resume it, and run it with its steering file")
-            self._file.wait(self._requests.taken("human"))
-
-    def take(self, request: object, origin: Origin) -> None:
-        """Takes one request, and applies a cap to the spending."""
-        self._requests.take(request, origin)
-        if self.amended.cap is not None:
-            self._spending.cap(self.amended.cap)
-
-    def file_for_annex(self) -> SteeringFile | None:
-        """Returns the steering file for the annex that follows."""
-        return self._file and SteeringFile(self._file.path, self._file.first + self._requests.taken("human"))
-
-
 MAX_ATTEMPTS = 3
 """Maximum launches of a trial that the infrastructure keeps losing."""
 
@@ -201,42 +109,24 @@ class TrialRunner(Protocol):
         ...
 
 
-class ArmVetoed(OutOfBudget):
-    """A person vetoed an arm, so no trial of it may be launched."""
-
-
 class TrialLauncher:
     """Launches the trials of a study once each, within its budget."""
 
-    def __init__(
-        self, study: Study, log: StudyLog, runner: TrialRunner, steering_file: SteeringFile | None = None
-    ) -> None:
+    def __init__(self, study: Study, log: StudyLog, runner: TrialRunner) -> None:
         log.open_study(study)
         self.study = study
         self.log = log
         self.spending = Spending(study)
-        self.steering = SteeringReader(study, log, self.spending, steering_file)
         self.runner = runner
-        self.steering.take_pending()
-
-    @property
-    def vetoed(self) -> frozenset[str]:
-        """Arms that may launch no further trials."""
-        return self.steering.amended.vetoed
 
     def run(self, trials: list[Trial]) -> list[Outcome]:
         """Returns outcomes in the given order. Raises `OutOfBudget` before the first launch if the budget cannot pay
         for all.
         """
-        for trial in trials:
-            if trial.arm in self.vetoed:
-                raise ArmVetoed(f"arm {trial.arm!r} was vetoed")
         self.spending.reserve(trials)
         for trial in trials:
             self._launch(trial, attempt=1)
-        outcomes = [self._finish(trial) for trial in trials]
-        self.steering.take_pending()
-        return outcomes
+        return [self._finish(trial) for trial in trials]
 
     def _finish(self, trial: Trial) -> Outcome:
         """Returns the first result, or the last infrastructure failure."""

@@ -1,4 +1,4 @@
-"""The parts of a study as frozen dataclasses, and the actions that may be requested of it.
+"""The parts of a study as frozen dataclasses.
 
     Study ── Arm ── Knob          fixed before the first trial: what is compared, and how it will be judged
       │       └── Trial ── Outcome    one run of an arm with one seed, and how it ended
@@ -6,61 +6,21 @@
 
 The id of a record is the hash of its content, so it is equal in every process. Records are stored as JSON, never
 pickled.
-
-An action cannot change scores, intervals, verdicts, the smallest effect of interest, alpha, the looks or the evaluator.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from agentjet.errors import AgentJetError
-from agentjet.research.records import (
-    ARM_NAME,
-    HEXADECIMAL,
-    SETTING_NAME,
-    Record,
-    Setting,
-    Value,
-    canonical,
-    refuse,
-    validation_message,
-)
+from agentjet.research.records import Record, Setting, refuse
 from agentjet.research.subject import Subject
 
-__all__ = [
-    "Amendment",
-    "Arm",
-    "EXPECTED",
-    "Diagnosis",
-    "End",
-    "Exchange",
-    "Finding",
-    "Hypothesis",
-    "Knob",
-    "Origin",
-    "Outcome",
-    "Phase",
-    "Record",
-    "Setting",
-    "Sign",
-    "Study",
-    "Subject",
-    "Trial",
-    "Value",
-    "Verdict",
-    "canonical",
-    "refuse",
-]
-
-Phase = Literal["explore", "confirm", "probe"]
-End = Literal["completed", "pruned", "diverged", "infra_failed"]
+Phase = Literal["explore", "confirm"]
+End = Literal["completed", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 Origin = Literal["prior", "llm", "human"]
 Sign = Literal["+", "-", "0", "?"]
@@ -70,6 +30,10 @@ EXPECTED: Mapping[Sign, str] = {
     "0": "no difference that matters",
     "?": "nothing is known",
 }
+
+
+MOST_COMBINATIONS = 16
+"""Maximum combinations of an arm's knobs. All are tried."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +53,11 @@ class Arm(Record):
     nuisance: tuple[Knob, ...] = ()
     code: str = ""
     """Hash of the agent's code; empty if arms do not differ in code."""
+
+    @property
+    def num_settings(self) -> int:
+        """Number of combinations of its knobs."""
+        return math.prod(len(knob.values) for knob in self.nuisance)
 
 
 @dataclass(frozen=True)
@@ -161,8 +130,14 @@ class Study(Record):
         refuse(not rising or self.looks[0] < 4, f"looks = {self.looks}: seeds must rise and start at 4 or more")
         climbing = list(self.rungs) == sorted(set(self.rungs)) and bool(self.rungs) and self.rungs[0] > 0
         refuse(not climbing or self.rungs[-1] != 1.0, f"rungs = {self.rungs}: fractions must rise and end with 1.0")
-        for knob in (knob for arm in self.arms for knob in arm.nuisance):
-            refuse(not knob.values, f"nuisance knob {knob.name!r} has no values to try")
+        for arm in self.arms:
+            for knob in arm.nuisance:
+                refuse(not knob.values, f"nuisance knob {knob.name!r} has no values to try")
+            refuse(
+                arm.num_settings > MOST_COMBINATIONS,
+                f"arm {arm.name!r} would tune {arm.num_settings} combinations of its knobs: give at most "
+                f"{MOST_COMBINATIONS}, with fewer values or fewer knobs",
+            )
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -196,6 +171,10 @@ class Outcome(Record):
     """The metric along the run, for the figures."""
     signals: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """Training metrics by name, one value per step. None if a step reported no finite value."""
+    settings: Setting = field(default_factory=dict)
+    """The settings in effect on the server. Empty if the runner does not report them."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers for the diagnosis: see `agentjet.research.diagnosis`."""
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -209,42 +188,17 @@ class Outcome(Record):
 
 @dataclass(frozen=True)
 class Diagnosis(Record):
-    """The cause of a problem in a trial: what was seen, how other causes were ruled out, and what it means."""
+    """The cause of a problem in a trial: what was seen, and what it means."""
 
     trial: str
     cause: str
-    """A cause from `agentjet.research.diagnosis` or `agentjet.research.run_signals`."""
+    """A cause from `diagnosis.toml`, or one of the run itself: a lost server, a dead environment, an equal run."""
     seen: str
-    tried: str = ""
     meaning: str = ""
     step: int | None = None
     """The first step of the symptom."""
     evidence: Mapping[str, float] = field(default_factory=dict)
-    """The numbers in `seen` and `tried`, by name."""
-
-
-@dataclass(frozen=True)
-class Amendment(Record):
-    """A request to change a study after its plan, and whether it was granted."""
-
-    point: int
-    """Number of batches of trials that had ended when the request was taken."""
-    origin: Origin
-    asked: Mapping[str, Any]
-    """An action of this module, or an invalid request as `text`."""
-    refused: str = ""
-    """Reason for the refusal; empty if granted."""
-
-
-@dataclass(frozen=True)
-class Exchange(Record):
-    """A question to a language model or a coding agent, with its answer."""
-
-    moment: str
-    question: str
-    answer: str
-    failed: str = ""
-    """Reason why no answer came."""
+    """The numbers of the symptom, by name."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +218,6 @@ class Finding(Record):
     """
     p_value: float | None = None
     """Welch's two-sided p-value. Compare it with 1 - `confidence` of the look, not with alpha."""
-    permutation_p: float | None = None
     seeds: int = 0
     """Per arm."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -272,139 +225,5 @@ class Finding(Record):
     trials: tuple[str, ...] = ()
 
 
-ArmName = Annotated[str, Field(pattern=ARM_NAME)]
-SettingName = Annotated[str, Field(pattern=SETTING_NAME, max_length=60)]
-Why = Annotated[str, Field(max_length=300)]
-LONGEST_TEXT = 2_000
-"""Maximum characters that are stored of a request."""
-
-
 class Refused(AgentJetError):
-    """A request was refused. The message states the reason for the requester."""
-
-
-class Action(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class AddArm(Action):
-    """Adds an arm, with the exploratory hypothesis that it scores higher than `against`."""
-
-    kind: Literal["add_arm"] = "add_arm"
-    arm: ArmName
-    against: ArmName
-    changes: Annotated[Mapping[SettingName, Value], Field(max_length=8)] = {}
-    """Changes to the base, not to `against`."""
-    code: Annotated[str, Field(pattern=HEXADECIMAL, max_length=64)] = ""
-    """Hash of code that is stored in the study's folder."""
-    why: Why = ""
-
-
-class AddHypothesis(Action):
-    """Adds the claim that `arm` scores higher than `against`; both arms exist."""
-
-    kind: Literal["add_hypothesis"] = "add_hypothesis"
-    arm: ArmName
-    against: ArmName
-    confirmatory: bool = False
-    why: Why = ""
-
-
-class AddSeeds(Action):
-    """Sets the seeds per arm at the last look. Before the data this changes the plan, afterwards the annex."""
-
-    kind: Literal["add_seeds"] = "add_seeds"
-    seeds: Annotated[int, Field(ge=4, le=10_000)]
-    why: Why = ""
-
-
-class Promote(Action):
-    """Makes an exploratory hypothesis confirmatory."""
-
-    kind: Literal["promote"] = "promote"
-    arm: ArmName
-    against: ArmName
-    why: Why = ""
-
-
-class RequestProbe(Action):
-    """Runs an arm once with changed settings, to understand it. The run is not evidence for a hypothesis."""
-
-    kind: Literal["request_probe"] = "request_probe"
-    arm: ArmName
-    changes: Annotated[Mapping[SettingName, Value], Field(max_length=8)] = {}
-    why: Why = ""
-
-
-class Stop(Action):
-    """Ends the proposals of a language model."""
-
-    kind: Literal["stop"] = "stop"
-    why: Why = ""
-
-
-class Pause(Action):
-    """Starts no further batch of trials until `resume`."""
-
-    kind: Literal["pause"] = "pause"
-
-
-class Resume(Action):
-    kind: Literal["resume"] = "resume"
-
-
-class Cap(Action):
-    """Limits the total spending, in full runs."""
-
-    kind: Literal["cap"] = "cap"
-    runs: Annotated[float, Field(gt=0)]
-
-
-class Veto(Action):
-    """Starts no further trial of an arm. Its claims end as inconclusive."""
-
-    kind: Literal["veto"] = "veto"
-    arm: ArmName
-
-
-Proposal = AddArm | AddHypothesis | AddSeeds | Promote | RequestProbe | Stop
-"""Actions that a language model may propose."""
-Request = AddArm | AddHypothesis | Pause | Resume | Cap | Veto
-"""Actions that a person may request of a running study."""
-PROPOSAL: TypeAdapter[Proposal] = TypeAdapter(Annotated[Proposal, Field(discriminator="kind")])
-REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
-
-
-A = TypeVar("A")
-
-
-def parse(schema: TypeAdapter[A], fields: object) -> A:
-    """Validates an action. Raises `Refused` with the first error."""
-    try:
-        return schema.validate_python(fields)
-    except RecursionError:
-        raise Refused("an action must not be nested so deeply") from None
-    except ValidationError as error:
-        message = validation_message(error)
-        raise Refused(f"{message}; use only the fields and kinds of the action schema") from None
-
-
-def loads(text: str | bytes) -> object:
-    """Parses JSON without NaN and infinity. Raises `Refused`."""
-
-    def refuse(name: str) -> object:
-        raise Refused(f"{name} is not a number")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"invalid JSON: {error}") from None
-
-
-def as_text(content: object, limit: int = LONGEST_TEXT) -> str:
-    """Text of a request for the journal: valid Unicode of limited length."""
-    try:
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-    except RecursionError:
-        text = "(nested too deeply)"
-    return text[:limit].encode("utf-8", "replace").decode()
+    """A proposal was refused. The message states the reason for the proposer."""

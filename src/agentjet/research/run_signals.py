@@ -1,4 +1,4 @@
-"""Training metrics of a run as arrays, tests for change, and the detection of lost environments. Pure functions.
+"""Training metrics of a run as arrays, and the detection of lost environments. Pure functions.
 
 Names are those of a server's metrics; T is the number of steps. A step that reported no value is NaN.
 
@@ -19,14 +19,12 @@ from agentjet.research.models import Diagnosis, Outcome
 
 Floats = NDArray[np.float64]
 FEWEST = 3
-"""Minimum steps on either side of a comparison."""
-CLEAR = 4.0
-"""Standard errors that make a change significant. With dozens of signals per run, two would often be noise."""
+"""Minimum steps that a symptom lasts."""
 
 
 @dataclass(frozen=True)
-class Observation:
-    """An observation or the answer of a probe: as text, as numbers, and with the first step of the symptom."""
+class Symptom:
+    """As text, as numbers, and with its first step."""
 
     words: str
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -52,36 +50,6 @@ class Signals(Mapping[str, Floats]):
         return len(self._arrays)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Difference between the mean of the first steps and that of the last ones."""
-
-    early: float
-    late: float
-    error: float
-    """Standard error of the difference."""
-
-    @property
-    def rise(self) -> float:
-        return self.late - self.early
-
-    @property
-    def rose(self) -> bool:
-        return self.rise > CLEAR * self.error
-
-    @property
-    def fell(self) -> bool:
-        return -self.rise > CLEAR * self.error
-
-    def __str__(self) -> str:
-        return f"{self.early:.3g} to {self.late:.3g}"
-
-
-def first(values: Floats) -> Floats:
-    """The first ninth."""
-    return values[: max(FEWEST, len(values) // 9)]
-
-
 def opening(values: Floats) -> Floats:
     """Finite values in the first third of the run."""
     values = values[: len(values) // 3]
@@ -91,15 +59,6 @@ def opening(values: Floats) -> Floats:
 def last(values: Floats) -> Floats:
     """The last third."""
     return values[-max(FEWEST, len(values) // 3) :]
-
-
-def change(values: Floats) -> Change | None:
-    """Returns None if too few steps reported a value."""
-    early, late = (part[np.isfinite(part)] for part in (first(values), last(values)))
-    if len(values) < 2 * FEWEST or min(len(early), len(late)) < FEWEST:
-        return None
-    squares = [float(np.var(part, ddof=1)) / len(part) for part in (early, late)]
-    return Change(float(early.mean()), float(late.mean()), float(np.sqrt(sum(squares))))
 
 
 def holds_since(holds: NDArray[np.bool_]) -> int | None:
@@ -137,7 +96,6 @@ def lost_run_diagnosis(outcome: Outcome) -> Diagnosis | None:
             outcome.trial,
             DEAD,
             dead.words,
-            tried="the run was repeated with the same seed",
             meaning="its rewards do not measure the policy: the run is not a result. Check the agents' logs",
             step=dead.step,
             evidence=dead.numbers,
@@ -147,17 +105,16 @@ def lost_run_diagnosis(outcome: Outcome) -> Diagnosis | None:
         outcome.trial,
         SERVER,
         f"the run ended after {steps} steps: {outcome.note or 'no reason was given'}",
-        tried="the run was repeated with the same seed",
         meaning="the run is not a result about its setting. Check the server's log",
         step=steps,
     )
 
 
-def dead_environment(signals: Signals) -> Observation | None:
+def dead_environment(signals: Signals) -> Symptom | None:
     return vanished(signals) or mute(signals)
 
 
-def vanished(signals: Signals) -> Observation | None:
+def vanished(signals: Signals) -> Symptom | None:
     """Symptom: many started episodes never end, up to the end of the run."""
     came, gone = signals["batch/episodes"], signals["episodes/expired"] + signals["episodes/aborted"]
     if not len(came) or len(came) != len(gone):
@@ -167,10 +124,10 @@ def vanished(signals: Signals) -> Observation | None:
     if step is None:
         return None
     words = f"from step {step} on {share[step:].mean():.0%} of the episodes did not come back"
-    return Observation(words, {"episodes lost": float(share[step:].mean())}, step)
+    return Symptom(words, {"episodes lost": float(share[step:].mean())}, step)
 
 
-def mute(signals: Signals) -> Observation | None:
+def mute(signals: Signals) -> Symptom | None:
     """Symptom: every episode earns the same from one step to the next, while the policy's answers stay as long as
     before.
 
@@ -191,9 +148,7 @@ def mute(signals: Signals) -> Observation | None:
         f"the mean reward fell from {rewards[step - 1]:.3g} to {rewards[step]:.3g} at step {step}; every episode earns "
         "the same since, by answers as long as before"
     )
-    return Observation(
-        words, {"reward/mean before": float(rewards[step - 1]), "reward/mean": float(rewards[step])}, step
-    )
+    return Symptom(words, {"reward/mean before": float(rewards[step - 1]), "reward/mean": float(rewards[step])}, step)
 
 
 PLAYS = "held_out/plays"

@@ -11,16 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import integrate, optimize, special, stats
+from scipy import optimize, special, stats
 
 from agentjet.research.models import Verdict
-
-EXACT_ARRANGEMENTS = 20_000
-"""Above this number of arrangements the permutation test is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +58,6 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
 def variance(scores: Sequence[float]) -> float:
     """Unbiased variance. Exactly 0 for equal scores, whose mean may be rounded to another number."""
     return 0.0 if min(scores) == max(scores) else float(np.var(scores, ddof=1))
-
-
-def permutation_p(a: Sequence[float], b: Sequence[float], *, seed: int = 0, draws: int = 9_999) -> float:
-    """Two-sided p-value of the difference of means for exchangeable labels. Exact if there are few arrangements."""
-    pooled = np.asarray([*a, *b], dtype=np.float64)
-    observed = abs(float(np.mean(a) - np.mean(b)))
-    if math.comb(len(pooled), len(a)) <= EXACT_ARRANGEMENTS:
-        chosen = np.array(list(combinations(range(len(pooled)), len(a))))
-        extra = 0
-    else:
-        chosen = np.random.default_rng(seed).permuted(np.tile(np.arange(len(pooled)), (draws, 1)), axis=1)[:, : len(a)]
-        extra = 1
-    sums = pooled[chosen].sum(axis=1)
-    differences = np.abs(sums / len(a) - (pooled.sum() - sums) / len(b))
-    as_far = int(np.count_nonzero(differences >= observed - 1e-12 * (1 + observed)))
-    return (as_far + extra) / (len(chosen) + extra)
 
 
 # ---- looks ------------------------------------------------------------------------------------------------------
@@ -178,57 +158,6 @@ def predictive_power(
     return float(final.sf(called) + final.cdf(-called) + final.cdf(room) - final.cdf(-room))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979), in the given order. Reject those at or below alpha."""
-    adjusted, worst = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = worst
-    return adjusted
-
-
 def largest_unseen_rate(seeds: int, alpha: float = 0.05) -> float:
     """Highest rate of failing seeds that so many healthy seeds cannot exclude: 1 - alpha^(1/n), about 3/n."""
     return float(1 - alpha ** (1 / seeds))
-
-
-def power(effect: float, deviations: tuple[float, float], seeds: int, *, sesoi: float, level: float) -> float:
-    """Chance that one look of `seeds` per arm gives the right verdict (see `read`), for normal scores and the true
-    `effect`.
-
-    An effect of at least `sesoi` must get the verdict of its sign, a smaller one must be called equivalent.
-    """
-    variances = [deviation**2 / seeds for deviation in deviations]
-    error = math.sqrt(sum(variances))
-    if error == 0:
-        return 1.0
-    degrees = sum(variances) ** 2 / sum(v**2 / (seeds - 1) for v in variances)
-    quantile = float(special.stdtrit(degrees, 1 - level / 2))
-
-    def over_errors(chance: NDArray[np.float64], scales: NDArray[np.float64]) -> float:
-        return float(integrate.trapezoid(chance * stats.chi.pdf(scales, degrees), scales))
-
-    scales = np.linspace(1e-6, math.sqrt(degrees) + 8, 2_000)
-    estimated = error * scales / math.sqrt(degrees)
-    if abs(effect) >= sesoi:
-        needed = sesoi + quantile * estimated
-        return over_errors(stats.norm.sf(needed, loc=abs(effect), scale=error), scales)
-    room = np.maximum(0.0, sesoi - quantile * estimated)
-    return over_errors(
-        stats.norm.cdf(room, loc=effect, scale=error) - stats.norm.cdf(-room, loc=effect, scale=error), scales
-    )
-
-
-__all__ = [
-    "Difference",
-    "LookResult",
-    "any_crossing",
-    "holm",
-    "largest_unseen_rate",
-    "nominal_level",
-    "permutation_p",
-    "power",
-    "predictive_power",
-    "read",
-    "welch",
-]

@@ -9,18 +9,23 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agentjet.client.agent_source import hash_of, load_function, one_line, source_of
+from agentjet.client.agent_source import OURS, hash_of, load_function, one_line, source_of
 from agentjet.client.inputs import check_signature, read_tasks
 from agentjet.client.rollout import Agent
 from agentjet.errors import ConfigError
 from agentjet.research.records import Record, Setting, refuse
 from agentjet.types import Task
 
+Message = dict[str, Any]
+"""A message in OpenAI's chat format."""
+Judge = Callable[[Task, Sequence[Message]], float]
+"""Scores a conversation about a task: `score(task, messages)`. The last message is the answer."""
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 FOREIGN_MARKERS = ("study.json", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
 """Files that mark a folder as not part of the code beside it: a study, a data dir or an environment."""
@@ -56,12 +61,22 @@ class Subject(Record):
     """Score of a diverged run whose policy cannot answer; lower if one of the run's held-out episodes earned less."""
     patience: float = 1800.0
     """Maximum seconds of an evaluation, or of the training between two, before the run counts as lost."""
+    judged: bool = False
+    """The evaluator does not play. It is a `Judge` of the conversations in which the arm's own agent plays."""
+    reward: str = ""
+    """A `Judge` that pays the training episodes, in place of the reward that the agent returns."""
+    hidden: tuple[str, ...] = ()
+    """Keys of a held-out payload that only the judge reads. The agent gets those of training tasks."""
+    readable: tuple[str, ...] = ()
+    """Folders that the arm's code may read, the first with the code. Empty: the code runs without a fence."""
+    equal: Literal["episodes", "steps"] = "episodes"
+    """Length of a run with other batches: all arms learn from as many episodes, or in as many steps."""
     code: str = ""
     """Hash of the named code and tasks. A study whose files changed is refused."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """By file, the hashes behind `code`, used to name the changed files. Empty in older studies."""
+    """By file, the hashes behind `code`."""
     weights: Mapping[str, str] = field(default_factory=dict)
-    """By file, the hashes of a local model folder. Empty for other models and in older studies."""
+    """By file, the hashes of a local model folder. Empty for other models."""
 
     def __post_init__(self) -> None:
         refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
@@ -88,37 +103,56 @@ class Subject(Record):
         return sorted({mark for mark in spaced if mark < end} | {end})
 
     def to_json(self) -> dict[str, Any]:
-        """Omits missing hashes, so that ids and seeds of older studies do not change."""
+        """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        for noted in ("files", "weights"):
+        for noted in ("files", "weights", "judged", "reward", "hidden", "readable"):
             if not content[noted]:
                 del content[noted]
-        return content
+        return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
 
     def with_hashes(self) -> Subject:
         """Returns the subject with hashes of its code, tasks and model. Raises `ConfigError` for a missing file."""
         named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
-        sources = sources_of(named)
-        contents = {str(found.folder / file): found.files[file] for found in sources.values() for file in found.files}
-        hashes = {file: hash_of({Path(file).name: content}) for file, content in sorted(contents.items())}
-        return replace(self, code=digest_of(sources), files=hashes, weights=hashes_in(Path(self.model)))
+        files, model = hashes_of(code_files(named)), {str(file): file for file in files_below(Path(self.model))}
+        return replace(self, code=digest_of(files), files=files, weights=hashes_of(model))
 
     def evaluator_hash(self) -> str:
         """Returns the hash of the evaluator and the held-out tasks."""
-        return digest_of(sources_of({self.evaluator or self.agent, self.held_out}))
+        return digest_of(hashes_of(code_files({self.evaluator or self.agent, self.held_out})))
 
     def check_code(self) -> None:
         """Raises `ConfigError` if code, tasks or model changed since the study was fixed."""
         if not self.code:
             return
         now = self.with_hashes()
-        if now.code != self.code:
-            wrong = f"code = {self.code!r}, and the files are {now.code!r} now: {changes(self.files, now.files)}"
-        elif self.weights and now.weights != self.weights:
-            wrong = f"model = {self.model!r} is another model now: {changes(self.weights, now.weights)}"
-        else:
-            return
-        raise ConfigError(f"subject.{wrong}. A study is fixed before its data: restore its files, or plan a new study")
+        for name, before, after in (("code", self.files, now.files), ("model", self.weights, now.weights)):
+            wrong = [
+                f"{file} {'is new' if file not in before else 'is gone' if file not in after else 'changed'}"
+                for file in sorted({*before, *after})
+                if before.get(file) != after.get(file)
+            ]
+            refuse(
+                bool(wrong),
+                f"subject.{name}: {', '.join(wrong)}. A study is fixed before its data: restore its files, or plan a "
+                "new study",
+            )
+
+    def load_judge(self) -> Judge:
+        """Loads an evaluator that scores conversations. Raises `ConfigError`."""
+        return load_function(self.evaluator, option="subject.evaluator")
+
+    def as_deployed(self, held_out: Sequence[Task], training: Sequence[Task]) -> list[Task]:
+        """Held-out tasks as the agent gets them: hidden values are those of training tasks, or empty without any."""
+        return [
+            replace(task, payload=self._public(task.payload, training[number % len(training)].payload))
+            for number, task in enumerate(held_out)
+        ]
+
+    def _public(self, payload: Any, other: Any) -> Any:
+        if not isinstance(payload, Mapping):
+            return payload
+        others = other if isinstance(other, Mapping) else {}
+        return {key: others.get(key, type(value)()) if key in self.hidden else value for key, value in payload.items()}
 
     def load_arm_agent(self, arm: str) -> Agent:
         """Loads the agent that an arm trains. Raises `ConfigError`."""
@@ -135,6 +169,25 @@ class Subject(Record):
     def held_out_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
         return load_tasks(self.held_out, option="subject.held_out")
+
+
+def located(error: BaseException) -> str:
+    """The text of an error about the user's code, with the file and the line of its cause."""
+    return f"{error}{place_of(error.__cause__)}"
+
+
+def one_line_at(error: BaseException) -> str:
+    """An exception of the user's code in one line, with its file and line."""
+    return one_line(error) + place_of(error)
+
+
+def place_of(error: BaseException | None) -> str:
+    """` (FILE:LINE)` of the innermost line of the user's code; empty if it is unknown."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<") and not Path(f.filename).is_relative_to(OURS)]
+    return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 def load_agent(named: str, *, option: str) -> Agent:
@@ -164,28 +217,21 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
     return tasks
 
 
-@dataclass(frozen=True)
-class Source:
-    """The files behind a name."""
-
-    folder: Path
-    """The named folder; for an installed package, the package name as a path."""
-    files: Mapping[str, bytes]
-    """Contents by path within the folder."""
-
-
-def sources_of(named: set[str]) -> dict[str, Source]:
-    """Returns the file behind each name. For Python, also all Python files beside and below it: it may import them."""
-    sources: dict[str, Source] = {}
+def code_files(named: set[str]) -> dict[str, Path]:
+    """The file behind each name. For Python, also all Python files beside and below it: it may import them. The files
+    of an installed package are called by the package.
+    """
+    found: dict[str, Path] = {}
     for name in named:
+        place = name.rpartition(":")[0]
         file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
+        shown = file.parent
+        if not name.endswith(".jsonl") and not place.endswith(".py"):
+            module = Path(*place.split("."))
+            shown = module if file.name == "__init__.py" else module.parent
         beside = [path for path in files_below(file.parent) if path.suffix == ".py"] if file.suffix == ".py" else []
-        try:
-            contents = {path.relative_to(file.parent).as_posix(): path.read_bytes() for path in {file, *beside}}
-        except OSError as error:
-            raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
-        sources[name] = Source(folder_of(name, file), contents)
-    return sources
+        found |= {str(shown / path.relative_to(file.parent)): path for path in {file, *beside}}
+    return found
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -202,37 +248,17 @@ def is_part_of_project(folder: Path) -> bool:
     return not any((folder / file).exists() for file in FOREIGN_MARKERS)
 
 
-def hashes_in(model: Path) -> dict[str, str]:
-    """Hashes the files of a local model folder in pieces, because weights are large. Raises `ConfigError`."""
+def hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """Hashes files in pieces, because weights are large. Raises `ConfigError`."""
     hashes = {}
-    for file in sorted(files_below(model)):
+    for name, file in sorted(files.items()):
         try:
             with file.open("rb") as content:
-                hashes[str(file)] = hashlib.file_digest(content, "sha256").hexdigest()[:12]
+                hashes[name] = hashlib.file_digest(content, "sha256").hexdigest()[:12]
         except OSError as error:
-            raise ConfigError(f"subject.model = {str(model)!r}: {file}: {error.strerror or error}") from None
+            raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
     return hashes
 
 
-def folder_of(name: str, file: Path) -> Path:
-    place = name.rpartition(":")[0]
-    if name.endswith(".jsonl") or place.endswith(".py"):
-        return file.parent
-    module = Path(*place.split("."))
-    return module if file.name == "__init__.py" else module.parent
-
-
-def digest_of(sources: Mapping[str, Source]) -> str:
-    """Hash of the files, independent of their location."""
-    return hash_of({name: hash_of(found.files).encode() for name, found in sources.items()})
-
-
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Lists the files whose hashes differ."""
-    if not before:
-        return f"the plan did not record which files it used; they are now {', '.join(now)}"
-    return ", ".join(
-        f"{file} {'is new' if file not in before else 'is gone' if file not in now else 'changed'}"
-        for file in sorted({*before, *now})
-        if before.get(file) != now.get(file)
-    )
+def digest_of(hashes: Mapping[str, str]) -> str:
+    return hash_of({name: digest.encode() for name, digest in hashes.items()})

@@ -19,20 +19,21 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Outcome, Setting, Trial
-from agentjet.research.records import Value, canonical, shortened
+from agentjet.research.models import Outcome, Trial
+from agentjet.research.records import Setting, canonical, shortened
 from agentjet.research.run_signals import with_dead_environment
 from agentjet.research.servers import RunningServer, ServerSlot, ServerUnavailable, check_changes
 from agentjet.research.subject import Subject
-from agentjet.research.trial_process import ANSWERS, WRONG_STUDY, TrialOrder
+from agentjet.research.trial_process import WRONG_STUDY, TrialOrder
 
 LOOK_SECONDS = 0.5
 """Interval at which waiting threads wake up, so that signals are handled."""
@@ -47,12 +48,17 @@ class SwarmRunner:
     """A `TrialRunner` and context manager. Leaving it ends all processes; the next runner of the folder continues."""
 
     def __init__(
-        self, subject: Subject, folder: Path, slots: Sequence[ServerSlot], notify: Callable[[str], None] = print
+        self,
+        subject: Subject | Callable[[Trial], Subject],
+        folder: Path,
+        slots: Sequence[ServerSlot],
+        notify: Callable[[str], None] = print,
     ) -> None:
         """Continues the unfinished launches of an earlier runner, in their order. `notify` is called when a slot is
-        dropped.
+        dropped. `subject` may depend on the trial.
         """
-        self._subject, self._folder, self._notify = subject, folder, notify
+        self._subject_of: Callable[[Trial], Subject] = (lambda _: subject) if isinstance(subject, Subject) else subject
+        self._folder, self._notify = folder, notify
         self._launches, self._runs = folder / "launches", folder / "runs"
         for made in (self._launches, self._runs):
             made.mkdir(parents=True, exist_ok=True)  # only here: a folder that was moved must not be created again
@@ -91,18 +97,6 @@ class SwarmRunner:
                 self._ended.wait(LOOK_SECONDS)
         return Outcome.from_json(read_json(self._outcome_path(key)))
 
-    def ask(self, key: str, question: str) -> Mapping[str, Value] | None:
-        """Returns facts about an ended launch, or None: see `agentjet.research.probes`. The settings are those of the
-        server.
-        """
-        path = self._launches / key / ANSWERS
-        answers: dict[str, Mapping[str, Value]] = read_json(path) if path.exists() else {}
-        answer = answers.get(question)
-        if answer is None or question != "settings":
-            return answer
-        trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
-        return {**self._setting(trial), **answer}  # settings outside the job are those that the server was started with
-
     def close(self) -> None:
         """Ends all processes. Idempotent."""
         self._stopping.set()
@@ -140,7 +134,7 @@ class SwarmRunner:
                 self._waiting.put(key)
                 self._notify(f"left out from now on: {gone}")
                 return
-            self._error = ConfigError(
+            self._error = ServerUnavailable(
                 f"{gone}. No trial was lost. Continue with: agentjet research run {shlex.quote(str(self._folder))}"
             )
             self._stopping.set()
@@ -151,16 +145,17 @@ class SwarmRunner:
         `ServerUnavailable` for a slot that is gone.
         """
         trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
+        subject = self._subject_of(trial)
         run = self._runs / run_name(trial)
         run.mkdir(exist_ok=True)
         draft = self._draft_path(key)
         note, servings = "", 0
         while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
-            self._subject.check_code()  # before the server loads the model, because it saves its first weights
+            subject.check_code()  # before the server loads the model, because it saves its first weights
             try:
                 with slot.serve(run, self._setting(trial), self._stopping) as server:
-                    order = TrialOrder(trial, self._subject, server.address, str(run), str(draft))
+                    order = TrialOrder(trial, subject, server.address, str(run), str(draft))
                     note = self._run_process(order, server, self._launches / key / "work.log")
             except ConfigError:
                 raise
@@ -170,13 +165,16 @@ class SwarmRunner:
                 return
         if draft.exists():
             outcome = with_dead_environment(Outcome.from_json(read_json(draft)))
+            if outcome.settings:  # those outside the job are the ones that the server was started with
+                outcome = replace(outcome, settings={**self._setting(trial), **outcome.settings})
         else:
             outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{slot.name}: {note}"))
         if outcome.end == "infra_failed":
             draft.unlink(missing_ok=True)  # if the slot is gone, `check` raises and nothing counts
             slot.check()
         write_whole(draft, canonical(outcome.to_json()))
-        self._check_first_trial(key, outcome, run)
+        if not subject.judged:  # a campaign learns from a commit that cannot run
+            self._check_first_trial(key, outcome, run)
         lost_run = self._launches / key / "run"
         if outcome.end == "infra_failed" and not lost_run.exists():
             run.rename(lost_run)  # a repeat starts from the base model
@@ -197,13 +195,14 @@ class SwarmRunner:
 
     def _setting(self, trial: Trial) -> Setting:
         """Returns the complete settings for the server."""
+        subject = self._subject_of(trial)
         return {
-            "job.optimizer.total_steps": self._subject.steps,
-            **self._subject.settings,
+            "job.optimizer.total_steps": subject.steps,
+            **subject.settings,
             **trial.setting,
-            "model.name": self._subject.model,
+            "model.name": subject.model,
             "job.seed": trial.seed,
-            "job.max_steps": self._subject.steps_at(trial.fidelity),
+            "job.max_steps": subject.steps_at(trial.fidelity),
         }
 
     def _run_process(self, order: TrialOrder, server: RunningServer, log: Path) -> str:

@@ -1,8 +1,11 @@
 """One trial in a separate process: `python -m agentjet.research.trial_process`, with a `TrialOrder` on standard input.
 
-The process is an ordinary client. It trains the arm's agent on a swarm server up to the trial's last step, plays the
-held-out tasks on the way and at the end, and writes the outcome to a file. It is separate because arms may bring code
-with equal names, and because an agent may hang or crash. It ends when its standard input closes.
+The process has the arm's agent trained on a swarm server up to the trial's last step, scores the held-out tasks on the
+way and at the end, and writes the outcome to a file. It is the judge's process: the arm's code runs in another one
+(`arm_process`). It ends when its standard input closes.
+
+The held-out tasks are played by the evaluator, an agent. If the subject is `judged`, the arm's agent plays them as it
+would be deployed, and the evaluator scores the conversations that the server recorded.
 
 `RunRecord` stores each measurement on disk at once, so that a resumed run measures nothing twice.
 """
@@ -11,29 +14,33 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import math
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 import numpy as np
 
 from agentjet.client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research import run_signals
+from agentjet.research import arm_process, run_signals
+from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
 from agentjet.research.journal import write_whole
 from agentjet.research.models import End, Outcome, Trial
 from agentjet.research.records import Record, Value, canonical, shortened
 from agentjet.research.run_signals import FAILED, PLAYS
 from agentjet.research.servers import Address
-from agentjet.research.subject import Subject
+from agentjet.research.subject import Judge, Message, Subject, one_line_at
+from agentjet.types import Task
 
 
 class HeldOutScore(NamedTuple):
@@ -113,8 +120,12 @@ def number(value: float | None) -> float | None:
 
 WRONG_STUDY = 3
 """Exit code for an error that would affect every trial. The study stops until it is fixed."""
-ANSWERS = "answers.json"
-"""File beside the outcome."""
+SEEN = "seen.json"
+"""File beside the outcome of a judged subject: see `TrialProcess.seen`."""
+MAX_JUDGED = 32
+"""Maximum training episodes that the judge scores, for comparison with the training reward."""
+MAX_COUNTED = 4000
+"""Maximum training episodes that are counted by task."""
 MAX_LISTED_EPISODES = 1000
 """Maximum listed episodes when looking for those that an earlier process left live."""
 
@@ -137,15 +148,17 @@ class TrialOrder(Record):
 class TrialProcess:
     """Executes a trial."""
 
-    def __init__(self, order: TrialOrder, swarm: AsyncSwarm) -> None:
-        """Raises `ConfigError` for code that changed or cannot be loaded."""
-        self._trial, self._subject, self._swarm = order.trial, order.subject, swarm
-        order.subject.check_code()
-        self._agent = order.subject.load_arm_agent(order.trial.arm)
-        self._evaluator = order.subject.load_evaluator()
-        self._tasks = order.subject.training_tasks()
+    def __init__(self, order: TrialOrder, swarm: AsyncSwarm, arm: Arm) -> None:
+        """Raises `ConfigError` for code of the judge that cannot be loaded."""
+        self._trial, self._subject, self._swarm, self._arm = order.trial, order.subject, swarm, arm
+        judged = order.subject.judged
+        self._evaluator = None if judged else order.subject.load_evaluator()
+        self._judge: Judge | None = order.subject.load_judge() if judged else None
         self._held_out = order.subject.held_out_tasks()
         self._record = RunRecord.open(Path(order.run) / "record.json")
+        self._swapped: float | None = None
+        self.failed: ArmFailed | None = None
+        """The error of the arm's own code that ended the run."""
 
     async def run(self) -> Outcome:
         """Returns the outcome, continuing the run from its present step. A failure of the policy is a result."""
@@ -157,7 +170,10 @@ class TrialProcess:
             for mark in evaluation_steps:
                 await self._train(mark)
                 await self._score(mark)
+        except ConfigError:
+            raise
         except (AgentJetError, TimeoutError) as error:
+            self.failed = error if isinstance(error, ArmFailed) else None
             why = str(error) or f"no end within subject.patience = {self._subject.patience:g} s"
             with suppress(AgentJetError):  # a diverged policy fails its calls
                 await self._catch_up()
@@ -187,19 +203,16 @@ class TrialProcess:
         version = (await self._swarm.status()).policy_version
         if version < mark:
             async with asyncio.timeout(self._subject.patience):
-                report = await self._swarm.train(
-                    self._agent,
-                    self._tasks,
-                    steps=mark - version,
-                    concurrency=self._subject.concurrency,
-                    seed=self._trial.seed + version,
-                    progress=False,
-                )
-            self._record.add_metrics({step.policy_version: step.metrics for step in report.steps})
+                await self._arm.train(mark - version, self._seed(version))
         await self._catch_up()
 
+    def _seed(self, version: int) -> int:
+        """Seeds the tasks and the answers from a policy version on. Trials of equal seed and setting are equal runs."""
+        name = canonical([self._trial.seed, version])
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
     async def _catch_up(self) -> None:
-        """Fetches the metrics of steps that an earlier process trained."""
+        """Fetches the metrics of the steps that were trained."""
         status = await self._swarm.status()
         missing = set(range(1, status.policy_version + 1)) - self._record.metrics.keys()
         if not missing:
@@ -220,6 +233,9 @@ class TrialProcess:
         if mark in self._record.scorings:
             return
         async with asyncio.timeout(self._subject.patience):
+            if self._evaluator is None:
+                self._record.add_score(mark, await self._judged_score(mark))
+                return
             report = await self._swarm.evaluate(
                 self._evaluator,
                 self._held_out,
@@ -227,6 +243,7 @@ class TrialProcess:
                 concurrency=self._subject.concurrency,
                 progress=False,
                 at_version=mark,
+                seed=self._seed(mark),
             )
         missing = len(report.results) - len(report.finished)
         if missing:
@@ -236,20 +253,109 @@ class TrialProcess:
         plays = len(report.results) + report.num_repeated
         self._record.add_score(mark, found._replace(plays=plays, failed=report.num_repeated))
 
-    async def answers(self) -> dict[str, dict[str, Value]]:
-        """Answers to questions of the diagnosis: see `agentjet.research.probes`."""
+    async def _judged_score(self, mark: int) -> HeldOutScore:
+        """Has the arm's agent play the held-out tasks, and scores what the server recorded. The first `repeats`
+        episodes of a task count. Raises `NotScorable`.
+        """
+        public = self._subject.as_deployed(self._held_out, self._arm.tasks)
+        played = await self._arm.play(public, self._subject.repeats, mark, self._seed(mark))
+        found: dict[tuple[str, str], list[str]] = {}
+        async for episode in self._episodes(mode="eval", sort="oldest", min_version=mark, max_version=mark):
+            found.setdefault((episode["task_set"], episode["task_id"]), []).append(episode["episode_id"])
+        rewards, conversations = [], []
+        for task in self._held_out:
+            of_task = found.get((task.task_set, task.id), [])[: self._subject.repeats]
+            if len(of_task) < self._subject.repeats:
+                raise NotScorable(f"held-out task {task.id!r} was not played: {played['reason'] or 'no episode ended'}")
+            heard = [await self._conversation(episode) for episode in of_task]
+            if not all(heard):
+                raise ArmFailed(f"held-out task {task.id!r}: the agent made no call of the model")
+            rewards.append([await self._judgement(task, messages) for messages in heard])
+            conversations.append(heard[0])
+        await self._swap(conversations)
+        return scoring(rewards)._replace(plays=played["plays"], failed=played["plays"] - sum(map(len, rewards)))
+
+    async def _judgement(self, task: Task, messages: list[Message]) -> float:
+        """Raises `ConfigError` for a judge that fails."""
+        assert self._judge is not None
+        try:
+            score = float(await asyncio.to_thread(self._judge, task, messages))
+        except Exception as error:  # the boundary: the user's judge may raise anything
+            raise ConfigError(
+                f"subject.evaluator = {self._subject.evaluator!r} failed at task {task.id!r}: {one_line_at(error)}"
+            ) from error
+        if not math.isfinite(score):
+            raise ConfigError(f"subject.evaluator = {self._subject.evaluator!r}: score = {score} of task {task.id!r}")
+        return score
+
+    async def _swap(self, conversations: list[list[Message]]) -> None:
+        """Scores each conversation under the next held-out task, where tasks have hidden answers. A sound judge pays
+        what chance would.
+        """
+        if not any(
+            isinstance(task.payload, dict) and {*self._subject.hidden} & {*task.payload} for task in self._held_out
+        ):
+            return
+        swapped = []
+        for task, messages in zip(self._held_out, conversations[1:] + conversations[:1], strict=True):
+            with suppress(ConfigError):
+                swapped.append(await self._judgement(task, messages))
+        self._swapped = statistics.fmean(swapped) if swapped else None
+
+    async def _conversation(self, episode_id: str) -> list[Message]:
+        return arm_process.conversation(await self._swarm.episode_tree(episode_id))
+
+    async def _episodes(self, **wanted: object) -> AsyncIterator[dict[str, Any]]:
+        """Yields finished episodes by the filters of `GET /episodes`."""
+        query, page = {"status": "finished", "limit": MAX_LISTED_EPISODES, **wanted}, ""
+        while True:
+            path = f"/episodes?{urlencode(query | ({'before': page} if page else {}))}"
+            answer = await self._swarm.connection.request("GET", path)
+            for episode in answer["episodes"]:
+                yield episode
+            if (page := answer["next"] or "") == "":
+                return
+
+    async def seen(self) -> dict[str, Any]:
+        """Facts about the episodes for the observation of a campaign: rewards by training task; the newest training
+        episodes whose calls are kept, with training's reward and the judge's score; the score of swapped answers.
+        """
+        by_task: dict[str, tuple[float, float, int]] = {}
+        newest: list[dict[str, Any]] = []
+        tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
+        counted = 0
+        async for episode in self._episodes(mode="train"):
+            reward, task = float(episode["reward"]), tasks.get((episode["task_set"], episode["task_id"]))
+            least, most, number = by_task.get(episode["task_id"], (reward, reward, 0))
+            by_task[episode["task_id"]] = min(least, reward), max(most, reward), number + 1
+            if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode["episode_id"])):
+                judged = None
+                with suppress(ConfigError):  # a judge may need what training tasks lack
+                    judged = await self._judgement(task, messages)
+                newest.append({"task": self._shown(task), "messages": messages, "reward": reward, "judged": judged})
+            if (counted := counted + 1) >= MAX_COUNTED:
+                break
+        return {"by_task": by_task, "newest": newest, "swapped": self._swapped}
+
+    def _shown(self, task: Task) -> Any:
+        """A training task's payload without hidden keys."""
+        payload = task.payload
+        return (
+            {k: v for k, v in payload.items() if k not in self._subject.hidden}
+            if isinstance(payload, dict)
+            else payload
+        )
+
+    async def with_facts(self, outcome: Outcome) -> Outcome:
+        """The outcome with the settings of the server's job and the facts of `agentjet.research.diagnosis`."""
         known, last = self._record.scorings, self._subject.steps_at(self._trial.fidelity)
-        train, held_out = ({(task.task_set, task.id) for task in tasks} for tasks in (self._tasks, self._held_out))
-        found: dict[str, dict[str, Value]] = {
-            "settings": dict(flat("job", (await self._swarm.job()).job)),
-            "tasks": {"train": len(train), "held_out": len(held_out), "shared": len(train & held_out)},
-        }
+        train, held_out = ({(task.task_set, task.id) for task in tasks} for tasks in (self._arm.tasks, self._held_out))
+        facts = {"tasks_held_out": float(len(held_out)), "tasks_shared": float(len(train & held_out))}
         if {0, last} <= known.keys():
-            error = math.hypot(known[0].error, known[last].error)
-            found["held_out"] = {"before": known[0].mean, "after": known[last].mean, "error": error}
-        if weights := weights_changed(run_signals.Signals(self._record.signals(last))):
-            found["weights"] = weights
-        return found
+            facts |= {"held_out_before": known[0].mean, "held_out_after": known[last].mean}
+            facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
+        facts |= weight_changes(run_signals.Signals(outcome.signals))
+        return replace(outcome, settings=dict(flat("job", (await self._swarm.job()).job)), facts=facts)
 
 
 def is_broken(metrics: Mapping[int, Mapping[str, float]]) -> bool:
@@ -258,15 +364,13 @@ def is_broken(metrics: Mapping[int, Mapping[str, float]]) -> bool:
     return newest.get("weights/finite") == 0 or newest.get("optim/skipped_steps", 0.0) > 0
 
 
-def weights_changed(signals: run_signals.Signals) -> dict[str, Value]:
-    """Counts in how many of the last steps the learner's and the sampler's weights changed. Empty if the worker did not
+def weight_changes(signals: run_signals.Signals) -> dict[str, float]:
+    """Facts about the last steps in which the learner's weights changed. Empty without any, or if the worker did not
     check.
     """
-    sides = np.array([run_signals.last(signals["weights/learner"]), run_signals.last(signals["weights/sampler"])])
-    seen = sides[:, np.isfinite(sides).all(0)]
-    if not seen.size:
-        return {}
-    return {"steps": seen.shape[1], "learner": int(seen[0].sum()), "sampler": int(seen[1].sum())}
+    sides = np.array([run_signals.last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
+    learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
+    return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
 
 
 def scoring(rewards_by_task: Sequence[Sequence[float]]) -> HeldOutScore:
@@ -280,18 +384,39 @@ def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from flat(f"{prefix}.{name}", value)
-        else:
+        elif isinstance(value, Value):
             yield f"{prefix}.{name}", value
 
 
 async def carry_out(order: TrialOrder) -> None:
-    """Writes the outcome and the answers to files. Raises `ConfigError`."""
+    """Writes the outcome to a file, and what a campaign reads beside it. Raises `ConfigError`."""
+    answer, subject = Path(order.answer), order.subject
+    subject.check_code()
+    arm_order = ArmOrder(
+        subject.agent_of(order.trial.arm),
+        subject.tasks,
+        order.address,
+        subject.concurrency,
+        subject.reward,
+        str(Path(order.run) / "home"),
+        subject.readable,
+    )
     async with AsyncSwarm(order.address.url, order.address.token) as swarm:
-        work = TrialProcess(order, swarm)
-        outcome = await work.run()
-        if outcome.end != "infra_failed":
-            write_whole(Path(order.answer).with_name(ANSWERS), canonical(await work.answers()))
-    write_whole(Path(order.answer), canonical(outcome.to_json()))
+        try:
+            async with arm_process.started(arm_order) as arm:
+                work = TrialProcess(order, swarm, arm)
+                outcome, failed = await work.run(), work.failed
+                if outcome.end != "infra_failed":
+                    outcome = await work.with_facts(outcome)
+                    if subject.judged:
+                        write_whole(answer.with_name(SEEN), json.dumps(await work.seen(), allow_nan=False))
+        except ArmFailed as error:
+            if not subject.judged:
+                raise ConfigError(str(error)) from None
+            outcome, failed = Outcome(order.trial.id, "infra_failed", note=shortened(str(error))), error
+    if failed is not None and outcome.end == "infra_failed":
+        write_whole(answer.with_name(SEEN), json.dumps({"failed": str(failed)}))
+    write_whole(answer, canonical(outcome.to_json()))
 
 
 @contextmanager

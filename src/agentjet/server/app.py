@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from agentjet import __version__
 from agentjet.gateway.runs import Runs
-from agentjet.server import inference, monitoring, routes
+from agentjet.server import health, inference, monitoring, page, records, routes, sessions
 from agentjet.server.auth import Keys
 from agentjet.server.error_handlers import HANDLED, respond_to_error
 from agentjet.server.http import Entry, allowed_hosts
@@ -32,6 +32,10 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     app.state.deps = served.default
     app.include_router(inference.router)  # Routes are tried in this order: the most frequent ones come first.
     app.include_router(routes.router)
+    app.include_router(records.router)
+    app.include_router(sessions.router)
+    app.include_router(health.router)
     app.include_router(monitoring.router)
+    app.include_router(page.router)
     app.add_middleware(Entry, runs=served, allowed=allowed_hosts(server))
     return app

@@ -7,8 +7,11 @@ own, in its folder; those of the default run are in the data dir.
   run.
 * An **episode key** opens the inference routes and the control routes of its episode, nothing else. It expires after
   the present `job.max_episode_seconds`.
+* A **session key** opens for twelve hours what the token of its role opens. The page has one: see
+  `server/sessions.py`.
 
-Episode keys are signed with `key-secret`. Replacing a token revokes no key; replacing this secret revokes all.
+Episode keys and session keys are signed with `key-secret`. Replacing a token revokes no key; replacing this
+secret revokes all.
 
 Invariants: a secret file is readable by its owner only, and is written whole or not at all. A running server uses a
 replaced file from the next request on. A secret is never part of a message.
@@ -24,7 +27,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from itsdangerous import BadSignature, URLSafeSerializer
 
@@ -116,6 +119,8 @@ TOO_LOW: dict[Bearer, str] = {
 Secret = str | Callable[[], str]
 """A secret, or a function that returns the present one."""
 KEY_PREFIX = "ajk-"
+SESSION_PREFIX = "ajs-"
+SESSION_SECONDS = 12 * 3600
 MAX_KEY_LENGTH = 512
 
 
@@ -126,15 +131,13 @@ class Keys:
         self,
         given: Mapping[SecretName, Secret],
         *,
-        server_admin: Secret | None = None,
+        server: Keys | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A secret that is not given is random, and lost with this process. `server_admin` is a second admin token."""
+        """A secret that is not given is random, and lost with this process. `server` are the keys of the default run:
+        its admin administers this run, too."""
         self._secrets = {name: given.get(name) or secrets.token_urlsafe(24) for name in SECRET_FILES}
-        self.admin_token = self._secrets["admin"]
-        self._tokens = [(level, self._secrets[level]) for level in LEVELS]
-        if server_admin is not None:
-            self._tokens.append(("admin", server_admin))
+        self._server = server
         self.clock = clock
 
     @classmethod
@@ -143,7 +146,7 @@ class Keys:
         folder: Path,
         *,
         token: str | None = None,
-        server_admin: Secret | None = None,
+        server: Keys | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Keys:
         """Reads the secrets of a data dir, or of the folder of a run, and creates missing ones. Raises `ConfigError`.
@@ -154,11 +157,27 @@ class Keys:
         if token is not None and not (path.exists() and read_secret(path) == token):
             replace_secret(path, token)
         held = {name: SecretFile(folder / file) for name, file in SECRET_FILES.items()}
-        return cls(held, server_admin=server_admin, clock=clock)
+        return cls(held, server=server, clock=clock)
 
     def sign(self, episode_id: str, begun: float) -> str:
         """Returns the key of an episode that started at `begun` (Unix seconds)."""
         return KEY_PREFIX + str(self._signer().dumps([episode_id, round(begun, 3)]))
+
+    def sign_session(self, role: Bearer) -> tuple[str, float]:
+        """Returns the key of a new session, and its end in Unix seconds."""
+        expires = math.floor(self.clock()) + SESSION_SECONDS
+        return SESSION_PREFIX + str(self._signer("session").dumps([role, expires])), float(expires)
+
+    def session(self, key: str) -> tuple[Bearer, float]:
+        """Returns the role and the end of a session, ended or not. Raises `Unauthorized`."""
+        try:
+            role, expires = self._loaded(key, SESSION_PREFIX, "session")
+            return LEVELS[LEVELS.index(role)], float(expires)
+        except (ValueError, TypeError):
+            raise Unauthorized(
+                "This session is unknown: the keys of the server were replaced. Run `agentjet open` again.",
+                code="session_invalid",
+            ) from None
 
     def episode(self, key: str, max_age: float) -> str:
         """Returns the episode id of a key, which is valid for `max_age` seconds from the start of its episode.
@@ -187,6 +206,9 @@ class Keys:
         Raises `Unauthorized` or `Forbidden` for any other.
         """
         bearer = self.bearer(token)
+        if bearer is None and token.startswith(SESSION_PREFIX):
+            self.session(token)
+            raise Unauthorized("This session has ended: run `agentjet open` again.", code="session_expired")
         if bearer is not None:
             if LEVELS.index(bearer) < LEVELS.index(needed):
                 raise Forbidden(TOO_LOW[needed], code=f"{needed}_token_needed")
@@ -204,16 +226,26 @@ class Keys:
         return "episode"
 
     def bearer(self, token: str) -> Bearer | None:
-        """Returns the level of a token; None for any other text, keys included."""
+        """Returns the level of a token or of a session that has not ended; None for any other text."""
+        if self._server is not None and self._server.bearer(token) == "admin":
+            return "admin"
+        if token.startswith(SESSION_PREFIX):
+            try:
+                role, expires = self.session(token)
+            except Unauthorized:
+                return None
+            return role if self.clock() < expires else None
         given = token.encode(errors="replace")
-        for level, secret in self._tokens:
-            if hmac.compare_digest(given, _present(secret).encode()):
+        for level in LEVELS:
+            if hmac.compare_digest(given, _present(self._secrets[level]).encode()):
                 return level
         return None
 
     def knows(self, token: str) -> bool:
         """True for a token of the run and for a key that it signed, expired or not."""
         try:
+            if token.startswith(SESSION_PREFIX):
+                return bool(self.session(token))
             return self.bearer(token) is not None or bool(self._opened(token))
         except Unauthorized:
             return False
@@ -221,19 +253,27 @@ class Keys:
     def _opened(self, key: str) -> tuple[str, float]:
         """Returns the episode id and the start time that this server signed. Raises `Unauthorized`."""
         try:
-            if not key.startswith(KEY_PREFIX) or len(key) > MAX_KEY_LENGTH:
-                raise ValueError
-            episode_id, begun = self._signer().loads(key.removeprefix(KEY_PREFIX))
-            opened = str(episode_id), float(begun)
-            # Several Base64 texts decode to the same bytes; only the issued one is valid.
-            if self.sign(*opened) != key:
-                raise ValueError
-        except (BadSignature, ValueError, TypeError):
+            episode_id, begun = self._loaded(key, KEY_PREFIX, "episode")
+            return str(episode_id), float(begun)
+        except (ValueError, TypeError):
             raise Unauthorized("This key was not issued by this server.", code="key_invalid") from None
-        return opened
 
-    def _signer(self) -> URLSafeSerializer:
-        return URLSafeSerializer(_present(self._secrets["keys"]), salt="agentjet-episode-key")
+    def _loaded(self, key: str, prefix: str, kind: Literal["episode", "session"]) -> Any:
+        """Returns the signed content of a key. Raises `ValueError` if it was not signed here, or not in this text."""
+        if not key.startswith(prefix) or len(key) > MAX_KEY_LENGTH:
+            raise ValueError(key)
+        signer = self._signer(kind)
+        try:
+            content = signer.loads(key.removeprefix(prefix))
+        except BadSignature as error:
+            raise ValueError(key) from error
+        # Several Base64 texts decode to the same bytes; only the issued one is valid.
+        if prefix + str(signer.dumps(content)) != key:
+            raise ValueError(key)
+        return content
+
+    def _signer(self, kind: Literal["episode", "session"] = "episode") -> URLSafeSerializer:
+        return URLSafeSerializer(_present(self._secrets["keys"]), salt=f"agentjet-{kind}-key")
 
 
 def _present(secret: Secret) -> str:

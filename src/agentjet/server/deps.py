@@ -9,20 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlencode
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Header, Query, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentjet.errors import Forbidden, NotFound, TooLarge, Unauthorized
+from agentjet.errors import Forbidden, InvalidRequest, NotFound, TooLarge, Unauthorized
 from agentjet.gateway import observability
 from agentjet.gateway.concurrency import offload
+from agentjet.gateway.reader import Reader
+from agentjet.protocol import PREFIX
 from agentjet.server.auth import KEY_PREFIX, Bearer
 from agentjet.server.limits import Limits, parse_body
-from agentjet.server.runs import AppDeps, bearer_of, deps_of, key_of
+from agentjet.server.runs import AppDeps, EnteredRun, bearer_of, deps_of, entered_run, key_of, route_path
 
 
 async def _deps(request: Request) -> AppDeps:  # async, so that FastAPI does not call it in a thread
@@ -30,6 +33,14 @@ async def _deps(request: Request) -> AppDeps:  # async, so that FastAPI does not
 
 
 Deps = Annotated[AppDeps, Depends(_deps)]
+
+
+async def _reading(request: Request) -> Reader:
+    return entered_run(request).reader
+
+
+Reading = Annotated[Reader, Depends(_reading)]
+"""The reader of the run of a request."""
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
 
 Result = TypeVar("Result")
@@ -63,6 +74,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+SHARED = tuple(f"{PREFIX}/{name}" for name in ("status", "steps", "health", "waiting", "episodes", "evaluations"))
+"""Reads that all viewers do after a tick. All tokens get the same answers."""
+AT = (
+    "Number of an event, such as `last_event` of a tick. The answer has the effects of this event. Viewers that give "
+    "it get one answer for up to a second, which is read and encoded once."
+)
 CHECKED = "agentjet.checked"
 """Key in the scope of a request whose guards were checked before its body was read."""
 
@@ -70,16 +87,16 @@ CHECKED = "agentjet.checked"
 class Guard:
     """One access rule. `check` raises `Unauthorized`, `Forbidden`, or `NotFound` for a route the run does not have."""
 
-    def __init__(self, check: Callable[[AppDeps, Request], object]) -> None:
+    def __init__(self, check: Callable[[EnteredRun, Request], object]) -> None:
         self._check = check
 
     def check(self, request: Request) -> None:
-        deps = deps_of(request)
+        run = entered_run(request)
         try:
-            self._check(deps, request)
+            self._check(run, request)
         except Unauthorized:
-            if not deps.keys.knows(key_of(request)):
-                deps.runs.refuse_foreign(key_of(request))
+            if not run.keys.knows(key_of(request)):
+                run.refuse_foreign(key_of(request))
             raise
 
     async def __call__(self, request: Request) -> None:
@@ -89,18 +106,18 @@ class Guard:
 
 
 def _token(needed: Bearer) -> Guard:
-    return Guard(lambda deps, request: deps.keys.control(bearer_of(request), needed))
+    return Guard(lambda run, request: run.keys.control(bearer_of(request), needed))
 
 
-def _check_episode(deps: AppDeps, request: Request, needed: Bearer = "client") -> None:
+def _check_episode(run: EnteredRun, request: Request, needed: Bearer = "client") -> None:
     episode_id = request.path_params["episode_id"]
-    deps.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=deps.max_age)
+    run.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=run.max_age)
     observability.episode_id.set(episode_id)
 
 
-def _check_scorer(deps: AppDeps, request: Request) -> None:
-    _check_episode(deps, request)
-    if bearer_of(request).startswith(KEY_PREFIX) and not deps.gateway.config.server.episode_may_finish:
+def _check_scorer(run: EnteredRun, request: Request) -> None:
+    _check_episode(run, request)
+    if bearer_of(request).startswith(KEY_PREFIX) and not deps_of(request).gateway.config.server.episode_may_finish:
         raise Forbidden(
             "This server does not accept rewards with an episode key: use the token in the file 'token' of its data "
             "dir, or set server.episode_may_finish = true.",
@@ -108,14 +125,21 @@ def _check_scorer(deps: AppDeps, request: Request) -> None:
         )
 
 
-def _check_episode_key(deps: AppDeps, request: Request) -> None:
-    request.state.episode_id = deps.keys.episode(key_of(request), deps.max_age)
+def _check_episode_key(run: EnteredRun, request: Request) -> None:
+    request.state.episode_id = run.keys.episode(key_of(request), run.max_age)
 
 
-def _check_server_admin(deps: AppDeps, request: Request) -> None:
+def _check_server_admin(run: EnteredRun, request: Request) -> None:
     if request.scope.get("root_path"):
         raise NotFound("Runs are managed at /swarm/v1/runs: send this request without /runs/NAME.", code="not_found")
-    deps.keys.control(bearer_of(request), "admin")
+    run.keys.control(bearer_of(request), "admin")
+
+
+def _check_small_body(run: EnteredRun, request: Request) -> None:
+    declared = request.headers.get("content-length", "")
+    if not (declared.isdecimal() and int(declared[:16]) <= run.limits.small_body_bytes):
+        most = run.limits.small_body_bytes
+        raise TooLarge(f"The body is too large, or its Content-Length is missing: send at most {most} bytes.")
 
 
 VIEWER = [Depends(_token("viewer"))]
@@ -126,12 +150,14 @@ SERVER_ADMIN = [Depends(Guard(_check_server_admin))]
 """Allows the admin token of the default run, and no path of another run."""
 EPISODE = [Depends(Guard(_check_episode))]
 """Allows the client token, the admin token, and the key of the episode in the path."""
-EPISODE_READER = [Depends(Guard(lambda deps, request: _check_episode(deps, request, "viewer")))]
+EPISODE_READER = [Depends(Guard(lambda run, request: _check_episode(run, request, "viewer")))]
 """Allows every token of the run, and the key of the episode in the path."""
 EPISODE_SCORER = [Depends(Guard(_check_scorer))]
 """As `EPISODE`, but allows the key only if `server.episode_may_finish` is true."""
 EPISODE_KEY = [Depends(Guard(_check_episode_key))]
 """Allows the key of an episode, and stores the episode's id in the state of the request."""
+SMALL_BODY = [Depends(Guard(_check_small_body))]
+"""Allows everyone: for a route without a token, which must not read large bodies of strangers."""
 
 BEARER = HTTPBearer(auto_error=False)
 """Declares the bearer token in `/openapi.json`. `bearer_of` reads it."""
@@ -148,6 +174,14 @@ async def key_in_path(key: str) -> None:
     """Declares an episode key in the path in `/openapi.json`."""
 
 
+async def at_event(at: Annotated[int | None, Query(ge=0, description=AT)] = None) -> None:
+    """Declares `at` in `/openapi.json`. `GuardedRoute` reads it."""
+
+
+SHARED_VIEWER = [*VIEWER, Depends(at_event)]
+"""As `VIEWER`, for the routes of `SHARED`."""
+
+
 class GuardedRoute(APIRoute):
     """A route that checks its guards first, then reads, parses and validates the body within the limits."""
 
@@ -161,8 +195,10 @@ class GuardedRoute(APIRoute):
             for guard in guards:
                 guard.check(request)
             request.scope[CHECKED] = True
+            if request.method == "GET" and "at" in request.query_params:
+                return await _shared(request, handle)
             if model is not None:
-                limits = deps_of(request).limits
+                limits = entered_run(request).limits
                 body = await _body(request, limits)
                 value = None
                 if body and _is_json(request):
@@ -171,6 +207,25 @@ class GuardedRoute(APIRoute):
             return await handle(request)
 
         return guarded
+
+
+async def _shared(request: Request, handle: Callable[[Request], Coroutine[Any, Any, Response]]) -> Response:
+    """Returns the answer to a read `at` an event: see `SharedAnswers`. The handler does not get the parameter."""
+    at = request.query_params["at"]
+    if not at.isdecimal() or len(at) > 18 or not route_path(request.scope).startswith(SHARED):
+        raise InvalidRequest(
+            f"at = {at[:30]!r}: give the number of an event, and only to {', '.join(SHARED)}.",
+            code="invalid_value",
+            status=422,
+            param="at",
+        )
+    query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "at"])
+    alone = Request({**request.scope, "query_string": query.encode()}, request.receive)
+    shared = entered_run(request).shared
+    if shared is None:
+        return await handle(alone)
+    known = await shared.get(f"{route_path(request.scope)}?{query}", int(at), lambda: handle(alone))
+    return Response(known.body, known.status_code, media_type=known.media_type)
 
 
 class _ReadRequest(Request):

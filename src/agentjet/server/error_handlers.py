@@ -29,6 +29,11 @@ COUNTED = (400, 404, 413, 422, 500)
 """Statuses after which a client does not repeat a call."""
 PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
 """Documentation of an error response of a control route in `/openapi.json`."""
+RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    **dict.fromkeys((400, 401, 403, 404, 409, 413, 422, 500, 507), PROBLEM),
+    **{status: {**PROBLEM, "headers": RETRY_AFTER} for status in (429, 503)},
+}
 
 
 async def respond_to_error(request: Request, error: Exception) -> Response:

@@ -30,7 +30,7 @@ from agentjet.errors import ConfigError, InvalidRequest, RequestError
 from agentjet.gateway import observability
 from agentjet.server.error_handlers import error_response
 from agentjet.server.limits import Limits
-from agentjet.server.runs import RUN, RUN_PATH, ServedRuns, route_path
+from agentjet.server.runs import RUN, RUN_PATH, Entrance, route_path
 from agentjet.types import RUN_NAME
 
 
@@ -56,7 +56,7 @@ class Entry:
     routes match the rest and `request.base_url` is that of the run.
     """
 
-    def __init__(self, app: ASGIApp, runs: ServedRuns, allowed: frozenset[str] | None) -> None:
+    def __init__(self, app: ASGIApp, runs: Entrance, allowed: frozenset[str] | None) -> None:
         self._app = app
         self._runs = runs
         self._allowed = allowed

@@ -31,6 +31,8 @@ class Limits:
     connections: int
     header_bytes: int = 64 * 2**10
     """Request line and headers."""
+    small_body_bytes: int = 4096
+    """A body on a route that needs no token."""
     values: int = 300_000
     """Values in a body, including those inside arrays and objects."""
     containers: int = 50_000

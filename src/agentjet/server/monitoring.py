@@ -31,7 +31,7 @@ from agentjet.types import DEFAULT_RUN, EngineState
 
 SECRET_PATTERNS = (
     (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
-    (re.compile(r"ajk-[\w.~-]+"), "ajk-…"),
+    (re.compile(r"(aj[ks])-[\w.~-]+"), r"\1-…"),
     (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
 )
 

@@ -22,25 +22,19 @@ from agentjet.server.deps import (
     BEARER,
     CLIENT,
     EPISODE,
-    EPISODE_READER,
     EPISODE_SCORER,
     SERVER_ADMIN,
+    SHARED_VIEWER,
     VIEWER,
     Deps,
     GuardedRoute,
     IdempotencyKey,
     until_disconnect,
 )
-from agentjet.server.error_handlers import PROBLEM
-from agentjet.types import EpisodeStatus
+from agentjet.server.error_handlers import PROBLEMS
 
 STOP_PATIENCE = 20.0
 """Seconds that a stop request waits for the end of the stop."""
-RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    **dict.fromkeys((400, 401, 403, 404, 409, 413, 422, 500, 507), PROBLEM),
-    **{status: {**PROBLEM, "headers": RETRY_AFTER} for status in (429, 503)},
-}
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events, each one an `Event`.", "content": {"text/event-stream": {}}}
 }
@@ -72,28 +66,11 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=VIEWER)
-async def list_episodes(
-    deps: Deps,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    status: EpisodeStatus | None = None,
-    before: Annotated[str, Query(max_length=256)] = "",
-) -> bodies.EpisodeList:
-    """List episodes, newest first. Filters: a status, or those that started before the episode `before`."""
-    found = await deps.gateway.recent_episodes(limit, status=status, before=before)
-    return bodies.EpisodeList(episodes=found)
-
-
-@router.get("/episodes/{episode_id}", dependencies=EPISODE_READER)
-async def get_episode(episode_id: str, deps: Deps) -> bodies.EpisodeTree:
-    """Return an episode with all its calls: messages, tokens and their authors, log-probabilities, versions."""
-    return await deps.gateway.episode_tree(episode_id)
-
-
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=EPISODE)
 async def heartbeat(episode_id: str, deps: Deps) -> bodies.EpisodeView:
     """Renew the lease of an episode."""
-    return view(await deps.gateway.heartbeat(episode_id))
+    episode = await deps.gateway.heartbeat(episode_id)
+    return view(episode, expires_at=deps.gateway.swarm.expires_at(episode))
 
 
 @router.post("/episodes/{episode_id}/finish", dependencies=EPISODE_SCORER)
@@ -122,7 +99,7 @@ async def learn_demonstrations(
     return await deps.gateway.demonstrate(body, given, idempotency_key=idempotency_key)
 
 
-@router.get("/status", dependencies=VIEWER)
+@router.get("/status", dependencies=SHARED_VIEWER)
 async def get_status(deps: Deps) -> bodies.StatusResponse:
     """Return the state of the run and of its training."""
     return deps.gateway.status()
@@ -133,12 +110,15 @@ async def get_events(
     deps: Deps,
     after: Annotated[bodies.Int64 | None, Query(ge=0)] = None,
     last_event_id: Annotated[bodies.Int64 | None, Header(ge=0, alias="Last-Event-ID")] = None,
+    form: bodies.EventForm = "event",
 ) -> StreamingResponse:
-    """Stream the events numbered above `Last-Event-ID` (or `after`), then new ones, without end."""
+    """Stream the events numbered above `Last-Event-ID` (or `after`), then new ones, without end. The form `tick` is for
+    viewers: at most one message in 0.7 seconds, a `Tick` with the number of new events of each kind.
+    """
     start = last_event_id if last_event_id is not None else after or 0
-    return StreamingResponse(
-        _sse(deps.gateway.events(start)), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-    )
+    gateway = deps.gateway
+    stream = _ticks(gateway.ticks.follow(start)) if form == "tick" else _sse(gateway.events(start))
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 @router.get("/job", dependencies=VIEWER)
@@ -209,6 +189,12 @@ async def _sse(events: AsyncGenerator[bodies.Event | None]) -> AsyncGenerator[st
             yield f"id: {event.seq}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
 
 
+async def _ticks(ticks: AsyncGenerator[str | None]) -> AsyncGenerator[str]:
+    yield ": connected\n\n"
+    async for tick in ticks:
+        yield ": nothing new\n\n" if tick is None else f"event: tick\ndata: {tick}\n\n"
+
+
 TagName = Annotated[str, Path(max_length=256)]
 
 
@@ -220,7 +206,7 @@ async def record_evaluation(
     return await deps.gateway.versions.record_evaluation(body, idempotency_key=idempotency_key)
 
 
-@router.get("/evaluations", dependencies=VIEWER)
+@router.get("/evaluations", dependencies=SHARED_VIEWER)
 async def list_evaluations(deps: Deps) -> list[bodies.EvaluationView]:
     """List all evaluations, oldest first."""
     found = deps.gateway.swarm.queries.evaluations()

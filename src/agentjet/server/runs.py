@@ -12,26 +12,62 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import Scope
 
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.gateway import Gateway
+from agentjet.gateway.reader import Reader
 from agentjet.gateway.runs import Runs
+from agentjet.gateway.ticks import SharedAnswers
 from agentjet.protocol import RunSettings, RunView
-from agentjet.server.auth import Keys
+from agentjet.server.auth import Bearer, Keys
 from agentjet.server.limits import Limits
+from agentjet.server.session_codes import SessionCodes
 from agentjet.types import DEFAULT_RUN
 
 log = logging.getLogger(__name__)
 
 RUN = "agentjet.run"
-"""Key in the scope of a request below `/runs/NAME`: the run, as `AppDeps`."""
+"""Key in the scope of a request below `/runs/NAME`: the run, as `EnteredRun`."""
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
+
+
+class EnteredRun(Protocol):
+    """The parts of a run that guards and read routes use. The runs of `agentjet look` have no more."""
+
+    @property
+    def reader(self) -> Reader: ...
+
+    @property
+    def keys(self) -> Keys: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def shared(self) -> SharedAnswers[Response] | None:
+        """Answers that viewers share; None for a run without events."""
+
+    @property
+    def max_age(self) -> float:
+        """Seconds that an episode key is valid from the start of its episode."""
+
+    def refuse_foreign(self, token: str) -> None:
+        """Raises `Forbidden` if another run has this token or key."""
+
+
+class Entrance(Protocol):
+    """The runs of an application."""
+
+    def enter(self, name: str, request: HTTPConnection) -> EnteredRun:
+        """Returns the run `name` if the request may enter it, else raises `RequestError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +80,31 @@ class AppDeps:
     limits: Limits
 
     @property
+    def shared(self) -> SharedAnswers[Response]:
+        return self.gateway.shared
+
+    @property
     def max_age(self) -> float:
         """Seconds that an episode key is valid from the start of its episode."""
         return self.gateway.swarm.job.max_episode_seconds
 
+    @property
+    def reader(self) -> Reader:
+        return self.gateway.reader
+
+    def refuse_foreign(self, token: str) -> None:
+        self.runs.refuse_foreign(token)
+
+
+def entered_run(request: HTTPConnection) -> EnteredRun:
+    """Returns the run of a request: the default run if its path names none."""
+    run: EnteredRun = request.scope.get(RUN) or request.app.state.deps
+    return run
+
 
 def deps_of(request: HTTPConnection) -> AppDeps:
-    """Returns the run of a request: the default run if its path names none."""
-    deps = request.scope.get(RUN) or request.app.state.deps
+    """Returns the run of a request with its gateway."""
+    deps = entered_run(request)
     assert isinstance(deps, AppDeps)
     return deps
 
@@ -85,6 +138,7 @@ class ServedRuns:
     def __init__(self, runs: Runs, keys: Keys, limits: Limits) -> None:
         """`keys` are those of the default run. A run whose keys cannot be read is logged and cannot be entered."""
         self.runs = runs
+        self.codes = SessionCodes(keys.clock)
         self.default = AppDeps(runs.default, keys, self, limits)
         self._keys = {DEFAULT_RUN: keys}
         for view in runs.views()[1:]:
@@ -118,6 +172,11 @@ class ServedRuns:
             raise NotFound(f"The keys of run {name!r} cannot be read: see the server's log.", code="run_not_found")
         return AppDeps(gateway, keys, self, self.default.limits)
 
+    def exchange(self, code: str) -> tuple[str, Bearer, str, float]:
+        """Returns run, role, key and end of the session that a code opens. Raises `Unauthorized`."""
+        run, role = self.codes.redeem(code)
+        return run, role, *self._keys[run].sign_session(role)
+
     def refuse_foreign(self, token: str) -> None:
         """Raises `Forbidden` if a run has this token or key."""
         if any(keys.knows(token) for keys in self._keys.values()):
@@ -139,4 +198,4 @@ class ServedRuns:
     def _open_keys(self, name: str) -> None:
         """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`."""
         folder, default = self.default.gateway.config.server.data_dir / "runs" / name, self.default.keys
-        self._keys[name] = Keys.open(folder, server_admin=default.admin_token, clock=default.clock)
+        self._keys[name] = Keys.open(folder, server=default, clock=default.clock)

@@ -6,9 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
 
+from agentjet.config import JobConfig
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -72,11 +74,27 @@ def build(
             **_left_out(batch, members_E, facts),
         }
         metrics |= {f"{metrics_prefix(policy, policies)}{name}": value for name, value in of_policy.items()}
-    return found, metrics | {
+    return found, metrics | overridden(sequences_E, members_E, batch.job) | {
         "episode/timelines": sum(count["timelines"] for count in counts.values()) / len(members_E),
         "completion/truncated": sum(count["truncated"] for count in counts.values()) / max(1, num_calls),
         "batch/staleness_max": float(batch.id - oldest),
     }
+
+
+def overridden(sequences_E: Sequence[Sequences], members_E: Sequence[Episode], job: JobConfig) -> dict[str, float]:
+    """Shares of the calls whose temperature, or whose limit of tokens, is not that of the job: the agent sets its own.
+
+    A limit shows only in answers that end there. A full context counts as one. Shares of 0 are left out.
+    """
+    counts: Counter[str] = Counter()
+    for episode, sequences in zip(members_E, sequences_E, strict=True):
+        for call in (call for _, calls in sequences.values() for call in calls):
+            counts["calls"] += 1
+            counts["temperature"] += call.temperature != (episode.temperature or job.temperature)
+            limit = len(call.completion) if call.finish_reason == "length" else job.max_tokens
+            counts["max_tokens"] += limit != job.max_tokens
+    calls = counts.pop("calls", 0)
+    return {f"overridden/{name}": count / calls for name, count in sorted(counts.items()) if count}
 
 
 def _forest(sequences_E: Sequence[Sequences]) -> Forest:
@@ -122,17 +140,24 @@ def _facts(
             [members_E[e].call_rewards.get(call.id, np.nan) for call, (e, *_) in found], np.float64
         ),
         call_truncated=np.asarray([call.finish_reason == "length" for call, _ in found], bool),
-        tasks=tuple((member.task_set, member.task_id) for member in members_E),
-        seconds=np.asarray([(member.ended or member.begun) - member.begun for member in members_E], np.float64),
-        metrics={
+        **episode_facts(members_E),
+    )
+
+
+def episode_facts(members_E: Sequence[Episode]) -> dict[str, Any]:
+    """The facts [E] that are neither rewards nor about calls, as fields of `Facts`."""
+    return {
+        "tasks": tuple((member.task_set, member.task_id) for member in members_E),
+        "seconds": np.asarray([(member.ended or member.begun) - member.begun for member in members_E], np.float64),
+        "metrics": {
             name: np.asarray([member.metrics.get(name, np.nan) for member in members_E], np.float64)
             for name in sorted({name for member in members_E for name in member.metrics})
         },
-        code_versions=tuple(member.code_version for member in members_E),
-        task_means=np.asarray(
+        "code_versions": tuple(member.code_version for member in members_E),
+        "task_means": np.asarray(
             [np.nan if member.task_mean is None else member.task_mean for member in members_E], np.float64
         ),
-    )
+    }
 
 
 def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -81,7 +81,7 @@ class Batches:
         assert self.ready() and chosen is not None, "compose() pairs with ready()"
         batch = Batch(
             id=store.policy_version,
-            groups=tuple(group.members for group in chosen),
+            groups=self._ordered(chosen),
             job=store.job,
             composed=self._clock(),
             carry=self._mixture.carry(chosen),
@@ -95,6 +95,17 @@ class Batches:
             if not store.job.max_staleness:
                 self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
         return batch
+
+    def _ordered(self, chosen: Sequence[Group]) -> tuple[tuple[str, ...], ...]:
+        """Members by group. Groups with seeds come in the order they began, their members by seed: a reproducible run
+        has the same batches.
+        """
+
+        def seed(member: str) -> int | None:
+            return self._store.episodes[member].seed
+
+        ordered = sorted(chosen, key=lambda group: 0 if seed(group.members[0]) is None else group.id)
+        return tuple(tuple(sorted(group.members, key=lambda member: seed(member) or 0)) for group in ordered)
 
     def training_batches(self, batch: Batch) -> dict[str, TrainingBatch]:
         """The forest and the facts of a batch for each policy, from the journal alone: a replay reads the same bytes.
@@ -200,7 +211,7 @@ class Batches:
         if policy_version > self._store.state.durable_version:
             with self._store.transaction():
                 self._store.state.durable_version = policy_version
-                self._journal.prune(self._store.state, self._clock())
+                self._store.prune()
 
     def from_version(self, policy_version: int) -> list[Batch]:
         """The batches that a worker at `policy_version` has yet to learn, in order, with the pending batch.

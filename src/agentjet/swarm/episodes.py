@@ -113,6 +113,11 @@ class SwarmState:
         with self.store.transaction():
             self._journal.record_origin()
 
+    def record_control_tokens(self, names: Mapping[str, Mapping[int, str]]) -> None:
+        """Store the names of control tokens by policy: see `Journal.put_control_tokens`."""
+        with self.store.transaction():
+            self._journal.put_control_tokens(names)
+
     def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
         """Store the score of a policy version, once per key. Raises `InvalidRequest` for a version not learned yet."""
         scope = f"evaluation/{request.client_id}"
@@ -182,6 +187,7 @@ class SwarmState:
                 max_turns=0 if joined is None else joined.max_turns,
                 task_mean=None if joined is None else joined.task_mean,
                 instance_id=request.instance_id,
+                seed=request.seed,
             )
             if joined is not None:
                 members = (*joined.members, episode.id)
@@ -323,7 +329,10 @@ class SwarmState:
         return self.store.episode(episode_id)
 
     def heartbeat(self, episode_id: str) -> Episode:
-        """Renew the lease of a live episode. Raises `Conflict` when the episode has ended; the code is its status."""
+        """Renew the lease of a live episode. Its silence goes on, because only calls end it.
+
+        Raises `Conflict` when the episode has ended; the code is its status.
+        """
         episode = self._live(episode_id)
         self._leases.renew(episode)
         return episode
@@ -366,7 +375,7 @@ class SwarmState:
             num_calls = episode.num_calls + 1
             self.store.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
             tree.add(call, encoded_suffix, encoded_completion)
-        self._leases.renew(episode)
+        self._leases.active(episode)
 
     def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
         """Count notes and refusals of an episode's request. An ended episode keeps its counts unchanged."""

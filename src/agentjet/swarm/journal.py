@@ -20,18 +20,21 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError
-from agentjet.protocol import Event
+from agentjet.protocol import EvaluationView, Event
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.origin import BRANCHED_FROM, Origin
-from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
-from agentjet.types import Call, CheckpointStamp, EpisodeStatus
+from agentjet.swarm.state import NOT_NEEDED, NOT_NEEDED_REASONS, Batch, Episode, Group, JobSettings, State
+from agentjet.types import Call, CheckpointStamp
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """Longer than any client repeats a request."""
 EVENTS_KEPT = 100_000
 EPISODES_KEPT = 2_000_000
+_OF_REASON = " OR ".join(f"body ->> 'reason' GLOB '{start}:*'" for start in NOT_NEEDED_REASONS)
+IS_NOT_NEEDED = f"(status = 'aborted' AND ({_OF_REASON}))"
+"""SQL of `Episode.is_not_needed`."""
 TASKS_KEPT = 1_000_000
 
 SCHEMA = """
@@ -104,10 +107,15 @@ CREATE TABLE events (
 CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
 """
 
+GROUP_INDEX = "CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (json_extract(body, '$.group_id'))"
+
 RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 """A call with the encoded bytes of each token of its suffix and of its completion."""
 _CALL = TypeAdapter[RecordedCall](
     RecordedCall, config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+)
+_PACKED = TypeAdapter[list[tuple[bool, RecordedCall]]](
+    list[tuple[bool, RecordedCall]], config=ConfigDict(val_json_bytes="base64")
 )
 _EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
 _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
@@ -115,6 +123,19 @@ _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), Typ
 
 def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+PRUNABLE = (
+    "SELECT DISTINCT episode_id FROM calls "
+    "EXCEPT SELECT id FROM episodes WHERE NOT settled EXCEPT SELECT value FROM json_each(?)"
+)
+"""Episodes whose calls no replay needs. The parameter lists those of the batches that may be replayed."""
+
+
+def unpacked(text: str) -> tuple[list[RecordedCall], frozenset[str]]:
+    """The calls of `Journal.packed` in order, and the ids of those whose answer did not reach the agent."""
+    rows = _PACKED.validate_json(text)
+    return [call for _, call in rows], frozenset(call.id for undelivered, (call, *_) in rows if undelivered)
 
 
 class Journal:
@@ -133,6 +154,7 @@ class Journal:
         other policies or another origin than `models`.
         """
         journal = cls(JournalFile.open(path, SCHEMA))
+        journal._db.execute(GROUP_INDEX)  # Journals of earlier versions lack it.
         if models is None:
             return journal
         try:
@@ -156,6 +178,20 @@ class Journal:
         """The same journal on a read-only connection, for another thread. It reads committed changes only."""
         with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             yield type(self)(JournalFile(self.path, connection))
+
+    def snapshot(self) -> Self:
+        """The committed rows of this moment, on a read-only connection for another thread. Close it soon: the log of
+        the file grows until then. Raises `sqlite3.Error`.
+        """
+        uri = f"{self.path.resolve().as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("BEGIN")
+            connection.execute("SELECT 1 FROM meta").fetchone()  # The first read fixes what later ones find.
+        except BaseException:
+            connection.close()
+            raise
+        return type(self)(JournalFile(self.path, connection))
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent."""
@@ -195,8 +231,21 @@ class Journal:
         """Store the checked origin, because the policies were loaded with it."""
         self.file.set_meta("origin", to_json({**self.origin, **self._checked_origin}))
 
+    def control_tokens(self) -> dict[str, dict[int, str]]:
+        """The names of control tokens by policy; empty before the policies were up once."""
+        recorded = json.loads(self.file.meta("control_tokens", "{}"))
+        return {policy: {int(token): name for token, name in names.items()} for policy, names in recorded.items()}
+
+    def put_control_tokens(self, names: Mapping[str, Mapping[int, str]]) -> None:
+        """Store the names of control tokens by policy, so that transcripts can be read without a tokenizer."""
+        self.file.set_meta("control_tokens", json.dumps(names, ensure_ascii=False))
+
     def read_state(self) -> State:
-        return _STATE.validate_json(self.file.meta("state", "{}"))
+        state = _STATE.validate_json(self.file.meta("state", "{}"))
+        if NOT_NEEDED not in state.counts:  # Earlier versions counted these as aborted.
+            number = int(self._one(f"SELECT COUNT(*) FROM episodes WHERE {IS_NOT_NEEDED}"))
+            state.counts |= {NOT_NEEDED: number, "aborted": state.counts["aborted"] - number}
+        return state
 
     def put_state(self, state: State) -> None:
         self.file.set_meta("state", _STATE.dump_json(state).decode())
@@ -234,21 +283,16 @@ class Journal:
 
     def episode(self, episode_id: str) -> Episode | None:
         body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
-        return None if body is None else _EPISODE.validate_json(body)
+        return None if body is None else self.episode_of(body)
+
+    def episode_of(self, body: str) -> Episode:
+        """The episode of a row."""
+        return _EPISODE.validate_json(body)
 
     def unsettled_episodes(self) -> list[Episode]:
         """The unsettled ones, in the order they began."""
         rows = self._db.execute("SELECT body FROM episodes WHERE NOT settled ORDER BY seq")
-        return [_EPISODE.validate_json(body) for (body,) in rows]
-
-    def recent_episodes(
-        self, limit: int, *, status: EpisodeStatus | None = None, before: int | None = None
-    ) -> list[Episode]:
-        """The newest ones, newest first: all, those of a status, those with `seq` < `before`."""
-        conditions = ["TRUE", *(["seq < :before"] if before else []), *(["status = :status"] if status else [])]
-        query = f"SELECT body FROM episodes WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit"
-        rows = self._db.execute(query, {"status": status, "limit": limit, "before": before})
-        return [_EPISODE.validate_json(body) for (body,) in rows]
+        return [self.episode_of(body) for (body,) in rows]
 
     def put_group(self, group: Group) -> None:
         """Store a new or changed group."""
@@ -295,6 +339,11 @@ class Journal:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""
         rows = self._db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
         return [_CALL.validate_json(body) for (body,) in rows]
+
+    def packed(self, episode_id: str) -> str:
+        """An episode's calls and deliveries as JSON, for `unpacked`; an empty list if none are kept."""
+        rows = self._db.execute("SELECT undelivered, body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
+        return f"[{','.join(f'[{undelivered},{body}]' for undelivered, body in rows)}]"
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
@@ -393,6 +442,13 @@ class Journal:
         assert kind in ("evaluation", "rollback"), "events of other kinds have no index"
         return self._events("kind = ? AND kind IN ('evaluation', 'rollback') ORDER BY seq", kind)
 
+    def evaluations(self) -> list[EvaluationView]:
+        """All recorded evaluations, the oldest first."""
+        events = self.events_of("evaluation")
+        scores = [event.body["score"] for event in events]
+        best = scores.index(max(scores)) if scores else -1
+        return [EvaluationView(**event.body, time=event.time, best=n == best) for n, event in enumerate(events)]
+
     def _events(self, condition: str, *values: Any) -> list[Event]:
         rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
@@ -401,14 +457,21 @@ class Journal:
         """Number of the newest event, 0 before the first."""
         return int(self._one("SELECT MAX(seq) FROM events") or 0)
 
+    def prunable(self, durable_version: int) -> list[Episode]:
+        """The settled episodes whose calls `prune` deletes at that durable version, in the order they began."""
+        rows = self._db.execute(
+            f"SELECT body FROM episodes WHERE id IN ({PRUNABLE}) ORDER BY seq", (self._replayed(durable_version),)
+        )
+        return [_EPISODE.validate_json(body) for (body,) in rows]
+
+    def _replayed(self, durable_version: int) -> str:
+        """Ids of the episodes of all batches from that version on, as JSON."""
+        return json.dumps([e for batch in self.batches(durable_version) for e in batch.episode_ids])
+
     def prune(self, state: State, now: float) -> None:
         """Delete what the retention rule above does not keep."""
-        replayed = [e for batch in self.batches(state.durable_version) for e in batch.episode_ids]
-        self._db.execute(
-            "DELETE FROM calls WHERE episode_id IN (SELECT DISTINCT episode_id FROM calls "
-            "EXCEPT SELECT id FROM episodes WHERE NOT settled EXCEPT SELECT value FROM json_each(?))",
-            (json.dumps(replayed),),
-        )
+        replayed = self._replayed(state.durable_version)
+        self._db.execute(f"DELETE FROM calls WHERE episode_id IN ({PRUNABLE})", (replayed,))
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
         self._db.execute(
             "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ? "

@@ -122,10 +122,11 @@ class JournalFile:
         return file
 
     def _check_schema(self) -> None:
-        found = int(self.meta("schema_version", "0"))
-        if found != SCHEMA_VERSION:
+        found = self.meta("schema_version", "0")
+        if found != str(SCHEMA_VERSION):
+            shown = found if found.isdecimal() else repr(found[:20])
             raise ConfigError(
-                f"{self.path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: use the AgentJet that "
+                f"{self.path} has journal schema {shown}, this AgentJet reads {SCHEMA_VERSION}: use the AgentJet that "
                 "wrote it, or begin a new server.data_dir with an export of its policy (`agentjet export`) as "
                 "model.name"
             )

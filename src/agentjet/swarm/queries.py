@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Self
 
-from agentjet.protocol import EvaluationView, Event, TaskSetStatus
-from agentjet.swarm import batch_forest, groups
+from agentjet.errors import ConfigError
+from agentjet.protocol import EpisodeQuery, EvaluationView, Event, TaskSetStatus, duration
+from agentjet.swarm import batch_forest, groups, records
+from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture, places
-from agentjet.swarm.origin import BRANCHED_FROM
-from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts
+from agentjet.swarm.origin import BRANCHED_FROM, policies_of
+from agentjet.swarm.state import Batch, Episode, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
-from agentjet.types import Call, EpisodeStatus
+from agentjet.types import Call, EpisodeFilter
 
 SILENT_SECONDS = 20.0
-"""`waiting_for` names an episode after so long without activity."""
+"""`waiting_for` names an episode after so long without a call."""
+
+
+class Silence(NamedTuple):
+    """Silence of a live episode, in seconds."""
+
+    seconds: float
+    """Since its last call; 0 during a call."""
+    expires_in: float
+    """Until it ends without a reward, unless its client shows activity."""
+    ends_in: float
+    """Until `job.max_episode_seconds` ends it."""
 
 
 class Queries:
@@ -29,11 +43,30 @@ class Queries:
         self._mixture = mixture
         self._clock = clock
 
+    @classmethod
+    def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
+        """The queries of a run whose server does not run here. The journal may be read-only. Leases are unknown.
+
+        Raises `ConfigError` if the job settings can no longer be read, or if the run never started.
+        """
+        store = Store(journal, clock, policies_of(journal.origin))
+        if store.settings is None:
+            raise ConfigError(f"{journal.path} is empty: its server never started")
+        return cls(store, Leases(clock, lambda: 0.0), Mixture(store, clock), clock)
+
     # ---- episodes ------------------------------------------------------------------------------------------
 
-    def recent_episodes(self, limit: int, *, status: EpisodeStatus | None = None, before: str = "") -> list[Episode]:
-        """See `Store.recent_episodes`."""
-        return self._store.recent_episodes(limit, status=status, before=before)
+    def episode(self, episode_id: str) -> Episode:
+        """Any episode that the journal keeps. Raises `NotFound`."""
+        return self._store.episode(episode_id)
+
+    def recent_episodes(self, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[Episode]:
+        """The newest episodes, or those of a status, newest first."""
+        return records.find_episodes(self._journal, EpisodeQuery(limit=limit, status=status)).episodes
+
+    def live(self) -> list[Episode]:
+        """The live episodes, in the order they began."""
+        return self._store.live()
 
     def trees(self, episode_id: str) -> dict[str, ConversationTree]:
         """An episode's conversations by role, from the journal; none once a durable checkpoint covers them."""
@@ -65,6 +98,42 @@ class Queries:
         group = self._store.groups.get(episode.group_id)
         return self._store.job.group_size if group is None else groups.size(self._store, group)
 
+    def members(self, group: Group) -> list[Episode]:
+        """The live and finished members of a group of the present batch, in the order they began."""
+        return [self._store.episodes[member] for member in group.members]
+
+    def size(self, group: Group) -> int:
+        """Number of finished members that complete a group of the present batch."""
+        return groups.size(self._store, group)
+
+    def silence(self, episode: Episode) -> Silence:
+        """The silence of a live episode, and the times at which it ends."""
+        job, now = self._store.job, self._clock()
+        left = self._leases.expires_at(episode, job) - now
+        last = episode.begun + job.max_episode_seconds - now
+        return Silence(self._leases.silent_seconds(episode), max(0.0, left), max(0.0, last))
+
+    def most_silent(self) -> Episode | None:
+        """The live training episode whose last call is the oldest."""
+        live = [episode for episode in self._store.live() if episode.group_id is not None]
+        return max(live, key=self._leases.silent_seconds, default=None)
+
+    @property
+    def num_lost(self) -> int:
+        """Number of aborted and expired episodes while the present batch was filled, without those not needed."""
+        lost = self._store.state.lost("episodes", self._store.next_batch)
+        return lost.get("aborted", 0) + lost.get("expired", 0)
+
+    @property
+    def is_over(self) -> bool:
+        """True if `job.max_steps` is reached."""
+        return groups.training_is_over(self._store)
+
+    @property
+    def places(self) -> int:
+        """Number of training groups that may be open or complete at a time."""
+        return places(self._store)
+
     @property
     def places_left(self) -> int:
         """Number of training groups that may be begun now."""
@@ -79,6 +148,11 @@ class Queries:
         return [*self._store.steps.values()]
 
     @property
+    def step_versions(self) -> Sequence[int]:
+        """The policy version after each of `recent_steps`. A rollback leaves a gap."""
+        return [batch_id + 1 for batch_id in self._store.steps]
+
+    @property
     def last_batch(self) -> Batch | None:
         """The newest learned batch; None before the first."""
         version = self._store.policy_version
@@ -87,13 +161,34 @@ class Queries:
     # ---- the run -------------------------------------------------------------------------------------------
 
     @property
+    def settings(self) -> JobSettings:
+        """The job settings in force, with their revision."""
+        settings = self._store.settings
+        assert settings is not None, "job settings are stored before they are used"
+        return settings
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that the settings name."""
+        return self._store.policies
+
+    @property
+    def policy_version(self) -> int:
+        return self._store.policy_version
+
+    @property
+    def last_step(self) -> Mapping[str, float]:
+        """Metrics of the newest learned batch; empty if this run did not learn it."""
+        return self._store.steps.get(self.policy_version - 1, {})
+
+    @property
     def branched_from(self) -> str:
         """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
         return str(self._journal.origin.get(BRANCHED_FROM, ""))
 
     def status_counts(self) -> dict[str, int]:
-        """Episodes since the data dir was made: `live`, `finished`, `aborted`, `expired`; of the finished: `trained`,
-        `waiting`, `dropped`.
+        """Episodes since the data dir was made: `live`, `finished`, `aborted`, `expired`, `not_needed`; and of the
+        finished `trained`, `waiting`, `dropped`.
         """
         return dict(self._store.state.counts)
 
@@ -119,10 +214,7 @@ class Queries:
 
     def evaluations(self) -> list[EvaluationView]:
         """All recorded evaluations, the oldest first."""
-        events = self._journal.events_of("evaluation")
-        scores = [event.body["score"] for event in events]
-        best = scores.index(max(scores)) if scores else -1
-        return [EvaluationView(**event.body, time=event.time, best=n == best) for n, event in enumerate(events)]
+        return self._journal.evaluations()
 
     def events(self, after: int = 0, limit: int = 1000) -> list[Event]:
         """The oldest `limit` events numbered above `after`."""
@@ -139,7 +231,8 @@ class Queries:
         if pinned and self._mixture.chosen() is not None:
             return f"{pinned} evaluation episodes pinned to policy version {store.policy_version}"
         if not store.groups:
-            return "clients, to begin training episodes"
+            running = sum(episode.mode == "eval" for episode in store.live())
+            return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
         live = sum(episode.group_id is not None for episode in store.live())
         rewards = ["rewards"] if live else []
         refills = groups.missing_members(store, self._leases.lease_epoch(), self._clock())
@@ -152,12 +245,12 @@ class Queries:
         )
 
     def _silent(self) -> str:
-        """A phrase for the live training episode without activity for longest, if that is long."""
-        live = [episode for episode in self._store.live() if episode.group_id is not None]
-        if not live:
+        """A phrase for the live training episode without a call for longest, if that is long."""
+        episode = self.most_silent()
+        if episode is None or (silence := self.silence(episode)).seconds < SILENT_SECONDS:
             return ""
-        oldest = min(live, key=lambda episode: self._leases.expires_at(episode, self._store.job))
-        left = self._leases.expires_at(oldest, self._store.job) - self._clock()
-        if left > self._store.job.lease_seconds - SILENT_SECONDS:
-            return ""
-        return f"; the longest silent one, of client {oldest.client_id}, is reclaimed in {max(0.0, left):.0f} s"
+        return (
+            f"; {episode.id} of task {episode.task_id}, client {episode.client_id}, is silent for "
+            f"{duration(silence.seconds)} (does a tool hang?): its lease has {duration(silence.expires_in)} left, "
+            f"the episode at most {duration(silence.ends_in)}"
+        )

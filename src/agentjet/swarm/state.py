@@ -7,10 +7,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from agentjet.config import JobConfig
-from agentjet.types import EpisodeStatus, Mode
+from agentjet.types import EpisodeStatus, GroupState, Mode
 
 RECOVERABLE = frozenset(
     {
@@ -22,7 +21,8 @@ RECOVERABLE = frozenset(
     }
 )
 """Codes of refusals that agents recover from: they compact their history, send all of it, or end their loop."""
-GroupState = Literal["open", "complete", "dropped", "batched"]
+NOT_NEEDED_REASONS = ("surplus", "stale", "not needed", "replaced")
+"""Beginnings of reasons, up to a colon, of aborted episodes that did not fail: the run had enough without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,8 @@ class Episode:
     """Mean reward of earlier episodes of the task when its group began; None if there were none."""
     instance_id: str = ""
     """The process of the client that began it, if the client named one."""
+    seed: int | None = None
+    """Seeds its answers; None: `seq` does."""
     noted: Mapping[str, int] = field(default_factory=dict)
     """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -85,8 +87,16 @@ class Episode:
         return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
 
     @property
+    def is_not_needed(self) -> bool:
+        """True if it was aborted because the run had enough without it."""
+        start, colon, _ = self.reason.partition(":")
+        return self.status == "aborted" and bool(colon) and start in NOT_NEEDED_REASONS
+
+    @property
     def categories(self) -> tuple[str, ...]:
         """The counts that it belongs to."""
+        if self.is_not_needed:
+            return (NOT_NEEDED,)
         if self.status != "finished" or self.mode == "eval":
             return (self.status,)
         outcome = "trained" if self.trained_in is not None else "dropped" if self.dropped else "waiting"
@@ -118,6 +128,7 @@ class OutcomeCounts:
     episodes: int = 0
     finished: int = 0
     aborted: int = 0
+    not_needed: int = 0
     reward_sum: float = 0.0
 
     @property
@@ -187,7 +198,8 @@ class Batch:
         return tuple(episode_id for group in self.groups for episode_id in group)
 
 
-COUNTED = ("live", "finished", "aborted", "expired", "trained", "waiting", "dropped")
+NOT_NEEDED = "not_needed"
+COUNTED = ("live", "finished", "aborted", "expired", NOT_NEEDED, "trained", "waiting", "dropped")
 CODE_VERSIONS_KEPT = 20
 """Code versions with outcome counts, by last use. An older one starts from 0 when it is used again."""
 
@@ -210,7 +222,8 @@ class State:
     carry: Mapping[str, float] = field(default_factory=dict)
     """Groups owed to each task set since the newest batch."""
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-    """Episodes since the data dir was made: by status, and the finished training ones by outcome."""
+    """Episodes since the data dir was made: by status, those that were not needed apart, and the finished training ones
+    by outcome."""
     dropped: dict[str, int] = field(default_factory=dict)
     """The dropped ones of `counts`, by reason."""
     code_versions: dict[str, OutcomeCounts] = field(default_factory=dict)
@@ -270,7 +283,9 @@ class State:
             if len(versions) > CODE_VERSIONS_KEPT:
                 del versions[next(iter(versions))]
         elif name in versions and before.ended is None and after.ended is not None:
-            if after.reward is None:
+            if after.is_not_needed:
+                versions[name] = replace(counts, not_needed=counts.not_needed + 1)
+            elif after.reward is None:
                 versions[name] = replace(counts, aborted=counts.aborted + 1)
             else:
                 reward_sum = counts.reward_sum + after.reward

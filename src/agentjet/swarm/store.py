@@ -21,14 +21,11 @@ from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import EpisodeStatus
 
 RECENT_STEPS = 50
 """Batches over which the shares and rewards of task sets are computed."""
 PRUNE_EVERY = 2000
 """Episodes after which the journal is pruned without a checkpoint."""
-UNSCORED_REASONS = ("surplus", "stale", "not needed", "replaced")
-"""Beginnings of reasons, up to a colon, that are counted apart from `aborted` and `expired`."""
 MAX_CLIENTS_SHOWN = 256
 STALL_SECONDS = 3.0
 """The server checks leases every half second. A longer gap between two checks means that the event loop was blocked."""
@@ -59,6 +56,8 @@ class Store:
         """Called with each event after it is on disk."""
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
+        self.before_prune: Callable[[int], None] = lambda durable_version: None
+        """Called with the first version that may be replayed, before the journal deletes what no replay needs."""
         self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
         """Returns the recorded calls of an ending episode that are still on their way to its agent."""
         self._clock = clock
@@ -100,14 +99,6 @@ class Store:
         if episode is None:
             raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
-
-    def recent_episodes(self, limit: int, *, status: EpisodeStatus | None = None, before: str = "") -> list[Episode]:
-        """The newest episodes, newest first: all, those of a status, those begun `before` an episode.
-
-        Raises `NotFound` if `before` does not exist.
-        """
-        end = self.episode(before).seq if before else None
-        return self.journal.recent_episodes(limit, status=status, before=end)
 
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
@@ -200,9 +191,8 @@ class Store:
         self._changed.add(episode.id)
         self.state.count(before, episode)
         if episode.status in ("aborted", "expired"):
-            start, colon, _ = episode.reason.partition(":")
-            is_known = colon and start in UNSCORED_REASONS
-            reason = start.replace(" ", "_") if is_known else episode.status
+            start = episode.reason.partition(":")[0]
+            reason = start.replace(" ", "_") if episode.is_not_needed else episode.status
             self.state.count_lost("episodes", self.next_batch, reason)
         if episode.is_settled:
             self.episodes.pop(episode.id, None)
@@ -210,7 +200,12 @@ class Store:
             self.episodes[episode.id] = episode
         self.journal.put_episode(episode)
         if before is None and episode.seq % PRUNE_EVERY == 0:
-            self.journal.prune(self.state, self._clock())
+            self.prune()
+
+    def prune(self) -> None:
+        """Delete what no replay needs from the journal."""
+        self.before_prune(self.state.durable_version)
+        self.journal.prune(self.state, self._clock())
 
     def put_group(self, group: Group) -> None:
         """Record a new or changed group, and count a dropped one. Dropped and batched ones leave memory."""
@@ -297,12 +292,14 @@ class Leases:
     """
 
     def __init__(self, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
-        self._opened = clock()
+        self._began = self._opened = clock()
         self._stopwatch = stopwatch
         self._checked_at = stopwatch()
         self.clients: dict[str, float] = {}
         self._clock = clock
         self._last_seen: dict[str, float] = {}
+        self._last_active: dict[str, float] = {}
+        """Time of the last call of each live episode. Heartbeats of its client do not count."""
         self._calling: Counter[str] = Counter()
 
     def lease_epoch(self) -> float:
@@ -322,10 +319,24 @@ class Leases:
         seen = max(self._last_seen.get(episode.id, episode.begun), opened)
         return min(seen + job.lease_seconds, last)
 
+    def silent_seconds(self, episode: Episode) -> float:
+        """Seconds since the last call of a live episode, since its begin, or since the server started; 0 during a call.
+
+        A heartbeat shows that the client is alive, and nothing about the agent: its tool may hang.
+        """
+        if self._calling[episode.id]:
+            return 0.0
+        return max(0.0, self._clock() - max(self._last_active.get(episode.id, episode.begun), self._began))
+
     def renew(self, episode: Episode) -> None:
-        """Record activity of a live episode and of its client."""
+        """Record that the client of a live episode is alive."""
         self._last_seen[episode.id] = self._clock()
         self.client_seen(episode.client_id)
+
+    def active(self, episode: Episode) -> None:
+        """Record a call of a live episode, which also renews its lease."""
+        self.renew(episode)
+        self._last_active[episode.id] = self._clock()
 
     def client_seen(self, client_id: str) -> None:
         """Record activity of a client, with or without an episode."""
@@ -337,7 +348,7 @@ class Leases:
     @contextmanager
     def calling(self, episode: Episode) -> Iterator[None]:
         """Suspend the episode's lease during a call and renew it afterwards."""
-        self.renew(episode)
+        self.active(episode)
         self._calling[episode.id] += 1
         try:
             yield
@@ -346,8 +357,9 @@ class Leases:
             if not self._calling[episode.id]:
                 del self._calling[episode.id]
             if episode.id in self._last_seen:
-                self.renew(episode)
+                self.active(episode)
 
     def remove(self, episode: Episode) -> None:
         """Forget the lease of an ended episode."""
         self._last_seen.pop(episode.id, None)
+        self._last_active.pop(episode.id, None)

@@ -38,6 +38,13 @@ def encode_set(members: NDArray[np.bool_]) -> bytes:
     return bytes([kind]) + gaps.astype(_KINDS[kind][1]).tobytes()
 
 
+def num_members(encoded: bytes) -> int | None:
+    """Returns the size of a set that has at most half of the vocabulary, else None."""
+    if encoded == EVERYTHING or _KINDS[encoded[0]][0]:
+        return None
+    return (len(encoded) - 1) // np.dtype(_KINDS[encoded[0]][1]).itemsize
+
+
 def decode_set(encoded: bytes, vocabulary: int) -> NDArray[np.bool_]:
     """Returns the members [V] of a set."""
     if encoded == EVERYTHING:

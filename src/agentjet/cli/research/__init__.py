@@ -1,37 +1,22 @@
-"""`agentjet research`: the commands, and the study of `agentjet research demo`, whose answers are known.
+"""`agentjet research`: the commands of studies and of campaigns.
 
 The functions of the commands import what they need, so that `agentjet --help` is fast.
 """
 
 from __future__ import annotations
 
-import shlex
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from agentjet.cli import example, load_example
-from agentjet.cli.research.study import (
-    Folder,
-    Llm,
-    LlmKeyFile,
-    LlmModel,
-    Local,
-    fixed,
-    llm_endpoint,
-    new,
-    report,
-    status,
-    steer,
-)
-from agentjet.errors import ConfigError
+from agentjet.cli import Json
+from agentjet.cli.research import campaign, study
+from agentjet.cli.research.study import Local, new
 
-if TYPE_CHECKING:
-    from agentjet.research.journal import StudyFolder
-    from agentjet.research.planner.plan import Plan
-    from agentjet.research.subject import Subject
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
+NOTEBOOK = "notebook.sqlite"
+"""File that makes a folder that of a campaign."""
 
 
 def run(
@@ -47,9 +32,6 @@ def run(
         list[Path] | None,
         typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
     ] = None,
-    llm: Llm = None,
-    llm_model: LlmModel = "",
-    llm_key_file: LlmKeyFile = None,
 ) -> None:
     """Run a study, or continue one that was interrupted or killed. Ctrl-C stops it; the same command continues.
 
@@ -57,146 +39,49 @@ def run(
     At the end the report is in the folder.
     """
     from agentjet.cli.research.execution import carry_out, local_slots, shared_slots
+    from agentjet.research.journal import StudyFolder
+    from agentjet.research.servers import check_arms
 
-    shared = shared_slots(server or [], admin_token_file or [], folder)
-    endpoint = llm_endpoint(llm, llm_model, llm_key_file)
+    shared = shared_slots(server or [], admin_token_file or [])
+    if shared:
+        check_arms(StudyFolder(folder).study())
     for slot in shared:
         slot.check()
-    carry_out(folder, shared or local_slots(local), endpoint)
+    carry_out(folder, shared or local_slots(local))
 
 
-DEFAULT_OUT = Path("research-demo")
-TOPIC = "Can a model of random weights learn to answer in digits, and does a wider clip help it?"
-
-
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the study; an interrupted one is continued.")] = (DEFAULT_OUT),
-    seed: Annotated[
-        int | None, typer.Option(help="Seed from which all seeds of the study are derived; default 0.")
-    ] = None,
-    local: Local = 2,
-) -> None:
-    """Run a whole study through real servers: two claims about training a tiny model, one true and one without effect.
-
-    A model of random weights is rewarded for digits. A learning rate of 1e-2 clearly beats one of 1e-5. A wider clip
-    cannot help: on-policy, with one optimiser step per batch, no ratio reaches the clip. So that claim ends as
-    practically equivalent, or as inconclusive if the scores spread widely.
-    """
-    from agentjet.cli.research.execution import carry_out, local_slots
-    from agentjet.research.journal import StudyFolder
-
-    began = time.monotonic()
-    files = StudyFolder(out)
-    if (out / "study.json").exists():
-        check_same(files, seed)
+def status(folder: Folder, as_json: Json = False) -> None:
+    """Show the progress of a study or of a campaign, its spending and its findings so far."""
+    if (folder / NOTEBOOK).exists():
+        campaign.status(folder, as_json)
     else:
-        check_empty(files)
-        files.make()
-        load_example("digits", "random_model").make_random_model(out / "model")
-        plan = demo_plan(out / "model", seed or 0)
-        files.write(plan.study, plan.to_markdown())
-    carry_out(out, local_slots(local))
-    typer.echo(f"{time.monotonic() - began:.0f} s in all")
+        study.status(folder, as_json)
 
 
-def check_same(files: StudyFolder, seed: int | None) -> None:
-    """Raises `ConfigError` if the folder holds another study."""
-    study = files.study()
-    if study.topic != TOPIC or study.subject is None or not study.subject.agent.startswith(digits_agent()):
-        raise ConfigError(
-            f"--out {files.path} holds another study ({study.topic!r}), not the demo: choose another folder, or "
-            f"continue that study: agentjet research run {shlex.quote(str(files.path))}"
-        )
-    if seed not in (None, study.seed):
-        raise ConfigError(
-            f"--seed {seed}: --out {files.path} holds the demo with seed {study.seed}: choose another folder, or omit "
-            "--seed to continue it"
-        )
-
-
-def check_empty(files: StudyFolder) -> None:
-    """Raises `ConfigError` if the demo would overwrite something."""
-    files.check_new()
-    for name in ("model", "plan.md"):
-        if (files.path / name).exists():
-            raise ConfigError(
-                f"--out {files.path} already has a {name}, which the demo would overwrite: choose another folder, or "
-                "delete it"
-            )
-
-
-def demo_plan(model: Path, seed: int) -> Plan:
-    """Plans the two claims with their expectations."""
-    from agentjet.research.models import Arm, Study
-    from agentjet.research.planner.plan import Plan, hypothesis
-    from agentjet.research.planner.templates import Claim
-    from agentjet.research.scheduler import estimate_cost
-
-    subject = digits(model)
-    claims = (
-        Claim("rate 1e-2", "rate 1e-5", "+", "the small rate moves the weights by next to nothing in so few steps"),
-        Claim("wider clip", "rate 1e-2", "0", "no ratio reaches the clip on-policy, with one step a batch"),
-    )
-    study = Study(
-        topic=TOPIC,
-        metric="share of digits in the answers to held-out tasks, at the last step",
-        sesoi=0.15,
-        arms=(
-            Arm("rate 1e-2"),
-            Arm("rate 1e-5", {"job.optimizer.lr": 1e-5}),
-            Arm("wider clip", {"job.recipe.loss.clip_high": 0.28}),
-        ),
-        hypotheses=tuple(hypothesis(claim) for claim in claims),
-        budget=30.0,
-        reserve=0.9,
-        evaluator=subject.code,
-        seed=seed,
-        subject=subject,
-    )
-    return Plan(study, None, (), (), estimate_cost(study))
-
-
-def digits_agent() -> str:
-    """The file of `examples/digits` as a prefix of its functions."""
-    return f"{example('digits') / 'agent.py'}:"
-
-
-def digits(model: Path) -> Subject:
-    from agentjet.research.models import Subject
-
-    return fixed(
-        Subject(
-            model=str(model),
-            agent=f"{digits_agent()}agent",
-            tasks=f"{digits_agent()}training_tasks",
-            held_out=f"{digits_agent()}held_out_tasks",
-            settings={
-                "model.device": "cpu",
-                "model.dtype": "float32",
-                "sampler.cache_tokens": 16384,
-                "job.batch_size": 2,
-                "job.group_size": 8,
-                "job.max_tokens": 12,
-                "job.checkpoint_every": 0,
-                "job.optimizer.lr": 1e-2,
-            },
-            steps=24,
-            evaluations=4,
-            concurrency=16,
-        )
-    )
+def report(
+    folder: Folder,
+    check: Annotated[
+        Path | None, typer.Option(help="Check this report of a study against its journal instead of writing one.")
+    ] = None,
+) -> None:
+    """Write the report of a study or of a campaign, finished or not."""
+    if (folder / NOTEBOOK).exists():
+        for written in campaign.report_of(folder):
+            typer.echo(written)
+    else:
+        study.report(folder, check)
 
 
 app = typer.Typer(
     name="research",
-    help="Plan a study that compares ways to train a policy, run it on swarm servers, and report its conclusions.",
+    help="Find out what keeps an agent from learning, and mend it (start); or compare ways to train it (new, run).",
     no_args_is_help=True,
 )
 app.command()(new)
 app.command()(run)
 app.command()(status)
-app.command(context_settings={"ignore_unknown_options": True})(
-    steer
-)  # so that `cap -1` is refused as a value, not as an option
 app.command()(report)
-app.command()(demo)
+app.command()(campaign.start)
+app.command()(campaign.resume)
+app.command()(campaign.digest)
+app.command()(campaign.demo)

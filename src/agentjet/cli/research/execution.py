@@ -8,70 +8,56 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from agentjet.cli.data_dir import JOURNAL
-from agentjet.cli.research.study import plain, requested
+from agentjet.cli.research.study import plain, seconds_at_work, summary
 from agentjet.cli.serve import STOP_SECONDS, ChildServer, ServerEnded
 from agentjet.client.threads import raise_on_signals
 from agentjet.errors import ConfigError
-from agentjet.research.amendments import NOT_ADDED
-from agentjet.research.diagnosis import causes_needing
-from agentjet.research.journal import EntryKind, StudyFolder, StudyJournal, StudyLog
-from agentjet.research.launcher import SteeringFile
+from agentjet.research.journal import Entry, StudyFolder, StudyLog
 from agentjet.research.models import Finding, Outcome
-from agentjet.research.planner.proposals import ModelAdviser, propose_code, refine
-from agentjet.research.probes import NEEDS, missing
-from agentjet.research.records import Setting, in_a_line
-from agentjet.research.report import build_all
-from agentjet.research.report.caveats import action_text
-from agentjet.research.scheduler import conduct_with_annexes
-from agentjet.research.servers import Address, SharedServerSlot, check_arms
+from agentjet.research.records import Setting, shortened
+from agentjet.research.report import build
+from agentjet.research.scheduler import conduct
+from agentjet.research.servers import Address, SharedServerSlot
 from agentjet.research.swarm_runner import SwarmRunner
-from agentjet.types import DEFAULT_RUN
+from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from agentjet.research.planner.plan import Plan
-    from agentjet.research.planner.proposals import LLM, CodingAgentSandbox
-    from agentjet.research.scheduler import StudyRun
     from agentjet.research.servers import ServerSlot
 
 
-def carry_out(folder: Path, slots: Sequence[ServerSlot], llm: LLM | None = None) -> list[StudyRun]:
-    """Runs a study from the plan to the report. A language model may propose an annex. Raises `ConfigError`."""
+def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
+    """Runs a study from the plan to the report. Raises `ConfigError`."""
 
     files = StudyFolder(folder)
     study = files.study()
     if study.subject is None:
         raise ConfigError(f"{folder}: the study names no subject to train; plan it with --agent")
     study.subject.check_code()
-    adviser = None if llm is None else ModelAdviser(llm)
     try:
         with (
             raise_on_signals(),
             on_disk(folder),
-            StudyJournal(files.journal, ConsoleLog(typer.echo)) as journal,
+            StudyLog(files.journal) as journal,
             SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
         ):
-            study_runs = conduct_with_annexes(study, journal, runner, SteeringFile(files.steering_file), adviser)
+            journal.notify = ConsoleLog(typer.echo, journal, folder)
+            findings, _ = conduct(study, journal, runner)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with: agentjet research run {shlex.quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
-    for line in SteeringFile(files.steering_file).unread([study_run.log for study_run in study_runs]):
-        typer.echo(f"requested too late, so ignored: {requested(line)}")
     with on_disk(folder):
-        report, *annexes = build_all([study_run.log for study_run in study_runs], folder)
+        report = build(journal, folder)
     typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
-    for annex in annexes:
-        typer.echo(f"The report of the annex is {annex}, and {annex.with_suffix('.md')}.")
-    return study_runs
+    return findings
 
 
 @contextmanager
@@ -87,56 +73,51 @@ def on_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def with_proposals(plan: Plan, out: Path, llm: LLM | None, sandbox: CodingAgentSandbox | None) -> Plan:
-    """Returns the plan with the granted proposals. The journal of the study records each exchange."""
-
-    if llm is None and sandbox is None:
-        return plan
-    with StudyJournal(StudyFolder(out).journal, ConsoleLog(typer.echo)) as journal:
-        if llm is not None:
-            plan = refine(plan, llm, journal)
-        if sandbox is not None:
-            plan = propose_code(plan, plan.study.arms[0].name, sandbox, out / "code", journal)
-    return plan
-
-
-SHOWN = ("rungs", "setting of ", "frozen", NOT_ADDED)
+SHOWN = ("rungs", "setting of ", "frozen")
 """Beginnings of names of decisions that are printed."""
 
 
 class ConsoleLog:
-    """Prints the new entries of a journal. Use it as the journal's listener."""
+    """Prints the new entries of a study's journal, and after each outcome the budget and the time that are left.
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify = notify
+    Use it as the journal's `notify`.
+    """
 
-    def __call__(self, log: StudyLog, kind: EntryKind, body: Mapping[str, Any]) -> None:
-        line = entry_message(log, kind, body)
+    def __init__(self, tell: Callable[[str], None], log: StudyLog, folder: Path | None = None) -> None:
+        """`folder` is that of a study that runs trials."""
+        self._tell, self._log, self._folder = tell, log, folder
+
+    def __call__(self, entry: Entry) -> None:
+        line = entry_message(self._log, entry)
         if line:
-            self._notify(line)
+            self._tell(line)
+        if entry.kind == "outcome" and self._folder is not None and self._log.study is not None:
+            self._tell(spent_message(self._log, self._folder))
 
 
-def entry_message(log: StudyLog, kind: EntryKind, body: Mapping[str, Any]) -> str:
+def entry_message(log: StudyLog, entry: Entry) -> str:
     """Returns a line about the newest entry; empty if it is of no interest to people."""
-    match kind:
+    body = entry.content
+    match entry.kind:
         case "study":
             return f"study {log.study.id if log.study else ''}: {body['topic']}"
         case "outcome":
             return outcome_message(log, Outcome.from_json(body))
         case "decision" if body["name"].startswith(SHOWN):
             return f"decided: {body['name']}: {plain(body['content'])}"
-        case "decision":
-            return unanswered_message(log, body["name"])
         case "finding":
             return finding_message(log, Finding.from_json(body["content"]))
         case "diagnosis":
             return f"diagnosed: {trial_name(log, body['trial'])}: {body['cause'].replace('_', ' ')}: {body['seen']}"
-        case "exchange" if body["failed"]:
-            return f"{body['moment']}: no proposals: {in_a_line(body['failed'])}"
-        case "amendment" | "refusal":
-            action = action_text(body["asked"])
-            return f"refused: {action}: {body['refused']}" if body["refused"] else f"granted: {action}"
     return ""
+
+
+def spent_message(log: StudyLog, folder: Path) -> str:
+    """The budget that is spent, and the time that the rest takes at most."""
+    assert log.study is not None
+    found = summary(log, seconds_at_work(folder))
+    left = f"; left: {found['time left']}" if "time left" in found else ""
+    return f"spent {found['spent']:g} of {found['budget']:g} full runs{left}"
 
 
 def outcome_message(log: StudyLog, outcome: Outcome) -> str:
@@ -145,11 +126,12 @@ def outcome_message(log: StudyLog, outcome: Outcome) -> str:
     return f"{trial_name(log, outcome.trial)}: {outcome.end.replace('_', ' ')}, {score}{note}"
 
 
-def unanswered_message(log: StudyLog, name: str) -> str:
-    """Lists the needs that the decision `name` leaves open, unless another decision of the journal already did."""
-    reported = {need for other, answer in log.decisions.items() if other != name for need in missing(other, answer)}
-    new = [need for need in missing(name, log.decisions[name]) if need not in reported]
-    return "\n".join(f"the runner cannot report {NEEDS[need]}; not diagnosed: {causes_needing(need)}" for need in new)
+LONGEST_LINE = 400
+"""Maximum characters of a note on the terminal."""
+
+
+def in_a_line(note: str) -> str:
+    return shortened(" ".join(note.split()), LONGEST_LINE)
 
 
 def trial_name(log: StudyLog, trial_id: str) -> str:
@@ -172,13 +154,10 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 # ---- servers --------------------------------------------------------------------------------------------------------
 
 
-def shared_slots(urls: list[str], token_files: list[Path], folder: Path) -> list[SharedServerSlot]:
-    """Raises `ConfigError`."""
-
+def shared_slots(urls: list[str], token_files: list[Path]) -> list[SharedServerSlot]:
+    """The servers of `--server`. Raises `ConfigError`."""
     if len(urls) != len(token_files):
         raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
-    if urls:
-        check_arms(StudyFolder(folder).study())
     try:
         tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
     except OSError as error:
@@ -218,7 +197,7 @@ class LocalServerSlot:
         wait_until_free(data_dir, stopping)
         chosen = {"model.threads": self.threads, "job.keep_checkpoints": 1, **settings}
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
-        with ChildServer(None, overrides, data_dir) as server:
+        with ChildServer(None, overrides, data_dir, is_one_of_many=True) as server:
             server.connect().close()
             yield LocalServer(server, Address(server.url, (data_dir / "token").read_text(encoding="utf-8").strip()))
 

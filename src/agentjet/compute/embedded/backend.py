@@ -35,6 +35,7 @@ from agentjet.types import (
     SamplerBounds,
     SamplersStatus,
     SamplingParams,
+    SlowWork,
     TokenScore,
 )
 
@@ -120,6 +121,11 @@ class WorkerProcess:
     def pid(self) -> int | None:
         """The process id while the process runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def work(self) -> SlowWork | None:
+        """Progress of slow work of the process, if it reported any."""
+        return self._channel.work if self._channel is not None else None
 
     @property
     def has_ended(self) -> bool:
@@ -307,7 +313,7 @@ class EmbeddedCompute:
             return []
         running = process.pid is not None
         state, place = ("running", f"pid {process.pid}") if running else ("starting or ended", "")
-        return [ProcessStatus("worker", "worker", state, place)]
+        return [ProcessStatus("worker", "worker", state, place, work=process.work)]
 
     def samplers(self, policy: PolicyId) -> SamplersStatus | None:
         return None

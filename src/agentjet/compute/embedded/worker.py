@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from agentjet.compute.channel import Answer, Message, Request, encode, read
-from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded import checkpoint, downloads
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
@@ -103,6 +103,8 @@ class Worker:
 
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
+        self._sending = threading.Lock()
+        """Held while a message is written: another thread reports the progress of a download."""
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
         self.policies: dict[PolicyId, WorkerPolicyHost] = {}
@@ -179,7 +181,8 @@ class Worker:
                     f"set policies.{policy.policy}.worker to another name, or use the same base"
                 )
         else:
-            base = BaseModel(model)
+            with downloads.reported(model.name, self._send):
+                base = BaseModel(model)
             sampler = ModelSampler(base.policy, settings.max_concurrent, settings.cache_tokens)
         loaded = base.policy_of(model)
         self.policies[policy] = WorkerPolicyHost(base, loaded, sampler, lambda: self._flush(policy))
@@ -249,8 +252,9 @@ class Worker:
         return self.policies[policy]
 
     def _send(self, message: Message) -> None:
-        self._output.write(encode(message))
-        self._output.flush()
+        with self._sending:
+            self._output.write(encode(message))
+            self._output.flush()
 
 
 def _check_tokens(hosted: WorkerPolicyHost, tokens: np.ndarray) -> None:

@@ -48,12 +48,12 @@ class Dapo(Grpo):
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         assert batch.facts is not None
+        if not self.max_length:
+            return super().sequence_advantages(batch)
         penalties_ER = -overlong(lengths(batch), self.max_length, self.buffer, self.factor)
         return super().sequence_advantages(replace(batch, facts=penalised(batch.facts, penalties_ER)))
 
 
 def overlong(lengths_ER: FloatArray, max_length: int, buffer: int, factor: float) -> FloatArray:
     """Returns the penalty [E, R], at most 0, of lengths near `max_length`."""
-    if not max_length:
-        return np.zeros_like(lengths_ER)
     return np.clip(-(lengths_ER - (max_length - buffer)) / buffer * factor, -factor, 0.0)

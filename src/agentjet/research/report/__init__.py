@@ -1,11 +1,9 @@
-"""The report of a study: an HTML page, the same in Markdown, and figures. Every number in it is a fact of the journal.
+"""The report of a study: one facts object, and one template for its Markdown and its HTML.
 
-    log ─► StudyView ─► facts ─► prose ─► Markdown, HTML        prose: every number is a reference, and is linted
-                └─────► figures ─► SVG ───┘
-
-matplotlib is imported when a report is built.
+log ─► StudyView ─► facts ─► report.md ─► report.html      the same facts are the page's, and facts.json
+                      └────► figures (SVG)
 """
 
-from agentjet.research.report.document import build, build_all, check, facts_of, log_of, narrate
+from agentjet.research.report.document import build, check, plan_page
 
-__all__ = ["log_of", "build", "build_all", "check", "facts_of", "narrate"]
+__all__ = ["build", "check", "plan_page"]

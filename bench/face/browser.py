@@ -1,0 +1,259 @@
+"""The page in Chromium: how long a person waits. See `measure`.
+
+A time ends one animation frame after the frame in which the wanted elements were there, so it has the drawing of them.
+Cold: a new browser context, which has no file of the page, and a new session by a one-time code.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from bench.face import history
+from bench.face.viewers import LOAD, RATE
+from bench.gatewaying.report import percentile
+from tests.page.chromium import ARGUMENTS, chromium_path
+
+REPEATS = 20
+LAG_SECONDS = 30.0
+DEEP_PAGES = 25
+WINDOW_MS = 500
+SCRIPT = """
+// Resolves one frame after the first frame in which `test()` is true, to milliseconds since the page was requested.
+window.after = (test) => new Promise((done) => {
+  const look = () => requestAnimationFrame(test() ? () => done(performance.now()) : look);
+  requestAnimationFrame(look);
+});
+window.has = (...selectors) => selectors.every((one) => document.querySelector(one));
+"""
+OVERVIEW = (
+    """after(() => has(".learning .answer", ".learning canvas", ".health .rules li", ".waiting .cell", ".newest li"))"""
+)
+ROWS = """after(() => has(".table-row:nth-child(20)"))"""
+TOKENS = """after(() => has(".tokens", ".legend li") && [...CSS.highlights.values()].some((one) => one.size)
+  && [...document.querySelectorAll(".tokens")].reduce((sum, one) => sum + one.textContent.length, 0) > 30000)"""
+FILTER = """async (hash) => {
+  const [began, old] = [performance.now(), document.querySelector(".table")];
+  location.hash = hash;
+  return await after(() => has(".table-row") && document.querySelector(".table") !== old) - began;
+}"""
+DEEPER = """async () => {
+  const loaded = () => parseInt(document.querySelector(".view-head [role=status]").textContent.replaceAll(",", ""));
+  const [began, table, before] = [performance.now(), document.querySelector(".table"), loaded()];
+  table.scrollTop = table.scrollHeight;
+  return [await after(() => loaded() > before) - began, loaded()];
+}"""
+ON_KEY = """(key) => {
+  addEventListener("keydown", (event) => { window.pressed = event.timeStamp; }, { capture: true, once: true });
+  window.switched = after(() => has(`.overlay-bar [aria-keyshortcuts="${key}"][aria-pressed=true]`))
+    .then((now) => now - window.pressed);
+}"""
+RECORD = """() => {
+  const shown = () => Number(document.querySelector('[data-fact="/status#episodes.finished"]').getAttribute("value"));
+  window.record = [[0, shown()]];
+  const note = () => requestAnimationFrame(() => {
+    if (record.at(-1)[1] !== shown()) record.push([performance.timeOrigin + performance.now(), shown()]);
+  });
+  new MutationObserver(note).observe(document.querySelector("main"),
+    { subtree: true, childList: true, attributes: true, characterData: true });
+}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The server of a long run."""
+
+    url: str
+    token: str
+    viewer: str
+    long_episode: str
+
+    def send(self, method: str, path: str, token: str, body: object = None) -> Any:
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = httpx.request(
+            method, f"{self.url}/swarm/v1{path}", headers=headers, json=body, timeout=60, trust_env=False
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def address(self, path: str = "/") -> str:
+        """Returns the URL that opens a session and then a view."""
+        code = self.send("POST", "/sessions", self.viewer, {"role": "viewer"})["code"]
+        return f"{self.url}/#code={code}&to={quote(path, safe='')}"
+
+    def begin(self, number: int) -> str:
+        """Begins an episode of one of two tasks, with a call."""
+        task = {"task_id": f"open-{number % 2}", "task_set": "math", "client_id": "train-0", "wait": 60.0}
+        begun = self.send("POST", "/episodes", self.token, task)
+        headers = {"Authorization": f"Bearer {begun['api_key']}"}
+        body = {"model": begun["model"], "messages": [{"role": "user", "content": f"17 + {number}"}]}
+        httpx.post(f"{self.url}/v1/chat/completions", headers=headers, json=body, timeout=60, trust_env=False)
+        return str(begun["episode_id"])
+
+    def finish(self, episode_id: str) -> None:
+        self.send("POST", f"/episodes/{episode_id}/finish", self.token, {"reward": 1.0})
+
+    def begin_batch(self) -> list[str]:
+        """Leaves a finished and two live episodes in two groups. Returns the live ones."""
+        first, *live = (self.begin(number) for number in range(3))
+        self.finish(first)
+        return live
+
+    def end_batch(self, live: Iterable[str]) -> None:
+        """Completes the two groups."""
+        for episode_id in [*live, *(self.begin(number) for number in range(3, 2 * history.GROUP_SIZE))]:
+            self.finish(episode_id)
+
+
+@contextmanager
+def opened(browser: Browser) -> Iterator[Page]:
+    """An empty page in a new context. Chromium opens a window for it, which is ready when this returns."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.add_init_script(SCRIPT)
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.wait_for_timeout(WINDOW_MS)
+    yield page
+    context.close()
+
+
+def cold(browser: Browser, live: Live, path: str, shown: str) -> list[float]:
+    """Times from the request of the page until a view is shown, each in a new context."""
+    found = []
+    for _ in range(REPEATS):
+        with opened(browser) as page:
+            page.goto(live.address(path), wait_until="commit")
+            found.append(float(page.evaluate(shown)))
+    return found
+
+
+def opened_view(browser: Browser, live: Live, path: str, shown: str) -> list[float]:
+    """Times from the change of the URL until a view is shown that the tab has not loaded yet, from the Overview."""
+    change = (
+        f"async (hash) => {{ const began = performance.now(); location.hash = hash; return await {shown} - began; }}"
+    )
+    found = []
+    for _ in range(REPEATS):
+        with opened(browser) as page:
+            page.goto(live.address(), wait_until="commit")
+            page.evaluate(OVERVIEW)
+            found.append(float(page.evaluate(change, f"#{path}")))
+    return found
+
+
+def filters() -> Iterator[str]:
+    """Addresses of filtered lists, each another one."""
+    kinds = [
+        "status=aborted",
+        "sort=reward",
+        "sort=-reward",
+        "min_reward=1",
+        "reason=KeyError: 'sum'",
+        "search=task-37",
+    ]
+    kinds += [f"task_set={name}" for name in history.SETS] + [f"client={name}" for name in history.CLIENTS]
+    kinds += [f"batch={number}" for number in (3, 250)] + [
+        f"task=task-{number}" for number in range(REPEATS - len(kinds))
+    ]
+    return (f"#/episodes?{quote(kind, safe='=')}" for kind in kinds)
+
+
+def rows(browser: Browser, live: Live) -> dict[str, list[float]]:
+    with opened(browser) as page:
+        page.goto(live.address("/episodes"), wait_until="commit")
+        page.evaluate(ROWS)
+        filtered = [float(page.evaluate(FILTER, hash)) for hash in filters()]
+        page.evaluate(FILTER, "#/episodes")
+        deep, num_loaded, total = [], 0, live.send("GET", "/episodes?limit=1&count=true", live.viewer)["total"]
+        while num_loaded < total:
+            took, num_loaded = page.evaluate(DEEPER)
+            deep.append(float(took))
+    return {"first": opened_view(browser, live, "/episodes", ROWS), "filter": filtered, "deep": deep[-DEEP_PAGES:]}
+
+
+def overlays(browser: Browser, live: Live) -> list[float]:
+    """Times from the key to the drawn overlay."""
+    found = []
+    with opened(browser) as page:
+        page.goto(live.address(f"/episodes/{live.long_episode}?overlay=probability"), wait_until="commit")
+        page.evaluate(TOKENS)
+        for number in range(REPEATS + 4):
+            key = str(2 + number % 7)
+            page.evaluate(ON_KEY, key)
+            page.keyboard.press(key)
+            found.append(float(page.evaluate("switched")))
+    return found
+
+
+def lags(browser: Browser, live: Live) -> list[float]:
+    """Times from the end of each episode until the Overview counts it, while agents make `RATE` calls a second."""
+    with opened(browser) as page:
+        page.goto(live.address(), wait_until="commit")
+        page.evaluate(OVERVIEW)
+        page.wait_for_selector(".connection.live")
+        first = live.send("GET", "/status", live.viewer)
+        page.evaluate(RECORD)
+        agents = [*LOAD, "agents", live.url, live.token, str(RATE), str(LAG_SECONDS)]
+        subprocess.run(agents, check=True, stdout=subprocess.DEVNULL)
+        last = live.send("GET", "/status", live.viewer)
+        page.evaluate("wanted => after(() => record.at(-1)[1] >= wanted)", last["episodes"]["finished"])
+        record = page.evaluate("record")
+    counts = [count for _, count in record]
+    ended = finish_times(live, first["last_event"], last["last_event"])
+    known = first["episodes"]["finished"]
+    return [record[bisect_left(counts, known + number)][0] - 1000 * time for number, time in enumerate(ended, start=1)]
+
+
+def finish_times(live: Live, after: int, last: int) -> list[float]:
+    """Times at which episodes finished, between two events."""
+    found = []
+    headers = {"Authorization": f"Bearer {live.viewer}"}
+    address = f"{live.url}/swarm/v1/events?after={after}"
+    with httpx.stream("GET", address, headers=headers, timeout=60, trust_env=False) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line[6:])
+            if event["kind"] == "episode" and event["body"]["status"] == "finished":
+                found.append(event["time"])
+            if event["seq"] >= last:
+                break
+    return found
+
+
+def measure(url: str, written: history.History, keys: Collection[str]) -> dict[str, Any]:
+    """Returns the 95th percentiles in milliseconds of these keys, and the parts of `rows_ms`: it is the largest."""
+    token, viewer = ((written.data_dir / name).read_text().strip() for name in ("token", "viewer-token"))
+    live = Live(url, token, viewer, written.long_episode)
+    begun = live.begin_batch()
+    found: dict[str, Any] = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=ARGUMENTS)
+        if "overview_ms" in keys:
+            found["overview_ms"] = p95(cold(browser, live, "/", OVERVIEW))
+        if "rows_ms" in keys:
+            parts = {name: p95(times) for name, times in rows(browser, live).items()}
+            found |= {"rows_ms": max(parts.values()), "rows_ms_of": parts}
+        if "episode_ms" in keys:
+            path = f"/episodes/{live.long_episode}?overlay=probability"
+            found["episode_ms"] = p95(opened_view(browser, live, path, TOKENS))
+        if "overlay_ms" in keys:
+            found["overlay_ms"] = p95(overlays(browser, live))
+        if "lag_ms" in keys:
+            live.end_batch(begun)
+            found["lag_ms"] = p95(lags(browser, live))
+        browser.close()
+    return found
+
+
+def p95(times: list[float]) -> float:
+    return round(percentile(times, 95), 1)

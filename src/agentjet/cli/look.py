@@ -1,0 +1,229 @@
+"""`agentjet look`: the page over finished, crashed or running runs, and over studies, from their files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentjet.cli import TokenFile, read_token_file
+from agentjet.errors import ConfigError
+from agentjet.types import DEFAULT_RUN, JOURNAL
+
+if TYPE_CHECKING:
+    from agentjet.cli.remote_run import RemoteRun
+    from agentjet.gateway.recorded import RecordedRun
+    from agentjet.research.report.view import StudyView
+    from agentjet.server.look import Forward
+
+PORT = 8401
+STUDY_FILES = ("study.json", "study.sqlite")
+URL = re.compile(r"https?://\S+")
+
+
+def look(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH|URL...",
+            help="Data dirs, folders of runs or of studies, folders that contain these, or addresses of servers.",
+        ),
+    ],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = PORT,
+    token_file: TokenFile = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+) -> None:
+    """Show the page over finished or crashed runs, several runs side by side, and studies. Reads only.
+
+    Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
+    """
+    token = read_token_file(token_file) if token_file else os.environ.get("AGENTJET_TOKEN", "")
+    found = Found(token)
+    for place in places:
+        found.add(place)
+    with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(found, listener, only_print))
+
+
+class RecordedStudy:
+    """A study in its folder. It is read again when its journal has grown."""
+
+    def __init__(self, folder: Path, title: str) -> None:
+        self.title = title
+        self._folder = folder
+        self._read: tuple[object, dict[str, Any]] = (None, {})
+
+    def summary(self) -> dict[str, Any]:
+        view = self._view()
+        verdicts = Counter(found.verdict for found in view.findings.values())
+        return {
+            "topic": view.study.topic,
+            "metric": view.study.metric,
+            "stage": view.stage,
+            "claims": len(view.study.hypotheses),
+            "verdicts": dict(verdicts),
+            "arms": len(view.study.arms),
+            "trials": len(view.launched),
+            "spent": view.spent,
+            "budget": view.study.budget,
+        }
+
+    def record(self) -> dict[str, Any]:
+        from agentjet.research.report.facts import gather
+
+        files = sorted(path for path in self._folder.glob("study.*") if not path.name.endswith(("-shm", ".lock")))
+        stamp = [(path, path.stat().st_mtime_ns) for path in files]
+        if self._read[0] != stamp:
+            self._read = stamp, {"study": gather(self._view())}
+        return self._read[1]
+
+    def _view(self) -> StudyView:
+        from agentjet.research.journal import StudyFolder
+        from agentjet.research.report.view import read_study
+
+        return read_study(StudyFolder(self._folder))
+
+
+class Found:
+    """The runs and the studies of the given places, by the names that they have in paths."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self.recorded: dict[str, RecordedRun] = {}
+        self.remote: dict[str, RemoteRun] = {}
+        self.studies: dict[str, RecordedStudy] = {}
+
+    @property
+    def runs(self) -> Mapping[str, RecordedRun | RemoteRun]:
+        return {**self.recorded, **self.remote}
+
+    @property
+    def forwards(self) -> Mapping[str, Forward]:
+        return {name: run.forward for name, run in self.remote.items()}
+
+    def add(self, place: str) -> None:
+        """Raises `ConfigError` if the place has no run and no study, or if none of them can be read."""
+        from agentjet.cli.remote_run import RemoteRun
+
+        if URL.fullmatch(place):
+            self.remote[self._new_name(place.partition("//")[2])] = RemoteRun(place, self._token)
+            return
+        path = Path(place)
+        if not path.is_dir():
+            raise ConfigError(f"{place!r} is not a folder: name a data dir, a study's folder, or the URL of a server")
+        runs, studies = list(_runs_in(path)), list(_studies_in(path))
+        if not runs and not studies:
+            raise ConfigError(
+                f"{place!r} has no run and no study: name a data dir (it has runs/NAME/{JOURNAL}), the folder of a "
+                "study (it has study.json), or a folder that contains some"
+            )
+        refused = [self._add_run(folder, place) for folder in runs]
+        if all(refused) and not studies:
+            raise ConfigError(refused[0])
+        for folder in studies:
+            self.studies[self._new_name(folder.resolve().name)] = RecordedStudy(folder, str(folder))
+
+    def _add_run(self, folder: Path, place: str) -> str:
+        """Adds a run. Returns why it cannot be read, or ''."""
+        from agentjet.gateway.recorded import RecordedRun
+
+        data_dir = folder.resolve().parent.parent
+        title = str(folder) if folder == Path(place) else str(folder.parent.parent)
+        is_default = folder.name == DEFAULT_RUN
+        name = self._new_name(data_dir.name if is_default else f"{data_dir.name}.{folder.name}")
+        run = RecordedRun(folder, title=title if is_default else str(folder))
+        self.recorded[name] = run
+        try:
+            run.check()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _new_name(self, text: str) -> str:
+        """A name for a path. The default run of a server would have the name `default`, so no run here has it."""
+        slug = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:40] or "run"
+        taken = {DEFAULT_RUN, *self.runs, *self.studies}
+        return next(name for number in range(1, 10_000) if (name := _numbered(slug, number)) not in taken)
+
+
+def _numbered(slug: str, number: int) -> str:
+    return slug if number == 1 else f"{slug}-{number}"
+
+
+def _runs_in(path: Path) -> Iterator[Path]:
+    """Folders of runs: the path itself, those of the data dir at the path, or those of the data dirs in it."""
+    if (path / JOURNAL).is_file():
+        yield path
+        return
+    for pattern in (f"runs/*/{JOURNAL}", f"*/runs/*/{JOURNAL}"):
+        if found := sorted(file.parent for file in path.glob(pattern)):
+            yield from sorted(found, key=lambda folder: (folder.parent, folder.name != DEFAULT_RUN, folder.name))
+            return
+
+
+def _studies_in(path: Path) -> Iterable[Path]:
+    """Folders of studies: the path itself, or folders in it."""
+    if _is_study(path):
+        return [path]
+    return sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_study(folder))
+
+
+def _is_study(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in STUDY_FILES)
+
+
+async def _serve(found: Found, listener: socket.socket, only_print: bool) -> None:
+    """Serves until Ctrl-C or SIGTERM. Raises `AgentJetError` if a server does not answer."""
+    import webbrowser
+
+    import uvicorn
+
+    from agentjet.cli.open_page import has_browser, tunnel_command
+    from agentjet.config import ServerConfig
+    from agentjet.gateway.collection import Collection
+    from agentjet.server.http import uvicorn_config
+    from agentjet.server.look import Look, create_look_app
+
+    server = ServerConfig()
+    collection = Collection(found.runs, found.studies)
+    app_look = Look(collection, found.forwards, server)
+    try:
+        for run in found.remote.values():
+            await run.status()
+        port = listener.getsockname()[1]
+        view = "" if len(found.runs) == 1 else "&to=/runs" if found.runs else "&to=/studies"
+        address = f"http://127.0.0.1:{port}/#code={app_look.code}{view}"
+        counts = f"{_counted(len(found.runs), 'run')}, {_counted(len(found.studies), 'study', 'studies')}"
+        typer.echo(f"{address}\n{counts}. The address works until Ctrl-C ends this command.")
+        if not only_print and has_browser(os.environ):
+            await asyncio.to_thread(webbrowser.open, address)
+        elif not only_print:
+            typer.echo(f"To open it on another machine, first run there: {tunnel_command(address)}")
+        await uvicorn.Server(uvicorn_config(create_look_app(app_look, server), server)).serve(sockets=[listener])
+    finally:
+        await collection.close()
+
+
+def _counted(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _listen(port: int) -> socket.socket:
+    """The bound port. Raises `ConfigError` if it is in use."""
+    from agentjet.server.http import listen
+
+    try:
+        return listen("127.0.0.1", port)
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port}: 127.0.0.1:{port} is not available ({error.strerror or error}): another `agentjet look` "
+            "may be using it; --port 0 takes a free one"
+        ) from None

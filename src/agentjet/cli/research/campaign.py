@@ -1,0 +1,365 @@
+"""`agentjet research start`, `resume` and `digest`, and the campaign of `agentjet research demo`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from agentjet.cli import example, load_example
+from agentjet.cli.research.study import Local
+from agentjet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentjet.research.campaign.campaign import Question
+    from agentjet.research.campaign.models import Proposer
+    from agentjet.research.campaign.notebook import Entry, Notebook
+    from agentjet.research.servers import ServerSlot
+
+Folder = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option("--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."),
+]
+AdminTokenFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
+]
+Llm = Annotated[
+    str | None,
+    typer.Option(
+        "--llm",
+        metavar="URL",
+        help="A language model that is asked first (http://.../v1), or a record of answers to play (llm.jsonl).",
+    ),
+]
+LlmModel = Annotated[str, typer.Option("--llm-model", metavar="NAME", help="Name of the model at that URL.")]
+LlmApi = Annotated[Literal["openai", "anthropic"], typer.Option("--llm-api", help="The API of that URL.")]
+LlmKeyFile = Annotated[Path | None, typer.Option("--llm-key-file", help="File with the API key of that URL.")]
+Papers = Annotated[Path | None, typer.Option(help="Folder of papers (.md, .txt) that the language model reads.")]
+AgentCli = Annotated[
+    str | None, typer.Option("--agent-cli", metavar="COMMAND", help="A coding agent that is asked first for a patch.")
+]
+AgentEnv = Annotated[
+    list[str] | None,
+    typer.Option("--agent-env", metavar="NAME", help="Variable that the coding agent gets, such as that of its key."),
+]
+
+
+def start(
+    topic: Annotated[str, typer.Option(help='The question, such as "why does it not learn?".')],
+    subject: Annotated[Path, typer.Option(help="The subject.toml beside the agent's files.")],
+    budget: Annotated[str, typer.Option(help="Full runs (500runs) or hours (48h).")],
+    out: Annotated[Path, typer.Option(help="Folder of the campaign, which must be new.")] = Path("campaign"),
+    seed: Annotated[int, typer.Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
+    local: Local = 2,
+    server: Servers = None,
+    admin_token_file: AdminTokenFiles = None,
+    llm: Llm = None,
+    llm_model: LlmModel = "",
+    llm_api: LlmApi = "openai",
+    llm_key_file: LlmKeyFile = None,
+    papers: Papers = None,
+    agent_cli: AgentCli = None,
+    agent_env: AgentEnv = None,
+) -> None:
+    """Start a campaign: find out why an agent does not learn better, and mend it. Ctrl-C stops it; `resume` continues.
+
+    The folder of subject.toml is copied. Observations, tries and results are in the campaign's notebook. At the end
+    the report is in the folder.
+    """
+    from agentjet.research.campaign.campaign import Question
+    from agentjet.research.campaign.checks import check_title
+    from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.subject_repo import SubjectRepo
+
+    question = Question(topic, Budget.parse(budget), seed)
+    if llm is None and agent_cli is None:
+        check_title(topic)
+    if (out / "notebook.sqlite").exists():
+        raise ConfigError(f"--out {out}: a campaign is there: continue it with agentjet research resume {out}")
+    proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
+    slots = slots_of(server or [], admin_token_file or [], local)
+    make_folder(out)
+    repo = SubjectRepo.create(out, subject)
+    conduct(out, slots, proposers, replace(question, evaluator=repo.judge_hash))
+
+
+def resume(
+    folder: Folder,
+    local: Local = 2,
+    server: Servers = None,
+    admin_token_file: AdminTokenFiles = None,
+    llm: Llm = None,
+    llm_model: LlmModel = "",
+    llm_api: LlmApi = "openai",
+    llm_key_file: LlmKeyFile = None,
+    papers: Papers = None,
+    agent_cli: AgentCli = None,
+    agent_env: AgentEnv = None,
+) -> None:
+    """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
+    if not (folder / "notebook.sqlite").exists():
+        raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
+    proposers = proposers_of(folder, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
+    conduct(folder, slots_of(server or [], admin_token_file or [], local), proposers)
+
+
+def conduct(
+    folder: Path, slots: Sequence[ServerSlot], proposers: Sequence[Proposer], question: Question | None = None
+) -> None:
+    """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
+    from agentjet.client.threads import raise_on_signals
+    from agentjet.research.campaign.campaign import Campaign, Question
+    from agentjet.research.campaign.notebook import Notebook
+    from agentjet.research.campaign.strategist import Strategist
+    from agentjet.research.campaign.subject_repo import SubjectRepo
+    from agentjet.research.campaign.swarm_laboratory import SwarmLaboratory
+
+    again = f"agentjet research resume {shlex.quote(str(folder))}"
+    repo = SubjectRepo(folder)
+    try:
+        with (
+            raise_on_signals(),
+            Notebook(folder, notify=tell) as notebook,
+            SwarmLaboratory(repo, slots, typer.echo) as laboratory,
+        ):
+            for limit in laboratory.limits:
+                typer.echo(f"note: {limit}")
+            asked = question or Question.from_json(notebook.entries[0].content["question"])
+            proposers = [*proposers, Strategist()]
+            ending = Campaign(asked, notebook, repo, laboratory, proposers, limits=laboratory.limits).run()
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; continue with: {again}", err=True)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}; then continue with: {again}") from error
+    typer.echo(f"ended: {ending['reason']}")
+    for written in report_of(folder):
+        typer.echo(f"The report is {written}.")
+
+
+def tell(entry: Entry) -> None:
+    """Prints a new entry of the notebook, if it is of interest to people."""
+    if line := line_of(entry):
+        typer.echo(line)
+
+
+def line_of(entry: Entry) -> str:
+    """An entry in one line; empty for entries about the machinery."""
+    from agentjet.cli.research.execution import in_a_line
+
+    content, number = entry.content, f"{entry.number:4d}"
+    match entry.kind:
+        case "started":
+            return f"{number} asks: {content['asks']}"
+        case "observed":
+            run = content["observation"]
+            score = f"score {run['score']:.3g}" if run["score"] is not None else in_a_line(run["error"])
+            seen = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"])
+            return f"{number} observed {content['why']}: {score}{f'; seen: {seen}' if seen else ''}"
+        case "hypothesis":
+            return f"{number} {content['origin']} proposes: {content['name']}: {in_a_line(content['why'])}"
+        case "refused":
+            return f"{number} refused: {in_a_line(content['reason'])}"
+        case "screened":
+            gains = ", ".join(f"{one['name']} {one['gain']:+.3g}" for one in content["full"])
+            return f"{number} screened: {gains or 'nothing ran'}"
+        case "study":
+            return f"{number} confirms in a study: {content['name']}"
+        case "learned":
+            return f"{number} learned: {content['meaning']}"
+        case "followed":
+            return f"{number} {content['reason']}"
+        case "ended":
+            return f"{number} ended: {content['reason']}"
+    return ""
+
+
+def standing(notebook: Notebook) -> dict[str, Any]:
+    """Tries, findings, what is ruled out, spending and the newest decision of a campaign."""
+    from agentjet.research.campaign.campaign import Question
+
+    started = notebook.entries[0].content if notebook.entries else {}
+    if not started:
+        return {"stage": "begun"}
+    question = Question.from_json(started["question"])
+    learned = [entry.content for entry in notebook.of("learned")]
+    spent = [entry.content for entry in notebook.of("spent")]
+    done = {"runs": sum(one["runs"] for one in spent), "hours": sum(one["hours"] for one in spent)}
+    unit, most = (
+        ("runs", question.budget.runs) if question.budget.runs is not None else ("hours", question.budget.hours)
+    )
+    ended = notebook.known("ended")
+    decisions = [line for entry in notebook.entries if (line := line_of(entry))]
+    return {
+        "topic": question.topic,
+        "stage": f"ended: {ended.content['reason']}" if ended else "working, or interrupted",
+        "tried": [entry.content["name"] for entry in notebook.of("hypothesis")],
+        "found": [one["meaning"] for one in learned if one["accepted"]],
+        "ruled out": [one["meaning"] for one in learned if not one["accepted"]],
+        "refused": len(notebook.of("refused")),
+        "newest": decisions[-1].strip() if decisions else "",
+        "spent": f"{done['runs']:.1f} full runs, {done['hours']:.1f} h",
+        "left": f"{max(0.0, (most or 0.0) - done[unit]):.1f} {unit}",
+    }
+
+
+def status(folder: Path, as_json: bool) -> None:
+    """Prints where a campaign stands."""
+    from agentjet.research.campaign.notebook import Notebook
+
+    with Notebook(folder, writer=False) as notebook:
+        found = standing(notebook)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        typer.echo(f"{name:10} {'; '.join(value) if isinstance(value, list) else value}")
+
+
+def digest(
+    folder: Folder, day: Annotated[int, typer.Option(min=0, help="That of an earlier day; 0: now.")] = 0
+) -> None:
+    """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
+    from agentjet.research.campaign.notebook import Notebook
+
+    with Notebook(folder, writer=False) as notebook:
+        found = standing(notebook)
+        if day:
+            known = notebook.known(f"digest {day}")
+            if known is None:
+                days = ", ".join(str(entry.content["day"]) for entry in notebook.of("digest")) or "none"
+                raise ConfigError(f"--day {day}: there is no digest of that day; days with one: {days}")
+            found = known.content
+    for name, value in found.items():
+        lines = value if isinstance(value, list) else [f"{value}"]
+        typer.echo(f"{name.replace('_', ' ').capitalize()}:")
+        for line in lines or ["-"]:
+            typer.echo(f"  {line}")
+
+
+def report_of(folder: Path) -> list[Path]:
+    """Writes the report of a campaign, finished or not."""
+    from agentjet.research.campaign.report import build
+
+    return build(folder)
+
+
+def slots_of(urls: list[str], admin_token_files: list[Path], local: int) -> list[ServerSlot]:
+    """The servers that the options name, or those to start on this machine. Raises `ConfigError`."""
+    from agentjet.cli.research.execution import local_slots, shared_slots
+
+    shared = shared_slots(urls, admin_token_files)
+    for slot in shared:
+        slot.check()
+    return [*shared] or [*local_slots(local)]
+
+
+def proposers_of(
+    folder: Path,
+    llm: str | None,
+    llm_model: str,
+    llm_api: Literal["openai", "anthropic"],
+    llm_key_file: Path | None,
+    papers: Path | None,
+    agent_cli: str | None,
+    agent_env: list[str],
+) -> list[Proposer]:
+    """The proposers that are asked before the strategist. Raises `ConfigError`."""
+    from agentjet.research.campaign.coding_agent import CodingAgent
+    from agentjet.research.campaign.llm import Endpoint, LanguageModel, Played, Recorded, replies_in
+
+    found: list[Proposer] = []
+    if papers is not None and not papers.is_dir():
+        raise ConfigError(f"--papers {papers}: there is no such folder")
+    if llm is None and (llm_model or llm_key_file is not None or papers is not None):
+        raise ConfigError("--llm-model, --llm-key-file and --papers need --llm")
+    record = folder / "llm.jsonl"
+    if llm is not None and llm.endswith(".jsonl"):
+        if llm_model or llm_key_file is not None:
+            raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model and --llm-key-file")
+        played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
+        found.append(LanguageModel(Recorded(record, played), papers))
+    elif llm is not None:
+        if not llm.startswith(("http://", "https://")):
+            raise ConfigError(f"--llm {llm!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
+        if not llm_model:
+            raise ConfigError(f"--llm {llm}: also give the model's name (--llm-model)")
+        endpoint = Endpoint(llm, llm_model, key_of(llm_key_file) if llm_key_file else "", llm_api)
+        found.append(LanguageModel(Recorded(record, endpoint), papers))
+    if agent_cli is not None:
+        missing = [name for name in agent_env if name not in os.environ]
+        if missing:
+            raise ConfigError(f"--agent-env {missing[0]}: this variable is not set")
+        try:
+            command = tuple(shlex.split(agent_cli))
+        except ValueError as error:
+            raise ConfigError(f"--agent-cli {agent_cli!r}: {error}; quote it as a shell would") from None
+        if not command:
+            raise ConfigError("--agent-cli '' is not a command: give one, or omit the option")
+        found.append(CodingAgent(command, environment={name: os.environ[name] for name in agent_env}))
+    return found
+
+
+def make_folder(out: Path) -> None:
+    """Raises `ConfigError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; choose a folder in which files can be made") from None
+
+
+def key_of(file: Path) -> str:
+    """Reads the key without surrounding white space. Raises `ConfigError`, which never contains the key."""
+    try:
+        key = file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--llm-key-file {file}: {error.strerror}") from None
+    if not re.fullmatch(rb"[!-~]+", key):
+        raise ConfigError(
+            f"--llm-key-file {file}: the file must hold only the key, on one line: it is empty, or has a blank, a line "
+            "break or another character that is invalid in a header"
+        )
+    return key.decode("ascii")
+
+
+DEFAULT_OUT = Path("research-demo")
+TOPIC = "Why does the model not learn to answer in digits?"
+BUDGET = "30runs"
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the campaign; an interrupted one is continued.")] = DEFAULT_OUT,
+    local: Local = 2,
+) -> None:
+    """Run a whole campaign on a tiny model in about ten minutes: a subject with two planted troubles.
+
+    A model of random weights should answer in digits. Its agent allows three tokens and pays only answers without any
+    other character. No change of a setting mends that.
+    """
+    from agentjet.cli.research.execution import local_slots
+    from agentjet.research.campaign.campaign import Question
+    from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.subject_repo import SubjectRepo
+
+    began = time.monotonic()
+    if not (out / "notebook.sqlite").exists():
+        make_folder(out)
+        if any(out.iterdir()) and not (out / "given").exists():
+            raise ConfigError(f"--out {out} is not an empty folder: choose another one")
+        shutil.rmtree(out / "given", ignore_errors=True)
+        shutil.copytree(example("digits") / "campaign", out / "given")
+        load_example("digits", "random_model").make_random_model(out / "given" / "model")
+    repo = SubjectRepo.create(out, out / "given" / "subject.toml")
+    conduct(out, local_slots(local), [], Question(TOPIC, Budget.parse(BUDGET), evaluator=repo.judge_hash))
+    typer.echo(f"{time.monotonic() - began:.0f} s in all")

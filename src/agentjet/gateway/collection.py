@@ -1,0 +1,146 @@
+"""`Collection`: the runs and the studies of `agentjet look`, as lists, and comparisons of its runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
+from agentjet.gateway.comparison import differing_settings, figures
+from agentjet.gateway.recorded import RecordedRun
+from agentjet.protocol import (
+    ComparedRunView,
+    ComparisonView,
+    EvaluationView,
+    LookedRunView,
+    LookedStudyView,
+    LookView,
+    StatusResponse,
+    StepList,
+)
+
+
+class Run(Protocol):
+    """A run that is read from a folder or from another server. Its methods raise `AgentJetError`."""
+
+    title: str
+    """The path or the URL that it was opened with."""
+
+    async def status(self) -> StatusResponse: ...
+    async def steps(self) -> StepList: ...
+    async def evaluations(self) -> list[EvaluationView]: ...
+    async def settings(self) -> dict[str, Any]: ...
+    async def close(self) -> None: ...
+
+
+class Study(Protocol):
+    """A study that is read from its folder, as JSON. Its methods block, and raise `ConfigError`."""
+
+    title: str
+
+    def summary(self) -> dict[str, Any]: ...
+    def record(self) -> dict[str, Any]: ...
+
+
+class Collection:
+    """Runs and studies by name. The first run is the one that the page shows first."""
+
+    def __init__(self, runs: Mapping[str, Run], studies: Mapping[str, Study]) -> None:
+        self.runs = runs
+        self.studies = studies
+
+    async def close(self) -> None:
+        for run in self.runs.values():
+            await run.close()
+
+    async def view(self) -> LookView:
+        """Returns the lists. A run or a study that cannot be read has its error."""
+        runs = await asyncio.gather(*(_run_view(name, run) for name, run in self.runs.items()))
+        studies = [await asyncio.to_thread(_study_view, name, study) for name, study in self.studies.items()]
+        return LookView(runs=runs, studies=studies)
+
+    def run(self, name: str) -> Run:
+        """Raises `NotFound`."""
+        if name not in self.runs:
+            raise NotFound(_missing("run", name, self.runs), code="run_not_found")
+        return self.runs[name]
+
+    async def study(self, name: str) -> dict[str, Any]:
+        """Returns the record of a study. Raises `NotFound`, and `RequestError` (500) if it cannot be read."""
+        if name not in self.studies:
+            raise NotFound(_missing("study", name, self.studies), code="study_not_found")
+        study = self.studies[name]
+        try:
+            return {"name": name, "title": study.title, **await asyncio.to_thread(study.record)}
+        except ConfigError as error:
+            raise RequestError(f"{error}.", code="study_unreadable", status=500) from None
+
+    async def compare(self, names: Sequence[str]) -> ComparisonView:
+        """Returns the figures of runs, and the settings in which they differ. Raises `NotFound`, and `RequestError`
+        (502) if a server does not answer.
+
+        A server does not return all settings of its model: beside its run, the others are left out.
+        """
+        runs = [self.run(name) for name in names]
+        try:
+            compared = await asyncio.gather(*(_compared(name, run) for name, run in zip(names, runs, strict=True)))
+            settings = await asyncio.gather(*(run.settings() for run in runs))
+        except RequestError:
+            raise
+        except AgentJetError as error:
+            raise RequestError(f"{error}.", code="run_unreadable", status=502) from None
+        different = differing_settings(settings)
+        if any(_is_served(run) for run in runs):
+            different = {
+                key: values for key, values in different.items() if key.startswith("job.") or None not in values
+            }
+        return ComparisonView(runs=compared, settings=different)
+
+
+def _is_served(run: Run) -> bool:
+    return not isinstance(run, RecordedRun)
+
+
+async def _run_view(name: str, run: Run) -> LookedRunView:
+    is_served = _is_served(run)
+    try:
+        status, steps = await run.status(), await run.steps()
+    except AgentJetError as error:
+        return LookedRunView(name=name, title=run.title, is_served=is_served, error=str(error))
+    reward = status.last_step.get("reward/mean")
+    return LookedRunView(
+        name=name,
+        title=run.title,
+        is_served=is_served,
+        model=status.model or ", ".join(status.policies),
+        waiting_for=status.waiting_for,
+        policy_version=status.policy_version,
+        episodes=status.episodes,
+        steps=len(steps.versions),
+        newest_step=steps.times[-1] if steps.times else None,
+        reward=reward if reward is not None and math.isfinite(reward) else None,
+    )
+
+
+def _study_view(name: str, study: Study) -> LookedStudyView:
+    try:
+        return LookedStudyView(name=name, title=study.title, summary=study.summary())
+    except ConfigError as error:
+        return LookedStudyView(name=name, title=study.title, error=str(error))
+
+
+async def _compared(name: str, run: Run) -> ComparedRunView:
+    steps, evaluations = await run.steps(), await run.evaluations()
+    by_version = {
+        version: {metric: values[number] for metric, values in steps.metrics.items()}
+        for number, version in enumerate(steps.versions)
+    }
+    return ComparedRunView(
+        name=name, title=run.title, figures=figures(by_version, evaluations), evaluations=evaluations
+    )
+
+
+def _missing(noun: str, name: str, known: Mapping[str, object]) -> str:
+    return f"There is no {noun} {name!r} here; there are: {', '.join(known) or 'none'}."

@@ -1,0 +1,217 @@
+"""The health of a run and the groups that training waits for; `Overview` has both of a run that is served.
+
+Facts in memory are collected in the event loop. Journal reads, rules and views run in the reader's thread. A run
+without a server has the same views, from `Queries.recorded`: `facts_of` and `health_of`, `groups_of` and `waiting_of`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from agentjet.errors import Later
+from agentjet.gateway.engine import Engine
+from agentjet.gateway.health import Facts, ServerFacts, SilentEpisode, health
+from agentjet.gateway.reader import Reader
+from agentjet.gateway.training_loop import OpenRun
+from agentjet.protocol import CellView, EpisodeQuery, HealthView, WaitingGroupView, WaitingView
+from agentjet.swarm import Episode, Journal
+from agentjet.swarm.queries import Queries, Silence
+from agentjet.swarm.records import find_episodes
+from agentjet.swarm.state import Group
+from agentjet.types import EpisodeFilter
+
+MAX_GROUPS = 200
+"""Groups in a view. A batch may have thousands, which no screen shows."""
+MAX_LOST = 200
+"""Newest lost episodes that are read to fill cells."""
+REASONS = 20
+"""Newest lost episodes whose reasons are counted."""
+NUMBERS = re.compile(r"\w*\d\w*")
+COMPARED = 50
+"""Newest finished episodes whose duration is the usual one."""
+LOST: tuple[EpisodeFilter, ...] = ("aborted", "expired")
+
+
+@dataclass(frozen=True, slots=True)
+class FillingGroup:
+    """A group of the present batch with its members, and the silence and lease of the live ones by episode."""
+
+    group: Group
+    size: int
+    members: Sequence[Episode]
+    silences: dict[str, Silence]
+
+
+class Overview:
+    """Health and waiting groups of one run that is being served."""
+
+    def __init__(
+        self, run: OpenRun, engine: Engine, reader: Reader, clock: Callable[[], float], waiting_for: Callable[[], str]
+    ) -> None:
+        """`waiting_for` returns the phrase of the status."""
+        self._run = run
+        self._engine = engine
+        self._reader = reader
+        self._clock = clock
+        self._waiting_for = waiting_for
+
+    async def health(self) -> HealthView:
+        """Returns the answers to "is it learning?" and "is it healthy?". A busy journal leaves out what only it has."""
+        facts = facts_of(self._run.swarm.queries, self._checkpoints(), self._server_facts())
+        try:
+            return await self._reader.read(lambda journal: health_of(facts, journal))
+        except Later:
+            return health(facts)
+
+    async def waiting(self) -> WaitingView:
+        """Returns the groups that fill the present batch, with their episodes. Raises `Later`."""
+        queries = self._run.swarm.queries
+        found = groups_of(queries, has_leases=True)
+        view = WaitingView(
+            text=self._waiting_for(),
+            needed=self._run.swarm.job.batch_size,
+            places=queries.places,
+            num_groups=len(queries.groups),
+            groups=[],
+        )
+        lost = queries.num_lost
+        return await self._reader.read(lambda journal: waiting_of(view, found, lost, journal))
+
+    def _server_facts(self) -> ServerFacts:
+        engine, queries = self._engine, self._run.swarm.queries
+        seen = max(queries.clients().values(), default=None)
+        return ServerFacts(
+            engine.state,
+            engine.reason,
+            self._run.swarm.store.file.refusal,
+            engine.num_workers,
+            engine.num_hung,
+            len(self._run.store.unusable()),
+            engine.training.checkpoint_error,
+            None if seen is None else max(0.0, self._clock() - seen),
+            queries.is_over,
+        )
+
+    def _checkpoints(self) -> list[int]:
+        return [info.policy_version for info in self._run.store.listing()]
+
+
+def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts | None = None) -> Facts:
+    """Returns the facts in memory. `checkpoints` are policy versions. `server` is None for a run without a server."""
+    members = [episode for group in queries.groups for episode in queries.members(group)]
+    finished = sum(episode.status == "finished" for episode in members)
+    return Facts(
+        steps=queries.recent_steps,
+        job=queries.settings.job,
+        versions=queries.step_versions,
+        finished=finished,
+        lost=queries.num_lost,
+        checkpoints=checkpoints,
+        silent=None if server is None else _silent(queries),
+        server=server,
+    )
+
+
+def _silent(queries: Queries) -> SilentEpisode | None:
+    found = queries.most_silent()
+    if found is None:
+        return None
+    return SilentEpisode(found.id, found.task_id, found.client_id, queries.silence(found).seconds)
+
+
+def health_of(facts: Facts, journal: Journal) -> HealthView:
+    """Returns the health, with what only the journal has: evaluations, reasons of lost episodes, usual durations."""
+    reason, client = usual_reason(newest_lost(journal, min(facts.num_lost, REASONS)))
+    return health(
+        replace(
+            facts,
+            evaluations=journal.evaluations(),
+            reason=reason,
+            failing_client=client,
+            usual_seconds=None if facts.silent is None else usual_seconds(journal),
+        )
+    )
+
+
+def usual_seconds(journal: Journal) -> float | None:
+    """The median duration of the newest finished training episodes; None before the first."""
+    page = find_episodes(journal, EpisodeQuery(limit=COMPARED, status="finished", mode="train"))
+    seconds = [one.ended - one.begun for one in page.episodes if one.ended is not None]
+    return median(seconds) if seconds else None
+
+
+def groups_of(queries: Queries, *, has_leases: bool) -> list[FillingGroup]:
+    """Returns the groups that fill the present batch, at most `MAX_GROUPS`."""
+    found = []
+    for group in queries.groups[:MAX_GROUPS]:
+        members = queries.members(group)
+        live = [one for one in members if one.status == "live"] if has_leases else []
+        silences = {one.id: queries.silence(one) for one in live}
+        found.append(FillingGroup(group, queries.size(group), members, silences))
+    return found
+
+
+def waiting_of(view: WaitingView, found: Sequence[FillingGroup], num_lost: int, journal: Journal) -> WaitingView:
+    """Returns `view` with the groups. Lost episodes, which only the journal has, fill places that are free again."""
+    failed: dict[int | None, list[Episode]] = {}
+    if num_lost and any(len(one.members) < one.size for one in found):
+        for episode in newest_lost(journal, min(num_lost, MAX_LOST)):
+            failed.setdefault(episode.group_id, []).append(episode)
+    return view.model_copy(update={"groups": [_group_view(one, failed.get(one.group.id, [])) for one in found]})
+
+
+def newest_lost(journal: Journal, limit: int) -> list[Episode]:
+    """Returns up to `limit` newest training episodes that were aborted or expired, although they were needed."""
+    if not limit:
+        return []
+    wanted = [EpisodeQuery(limit=limit, status=status, mode="train") for status in LOST]
+    found = [one for query in wanted for one in find_episodes(journal, query).episodes]
+    return sorted(found, key=lambda episode: episode.seq, reverse=True)[:limit]
+
+
+def usual_reason(lost: Iterable[Episode]) -> tuple[str, str]:
+    """The most frequent reason of these episodes, or '', and the client if all with this reason are of one.
+
+    Reasons that differ in numbers, such as durations and ids, count as one; the most frequent of these is returned.
+    """
+    alike: dict[str, list[Episode]] = {}
+    for episode in lost:
+        if episode.reason:
+            alike.setdefault(NUMBERS.sub("#", episode.reason), []).append(episode)
+    if not alike:
+        return "", ""
+    most = max(alike.values(), key=len)
+    [(reason, _)] = Counter(episode.reason for episode in most).most_common(1)
+    only = {episode.client_id for episode in most}
+    return reason, only.pop() if len(only) == 1 else ""
+
+
+def _group_view(one: FillingGroup, failed: Sequence[Episode]) -> WaitingGroupView:
+    cells = []
+    for episode in one.members:
+        silence = one.silences.get(episode.id)
+        cells.append(
+            CellView(
+                episode_id=episode.id,
+                state="live" if episode.status == "live" else "finished",
+                reward=episode.reward,
+                silent_seconds=None if silence is None else silence.seconds,
+                expires_in=None if silence is None else silence.expires_in,
+                ends_in=None if silence is None else silence.ends_in,
+            )
+        )
+    free = max(0, one.size - len(cells))
+    cells += [CellView(episode_id=episode.id, state="failed") for episode in failed[:free]]
+    return WaitingGroupView(
+        id=one.group.id,
+        name=one.group.name,
+        task_id=one.members[0].task_id if one.members else "",
+        task_set=one.group.task_set,
+        state="complete" if one.group.state == "complete" else "open",
+        size=one.size,
+        cells=cells,
+    )

@@ -1,0 +1,51 @@
+// Pure functions over the values of a curve: a number or null for each x.
+
+import { number } from "./format.js";
+
+// Returns the exponential moving average with weight `weight` (0 to below 1) of the values before. It starts at the
+// first value without a bias towards 0. A null stays null and does not count.
+export function smoothed(values, weight) {
+  let sum = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = sum * weight + value;
+    total = total * weight + 1;
+    return sum / total;
+  });
+}
+
+// Returns the index of the newest value, or -1.
+export function newest(values) {
+  return values.findLastIndex((value) => value !== null);
+}
+
+// Returns the sentence that stands for the picture of a curve.
+export function sentence(name, values) {
+  const found = values.filter((value) => value !== null);
+  if (!found.length) return `${name} has no value yet.`;
+  const [first, last] = [found[0], found[found.length - 1]];
+  if (found.length === 1) return `${name} is ${number(first)} in its only step.`;
+  const [low, high] = extent(found);
+  const verb = last > first ? "rose" : last < first ? "fell" : "";
+  const change = verb ? `${verb} from ${number(first)} to ${number(last)}` : `began and ended at ${number(last)}`;
+  return `${name} ${change} over ${found.length} steps; lowest ${number(low)}, highest ${number(high)}.`;
+}
+
+// Returns the least and the greatest value; null without one.
+export function extent(values) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const value of values) {
+    if (value === null) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low > high ? null : [low, high];
+}
+
+// Returns the running sum. A null counts as 0.
+export function running(values) {
+  let sum = 0;
+  return values.map((value) => (sum += value ?? 0));
+}

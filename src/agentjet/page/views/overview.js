@@ -1,0 +1,173 @@
+// Overview: is it learning, is it healthy, what does it wait for; and the newest episodes.
+import { html, useMemo } from "../vendor/ui.js";
+import { get } from "../api.js";
+import { useKeys } from "../keys.js";
+import { DEFAULT_RUN, go, href } from "../route.js";
+import { health, pulse, run, session, status, steps, waiting } from "../store.js";
+import { Chart } from "../parts/chart.js";
+import { codeMarkers } from "../parts/families.js";
+import { clock, duration, Fact, percent, plural } from "../parts/format.js";
+import { Loading, Panel, Unread, useLoad } from "../parts/panel.js";
+import { toneOf } from "../parts/reasons.js";
+import { Text } from "../parts/text.js";
+import { Waiting } from "../parts/waiting.js";
+
+const REWARD = "reward/mean";
+const TIMES = { sample: "time/sample", wait: "time/wait", learn: "time/learn" };
+const TIMED_STEPS = 10;
+const ANSWERS = { yes: "ok", no: "warn", falls: "bad", too_early: "muted" };
+const MARKS = { ok: ["✓", "fine"], warn: ["!", "look"], bad: ["✗", "bad"] };
+
+function Learning() {
+  const { versions, metrics } = steps.value;
+  const scores = useLoad("/evaluations", {}, pulse.value.evaluation ?? 0).data;
+  const answer = health.value?.learning;
+  const rewards = metrics[REWARD];
+  const series = useMemo(() => {
+    const found = [{ name: "training reward", values: rewards ?? [], tone: 0, fact: `/steps#metrics["${REWARD}"]` }];
+    const held = new Map((scores ?? []).map((one) => [one.policy_version, one.score]));
+    const values = versions.map((version) => held.get(version) ?? null);
+    if (values.some((one) => one !== null)) found.push({ name: "held-out score", values, tone: 1 });
+    return found;
+  }, [steps.value, scores]);
+  const markers = useMemo(() => codeMarkers(steps.value), [steps.value]);
+  return html`<section class="panel learning"><header><h2>Is it learning?</h2></header>
+    ${answer ? html`<p class=${`answer ${ANSWERS[answer.answer]}`}><${Text} value=${answer.text} /></p>` : html`<${Loading} />`}
+    ${rewards && html`<${Chart} title="Reward of each step" x=${versions} series=${series} markers=${markers} eager />`}
+  </section>`;
+}
+
+function Rule({ rule }) {
+  const [mark, spoken] = MARKS[rule.level];
+  return html`<li class=${rule.level}>
+    <span class="mark" aria-hidden="true">${mark}</span><span class="visually-hidden">${spoken}: </span>
+    <b>${rule.name}</b> <${Text} value=${rule.text} limit=${400} />
+    ${rule.remedy && html`<details><summary>What to do<span class="visually-hidden">: ${rule.name}</span></summary>
+      ${rule.remedy.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part))}</details>`}
+  </li>`;
+}
+
+function Health() {
+  const rules = health.value?.rules;
+  if (!rules) return html`<section class="panel"><header><h2>Is it healthy?</h2></header><${Loading} /></section>`;
+  const counts = Object.fromEntries(Object.keys(MARKS).map((level) => [level, rules.filter((one) => one.level === level)]));
+  const trouble = [...counts.bad, ...counts.warn];
+  const said = trouble.length
+    ? `${counts.bad.length ? "No" : "Mostly"}: ${trouble.length} of ${rules.length} checks need a look`
+    : `Yes: ${rules.length} checks are fine`;
+  const level = counts.bad.length ? "bad" : counts.warn.length ? "warn" : "ok";
+  return html`<section class="panel health"><header><h2>Is it healthy?</h2></header>
+    <p class=${`answer ${level}`}>${rules.length ? said : "Nothing to judge yet."}</p>
+    <ul class="rules">${trouble.map((rule) => html`<${Rule} key=${rule.name} rule=${rule} />`)}</ul>
+    ${counts.ok.length > 0 && html`<details open=${!trouble.length}><summary>${counts.ok.length} fine</summary>
+      <ul class="rules">${counts.ok.map((rule) => html`<${Rule} key=${rule.name} rule=${rule} />`)}</ul></details>`}
+  </section>`;
+}
+
+// The newest batches could teach nothing: one group as an example, and what to change.
+function NoVariance({ found, path = "/status#zero_variance" }) {
+  return html`<section class="panel bad-edge" role="status"><header><h2>Nothing to learn from</h2></header>
+    <p class="answer bad"><${Fact} path=${`${path}.batches`} value=${found.batches} />
+      ${` ${found.batches === 1 ? "batch" : "batches"} in a row could teach nothing: in every group all rewards were equal.`}</p>
+    <p>For example task <${Text} value=${found.task_id} limit=${120} />${found.prompt && html`: <q><${Text} value=${found.prompt} limit=${400} lines /></q>`}</p>
+    <ul>${found.answers.map((one, i) => html`<li>reward <${Fact} path=${`${path}.answers[${i}].reward`} value=${one.reward} />,
+      ${` ${plural(one.count, "time")}`}${one.answer && html`: <q><${Text} value=${one.answer} limit=${400} lines /></q>`}</li>`)}</ul>
+    <p>Look at:</p>
+    <ul>${found.advice.map((one) => html`<li><${Text} value=${one} /></li>`)}</ul>
+  </section>`;
+}
+
+function Times() {
+  const { metrics } = steps.value;
+  const sums = Object.entries(TIMES).map(([name, metric]) => {
+    const values = (metrics[metric] ?? []).slice(-TIMED_STEPS);
+    return [name, values.reduce((sum, value) => sum + (value ?? 0), 0)];
+  });
+  const all = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (!all) return null;
+  return html`<figure class="times">
+    <figcaption>Time of the newest ${plural(Math.min(TIMED_STEPS, steps.value.versions.length), "step")}</figcaption>
+    <div class="bar" aria-hidden="true">${sums.map(([name, seconds]) => html`
+      <span class=${name} style=${{ width: `${(100 * seconds) / all}%` }}></span>`)}</div>
+    <ul class="key">${sums.map(([name, seconds]) => html`<li><span class=${`patch ${name}`}></span>
+      ${name} ${percent(seconds / all)} (${duration(seconds)})</li>`)}</ul>
+  </figure>`;
+}
+
+function Newest() {
+  const at = useMemo(() => pulse.peek().at, [pulse.value.episode]);
+  const load = useLoad("/episodes", { limit: 10, at });
+  return html`<${Panel} title="Newest episodes" load=${load}>${({ episodes }) => html`<ul class="newest">
+    ${episodes.map((one, i) => html`<li key=${one.episode_id}>
+      <time title="begun">${clock(one.begun)}</time>
+      <a href=${href(`/episodes/${encodeURIComponent(one.episode_id)}`)}><${Text} value=${one.episode_id} /></a>
+      <span><${Text} value=${one.task_id} limit=${60} /></span>
+      <span class=${toneOf(one)}>${one.status}${one.mode === "eval" && html`<span class="badge">eval</span>`}</span>
+      ${one.reward != null && html`<span>reward <${Fact} path=${`/episodes?limit=10#episodes[${i}].reward`} value=${one.reward} /></span>`}
+      ${one.reason && html`<span class="muted"><${Text} value=${one.reason} limit=${120} /></span>`}
+    </li>`)}</ul>`}<//>`;
+}
+
+// The five lines that start a run: nothing has begun yet.
+function FirstRun() {
+  if (session.value.live === false) {
+    return html`<section class="panel first-run"><header><h2>Nothing has run</h2></header>
+      <p>No episode of this stored run has begun.</p></section>`;
+  }
+  const path = run.value === DEFAULT_RUN ? "" : `/runs/${run.value}`;
+  const server = new URL(".", document.baseURI).href.replace(/\/$/, "") + path;
+  const lines = [
+    "from agentjet import Swarm, Task",
+    "",
+    `def agent(task, episode):  # call the model at episode.base_url with episode.api_key; return the reward`,
+    "    ...",
+    "",
+    `with Swarm("${server}") as swarm:  # AGENTJET_TOKEN is the token${path && " of this run"}`,
+    `    swarm.train(agent, [Task("task-1"), Task("task-2")], steps=20)`,
+  ];
+  return html`<section class="panel first-run"><header><h2>Nothing has run yet</h2></header>
+    <p>The server is ready for its first episode. These lines start training. README.md has a whole agent:
+      "Train your own agent".</p>
+    <pre tabindex="0"><code>${lines.join("\n")}</code></pre>
+  </section>`;
+}
+
+function Facts() {
+  const now = status.value;
+  const { live = 0, finished = 0, trained = 0 } = now.episodes;
+  const ended = ["aborted", "expired", "not_needed"].filter((name) => now.episodes[name]);
+  return html`<p class="counts-line muted">
+    <span><${Fact} path="/status#episodes.live" value=${live} /> live ${live === 1 ? "episode" : "episodes"}</span>
+    <span><${Fact} path="/status#episodes.finished" value=${finished} /> finished</span>
+    <span><${Fact} path="/status#episodes.trained" value=${trained} /> trained</span>
+    ${ended.map((name) => html`<span><${Fact} path=${`/status#episodes.${name}`} value=${now.episodes[name]} /> ${name.replace("_", " ")}</span>`)}
+    <span><${Fact} path="/status#calls_active" value=${now.calls_active} /> active ${now.calls_active === 1 ? "call" : "calls"}</span>
+    ${session.value.live !== false && html`<span>up for ${duration(now.uptime)}</span>`}
+  </p>`;
+}
+
+// Opens the episode with the lowest reward of the newest batch.
+async function openWorst() {
+  const batch = (steps.peek()?.versions.at(-1) ?? 0) - 1;
+  if (batch < 0) return;
+  const query = { batch, sort: "reward" };
+  const { episodes: [worst] } = await get("/episodes", { ...query, limit: 1 }).catch(() => ({ episodes: [] }));
+  if (worst) go(`/episodes/${encodeURIComponent(worst.episode_id)}`);
+  else go("/episodes", query); // The list has the reason.
+}
+
+export function OverviewView() {
+  const now = status.value;
+  useKeys({ w: ["the worst episode of the newest batch", openWorst] });
+  if (!now || !steps.value) return html`<h1>Overview</h1><${Unread} />`;
+  const begun = Object.values(now.episodes).some(Boolean) || steps.value.versions.length > 0;
+  return html`<h1>Overview</h1>
+    ${begun && html`<${Facts} />`}
+    ${now.zero_variance && html`<${NoVariance} found=${now.zero_variance} />`}
+    ${begun ? html`<div class="two"><${Learning} /><${Health} /></div>` : html`<${FirstRun} />`}
+    <section class="panel"><header><h2>What is it waiting for?</h2></header>
+      ${waiting.value ? html`<${Waiting} waiting=${waiting.value} />` : html`<p class="answer"><${Text} value=${now.waiting_for} /></p>`}
+      <${Times} />
+    </section>
+    ${begun && html`<${Newest} />`}`;
+}

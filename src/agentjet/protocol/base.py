@@ -1,0 +1,42 @@
+"""The parts that all bodies of the control API share: base classes, types of fields, the start of the paths."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
+
+PREFIX = "/swarm/v1"
+"""Start of every path of the control API, with its version."""
+
+
+def _not_too_cold(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"0 is greedy, and any other temperature is at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_not_too_cold)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Range of integers in SQLite and in the messages to the worker."""
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+LARGEST = 1e12
+"""Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
+MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
+MAX_CALL_REWARDS = 4096
+CallRewards = Annotated[list[Finite], Field(max_length=MAX_CALL_REWARDS)]
+
+
+class Request(BaseModel):
+    """A request body: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Response(BaseModel):
+    """A response body: a client ignores unknown keys."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)

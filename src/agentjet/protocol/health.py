@@ -1,0 +1,89 @@
+"""Bodies of `GET /health` and `GET /waiting`: does the run learn, is it healthy, and the groups that it waits for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from agentjet.protocol.base import Response
+
+Answer = Literal["yes", "no", "falls", "too_early"]
+"""`no`: the newest steps show neither a rise nor a fall. `too_early`: there are fewer steps than a trend needs."""
+Level = Literal["ok", "warn", "bad"]
+
+
+class LearningView(Response):
+    """Trend of the mean training reward over the newest steps."""
+
+    answer: Answer
+    num_steps: int
+    """Steps that the trend was computed from."""
+    slope: float | None = None
+    """Change of `reward/mean` per step. null if it is too early."""
+    low: float | None = None
+    high: float | None = None
+    """95 % interval of the slope."""
+    text: str
+    """The answer with its numbers, for people."""
+
+
+class HealthRuleView(Response):
+    """Result of a health rule."""
+
+    name: str
+    level: Level
+    text: str
+    docs: str
+    """Page and section of the documentation, such as `docs/health.md#groups`."""
+    remedy: str = ""
+    """The first paragraph of that section: text with `code`. Empty if the rule is ok."""
+
+
+class HealthView(Response):
+    """Does the run learn, and is it healthy? Rules without facts are left out."""
+
+    learning: LearningView
+    rules: list[HealthRuleView]
+
+
+class CellView(Response):
+    """A place of a group that an episode has, or that an episode left without a reward."""
+
+    episode_id: str
+    state: Literal["finished", "live", "failed"]
+    """`failed`: aborted or expired, and no other episode has the place yet."""
+    reward: float | None = None
+    silent_seconds: float | None = None
+    """Seconds since the last call of a live episode, 0 during a call. A heartbeat does not count."""
+    expires_in: float | None = None
+    """Seconds until a live episode ends without a reward, unless it or its client shows activity. During a call the
+    lease does not run, and this is `ends_in`."""
+    ends_in: float | None = None
+    """Seconds until `job.max_episode_seconds` ends a live episode, also one that makes calls."""
+
+
+class WaitingGroupView(Response):
+    """A group that fills the present batch. Missing cells up to `size` are places without an episode."""
+
+    id: int
+    name: str
+    task_id: str
+    task_set: str
+    state: Literal["open", "complete"]
+    size: int
+    """Number of finished episodes that complete the group. Spare episodes may be more."""
+    cells: list[CellView]
+
+
+class WaitingView(Response):
+    """The groups that training waits for."""
+
+    text: str
+    """As `waiting_for` of the status."""
+    needed: int
+    """Complete groups that make a batch."""
+    places: int
+    """Groups that may be open or complete at the same time."""
+    num_groups: int
+    """Number of groups, also of those that are left out."""
+    groups: list[WaitingGroupView]
+    """The groups in the order they were opened, at most 200."""

@@ -1,0 +1,317 @@
+"""Bodies of the read routes: episodes with their calls, steps, groups and batches.
+
+Times are Unix seconds, durations are seconds. A number that is not finite is null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import Field
+
+from agentjet.protocol.base import Int64, Request, Response
+from agentjet.types import EpisodeFilter, EpisodeOrder, EpisodeStatus, FinishReason, Fork, GroupState, Mode
+
+MOST_EPISODES = 1000
+"""Maximum number of episodes in an answer."""
+Text = Annotated[str, Field(max_length=2000)]
+Bound = Annotated[float, Field(allow_inf_nan=False)]
+Kept = Literal["journal", "gallery", "gone"]
+EpisodeForm = Literal["tokens", "runs"]
+
+
+class EpisodeQuery(Request):
+    """The wanted episodes: those that match every given filter, a page at a time. The parameters of `GET /episodes`."""
+
+    limit: int = Field(20, ge=1, le=MOST_EPISODES)
+    before: Text = ""
+    """The page that follows this episode, in the order of `sort`: `next` of the page before it."""
+    sort: EpisodeOrder = "newest"
+    """`reward` is lowest first; with a minus sign, highest first. Both leave out episodes without a reward."""
+    count: bool = False
+    """Also return `total`."""
+    status: EpisodeFilter | None = None
+    """`aborted` leaves out the aborted episodes that were `not_needed`."""
+    mode: Mode | None = None
+    task_set: Text | None = None
+    task: Text | None = None
+    """The id of the task."""
+    group: Text | None = None
+    """The client's name for the group."""
+    group_id: Int64 | None = None
+    client: Text | None = None
+    code_version: Text | None = None
+    batch: Int64 | None = None
+    """The batch that contains the episode, learned or not."""
+    min_version: Int64 | None = None
+    """Lowest policy version at the beginning of the episode."""
+    max_version: Int64 | None = None
+    min_reward: Bound | None = None
+    max_reward: Bound | None = None
+    reason: Text = ""
+    """Text inside the reason of its abort, or of its drop."""
+    search: Text = ""
+    """Text inside the id of the task, the group or the id of the episode."""
+
+
+class EpisodeFilters(TypedDict, total=False):
+    """The filters and the order of an `EpisodeQuery`, as keyword arguments of a client."""
+
+    sort: EpisodeOrder
+    count: bool
+    status: EpisodeFilter | None
+    mode: Mode | None
+    task_set: str | None
+    task: str | None
+    group: str | None
+    group_id: int | None
+    client: str | None
+    code_version: str | None
+    batch: int | None
+    min_version: int | None
+    max_version: int | None
+    min_reward: float | None
+    max_reward: float | None
+    reason: str
+    search: str
+
+
+class EpisodeView(Response):
+    """An episode as the server sees it."""
+
+    episode_id: str
+    status: EpisodeStatus
+    mode: Mode
+    task_id: str
+    task_set: str
+    group: str
+    """The client's name for the group."""
+    group_id: int | None = None
+    """The group; null for eval episodes."""
+    client_id: str
+    policy_version: int
+    """Version at the beginning of the episode."""
+    num_calls: int = 0
+    num_tokens: int = 0
+    """Sampled tokens, over all calls that may train."""
+    begun: float = 0.0
+    ended: float | None = None
+    expires_at: float | None = None
+    """When a live episode expires without activity; null where no server runs."""
+    reward: float | None = None
+    by_role: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    reason: str = ""
+    """Why it was aborted or expired, or `dropped`."""
+    dropped: str = ""
+    """Why a finished episode is never trained: the reason of its group."""
+    trained_in: int | None = None
+    code_version: str = ""
+    noted: dict[str, int] = Field(default_factory=dict)
+    """Counts of request keys that were accepted without an effect, and of other deviations from the requests."""
+    refused: dict[str, int] = Field(default_factory=dict)
+    """Counts of refused requests by `code` or `code: parameter`."""
+    unscorable: bool = False
+    """A refusal ended a call of the agent, so the reward may judge the refusal instead of the policy."""
+
+
+class CallFacts(Response):
+    """A call of an episode, without its tokens."""
+
+    call_id: str
+    role: str
+    parent: str | None
+    """The call whose tokens it continues."""
+    kept: int
+    """Number of the first tokens of `parent`, context and answer, that it keeps."""
+    fork: Fork
+    retry_of: str | None
+    orphan: str
+    """Why it is not trained: `retry`, `undelivered`, `side` (a rule of `job.side_calls`); empty if it is trained."""
+    after: str | None
+    """The call whose response `messages` follow. null: they are the whole conversation."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    response: dict[str, Any]
+    temperature: float
+    finish_reason: FinishReason
+    created: float
+
+
+class CallView(CallFacts):
+    """A call of an episode. `tokens`, `texts`, `mask`, `logprobs` and `versions` run in parallel: first the context
+    that was new, then what was sampled. Before them come the first `kept` tokens of call `parent`.
+    """
+
+    tokens: list[int]
+    texts: list[str]
+    """Token by token, for people. A character of several tokens is at the first of them."""
+    mask: list[int]
+    """1 where a token is trained."""
+    logprobs: list[float | None]
+    versions: list[int | None]
+    """The policy version that sampled each token; null for context."""
+
+
+class CallRuns(CallFacts):
+    """A call of an episode in short form. Its first `num_context` tokens are context, the others are sampled.
+
+    A run `[value, count]` has `count` successive tokens with the same value. Runs are about sampled tokens only.
+    """
+
+    text: str
+    """Text of all tokens."""
+    lengths: list[int]
+    """Length of each token's text in UTF-16 code units; 0 for a token that continues a character."""
+    num_context: int
+    logprobs: list[float | None]
+    """One for each sampled token, to three decimals; null in an answer that was given."""
+    mask: list[tuple[int, int]]
+    """Runs: 1 where a token is trained."""
+    versions: list[tuple[int, int]]
+    """Runs: the policy version that sampled the token."""
+    allowed: list[tuple[int | None, int]]
+    """Runs: number of tokens that a grammar, `top_k` or `top_p` allowed; null if more than half of the vocabulary."""
+
+
+class EpisodeTree(EpisodeView):
+    """An episode with its calls, and where they are `kept`: `gallery` once the journal has deleted them, or `gone`."""
+
+    kept: Kept = "journal"
+    calls: list[CallView]
+
+
+class EpisodeRuns(EpisodeView):
+    """An episode with its calls in short form."""
+
+    kept: Kept = "journal"
+    calls: list[CallRuns]
+
+
+class EpisodeList(Response):
+    """A page of episodes."""
+
+    episodes: list[EpisodeView]
+    next: str | None = None
+    """`before` of the next page; null on the last one."""
+    total: int | None = None
+    """Number of episodes on all pages, if `count` was asked for."""
+
+
+class MemberView(EpisodeView):
+    """An episode of a group."""
+
+    advantage: float | None = None
+    """By the recipe of its batch; null if rewards are by policy or role, or if there is an `advantages_note`."""
+    advantages: dict[str, float] = Field(default_factory=dict)
+    """By policy or role, where rewards are."""
+
+
+class GroupView(Response):
+    """A group with its episodes, in the order they began. Lost ones are among them."""
+
+    id: int
+    name: str
+    task_set: str
+    task_id: str
+    client_id: str
+    code_version: str
+    state: GroupState
+    reason: str
+    """Why it was dropped; or `short`: it trains below full size."""
+    size: int
+    """Number of finished episodes that complete it; 0 once it is in a batch, or dropped."""
+    batch: int | None
+    episodes: list[MemberView]
+    advantages_note: str = ""
+    """Why advantages are null."""
+
+
+class BatchSummary(Response):
+    """A batch in the list of batches."""
+
+    id: int
+    """The policy version that it starts from."""
+    state: Literal["pending", "learned"]
+    composed: float
+    groups: int
+    episodes: int
+    reward_mean: float | None
+    """null until it is learned."""
+
+
+class BatchList(Response):
+    """Batches, newest first."""
+
+    batches: list[BatchSummary]
+    next: int | None
+    """`before` of the next page; null on the last one."""
+
+
+class BatchMember(Response):
+    """An episode of a batch."""
+
+    episode_id: str
+    reward: float | None
+    advantage: float | None = None
+    advantages: dict[str, float] = Field(default_factory=dict)
+    """See `MemberView`."""
+
+
+class BatchGroup(Response):
+    """A group of a batch."""
+
+    id: int | None
+    """null for demonstrations."""
+    task_set: str
+    task_id: str
+    zero_variance: bool
+    """True if all rewards are equal, also by policy and role: it teaches nothing by comparison."""
+    members: list[BatchMember]
+
+
+class LostEpisode(Response):
+    """A training episode that was not trained."""
+
+    episode_id: str
+    task_set: str
+    task_id: str
+    status: EpisodeStatus
+    reason: str
+
+
+class SettingChangeView(Response):
+    """A job setting that changed."""
+
+    key: str
+    """Its dotted name below `job`."""
+    before: Any
+    after: Any
+
+
+class BatchView(Response):
+    """A batch with its groups."""
+
+    id: int
+    state: Literal["pending", "learned"]
+    composed: float
+    metrics: dict[str, float | None]
+    """Empty until it is learned."""
+    groups: list[BatchGroup]
+    dropped: list[LostEpisode]
+    """Episodes that ended while the batch was filled and never train. The newest 1000, newest first."""
+    job_changes: list[SettingChangeView]
+    """Job settings that differ from those of the batch before."""
+    advantages_note: str = ""
+    """Why advantages are null."""
+
+
+class StepList(Response):
+    """Metrics of learned batches by policy version, oldest first."""
+
+    versions: list[int]
+    """The policy version after each step."""
+    times: list[float]
+    """When the batch of each step was composed."""
+    metrics: dict[str, list[float | None]]
+    """One value for each version; null where the step does not have the metric."""

@@ -1,0 +1,272 @@
+"""The process that runs an arm's code: `python -m agentjet.research.arm_process`.
+
+It loads the arm's agent and training tasks, trains, and plays held-out tasks for the trial's process, which judges.
+Orders are JSON lines on standard input, answers are JSON lines on standard output. The first order is an `ArmOrder`.
+Output of the agent goes to standard error. The process ends when its standard input closes.
+
+`Arm` is the other side. With `ArmOrder.readable` the process runs behind a fence: it reads these folders, Python and
+the system, and writes to `ArmOrder.folder` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import agentjet
+from agentjet.client import AsyncSwarm
+from agentjet.client.agent_source import load_function
+from agentjet.client.report import rows
+from agentjet.client.rollout import Agent, AgentFailing
+from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research import fence
+from agentjet.research.records import Record, canonical
+from agentjet.research.servers import Address
+from agentjet.research.subject import Message, load_agent, load_tasks, located
+from agentjet.types import Task
+
+ENDING_SECONDS = 20.0
+"""Time to abort live episodes."""
+LONGEST_ANSWER = 64 << 20
+KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+"""Environment variables of a fenced process. Others may hold keys."""
+
+
+@dataclass(frozen=True)
+class ArmOrder(Record):
+    """The code to load, and the run to play on."""
+
+    agent: str
+    tasks: str
+    address: Address
+    concurrency: int
+    reward: str = ""
+    """Pays the training episodes in place of what the agent returns: `reward(task, messages)`."""
+    folder: str = ""
+    """The only folder to which a fenced process writes."""
+    readable: tuple[str, ...] = ()
+    """Folders that a fenced process reads; the first is its working directory. Empty: no fence."""
+
+
+class ArmFailed(AgentJetError):
+    """The arm's own code failed: another try would fail the same way."""
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ArmProcess:
+    """Carries out the orders of a trial."""
+
+    order: ArmOrder
+    swarm: AsyncSwarm
+    agent: Agent
+    tasks: list[Task]
+
+    @classmethod
+    def load(cls, order: ArmOrder, swarm: AsyncSwarm) -> ArmProcess:
+        """Raises `ConfigError` for code that cannot be loaded."""
+        agent = load_agent(order.agent, option="agent")
+        tasks = load_tasks(order.tasks, option="tasks")
+        if order.reward:
+            agent = paid_by(load_function(order.reward, option="reward"), agent, swarm)
+        return cls(order, swarm, agent, tasks)
+
+    def described(self) -> dict[str, Any]:
+        """The training tasks as JSON; a payload that is not JSON is described by its text."""
+        listed = [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in self.tasks]
+        return {"tasks": json.loads(json.dumps(listed, default=str))}
+
+    async def train(self, steps: int, seed: int) -> dict[str, Any]:
+        await self.swarm.train(
+            self.agent,
+            self.tasks,
+            steps=steps,
+            concurrency=self.order.concurrency,
+            seed=seed,
+            progress=False,
+            reproducible=len({task.task_set for task in self.tasks}) == 1,
+        )
+        return {}
+
+    async def play(self, tasks: Sequence[Mapping[str, Any]], repeats: int, version: int, seed: int) -> dict[str, Any]:
+        """Plays tasks as deployed. The reward that the agent returns is not used."""
+        report = await self.swarm.evaluate(
+            self.agent,
+            [Task(**task) for task in tasks],
+            repeats=repeats,
+            concurrency=self.order.concurrency,
+            progress=False,
+            at_version=version,
+            seed=seed,
+        )
+        missing = len(report.results) - len(report.finished)
+        reason = report.errors.most_common(1)[0][0] if missing else ""
+        return {"plays": len(report.results) + report.num_repeated, "missing": missing, "reason": reason}
+
+
+def paid_by(reward: Callable[[Task, list[Message]], float], agent: Agent, swarm: AsyncSwarm) -> Agent:
+    """The agent with another reward: of the conversation of its last call, as the server recorded it."""
+
+    loop = asyncio.get_running_loop()
+
+    async def play_async(task: Task, episode: Any) -> float:
+        await agent(task, episode)  # type: ignore[misc]
+        return reward(task, conversation(await swarm.episode_tree(episode.id)))
+
+    def play(task: Task, episode: Any) -> float:
+        agent(task, episode)
+        tree = asyncio.run_coroutine_threadsafe(swarm.episode_tree(episode.id), loop).result()
+        return reward(task, conversation(tree))
+
+    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+    return play_async if is_async else play
+
+
+def conversation(episode: Any) -> list[Message]:
+    """The messages of an episode's last call and its answer; empty if it made no call."""
+    found = rows(episode)
+    return found[-1]["messages"] if found else []
+
+
+async def serve(orders: asyncio.Queue[bytes], send: Callable[[object], None]) -> None:
+    """Answers orders until they end. An error is an answer too; `own` marks those of the arm's code."""
+    order = ArmOrder.from_json(json.loads(await orders.get()))
+    async with AsyncSwarm(order.address.url, order.address.token) as swarm:
+        arm: ArmProcess | None = None
+        while True:
+            try:
+                if arm is None:
+                    arm = ArmProcess.load(order, swarm)
+                    answer = arm.described()
+                else:
+                    wanted = json.loads(await orders.get())
+                    answer = await getattr(arm, wanted.pop("do"))(**wanted)
+            except (AgentFailing, ConfigError, ValueError) as error:
+                answer = {"error": located(error), "own": True}
+            except AgentJetError as error:
+                answer = {"error": str(error), "own": False}
+            send(answer)
+            if arm is None:
+                return
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # the agent's prints go to the log
+
+    def send(answer: object) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    async def run() -> None:
+        loop, orders = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+
+        def read() -> None:
+            for line in iter(sys.stdin.buffer.readline, b""):
+                loop.call_soon_threadsafe(orders.put_nowait, line)
+            os.kill(os.getpid(), signal.SIGINT)  # live episodes are aborted on exit
+
+        threading.Thread(target=read, daemon=True).start()
+        await serve(orders, send)
+
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        asyncio.run(run())
+
+
+# ---- the other side --------------------------------------------------------------------------------------------------
+
+
+class Arm:
+    """The process of an arm, as the trial sees it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.tasks: list[Task] = []
+        """The training tasks, as the arm describes them."""
+
+    async def ask(self, order: object) -> dict[str, Any]:
+        """Sends an order and waits for the answer. Raises `ArmFailed`, or the error of the server."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(canonical(order).encode() + b"\n")
+            await process.stdin.drain()
+            answer: dict[str, Any] = json.loads(await process.stdout.readline())
+        except (ValueError, ConnectionError):  # it ended, or what it wrote is not an answer
+            await ended(process)
+            raise ArmFailed(f"the agent's process ended with exit code {process.returncode}") from None
+        if "error" in answer:
+            raise (ArmFailed if answer["own"] else AgentJetError)(str(answer["error"]))
+        return answer
+
+    async def train(self, steps: int, seed: int) -> None:
+        await self.ask({"do": "train", "steps": steps, "seed": seed})
+
+    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> dict[str, Any]:
+        listed = [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
+        return await self.ask({"do": "play", "tasks": listed, "repeats": repeats, "version": version, "seed": seed})
+
+
+@asynccontextmanager
+async def started(order: ArmOrder) -> AsyncIterator[Arm]:
+    """Starts the process of an arm and loads its code. Raises `ArmFailed` if it cannot be loaded."""
+    command = [sys.executable, "-P", "-m", "agentjet.research.arm_process"]
+    options: dict[str, Any] = {}
+    if order.readable:
+        home = Path(order.folder)
+        home.mkdir(parents=True, exist_ok=True)
+        own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+        options = {
+            "cwd": order.readable[0],
+            "env": {name: os.environ[name] for name in KEPT if name in os.environ} | own,
+        }
+        if fence.version():
+            libraries = (Path(sys.prefix), Path(agentjet.__file__).resolve().parents[1])
+            command = fence.fenced(command, home, [*map(Path, order.readable), *libraries])
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LONGEST_ANSWER, **options
+    )
+    try:
+        arm = Arm(process)
+        arm.tasks = [Task(**task) for task in (await arm.ask(order.to_json()))["tasks"]]
+        yield arm
+    finally:
+        await ended(process)
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    """Closes the process's input, and kills it if it does not end."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), ENDING_SECONDS)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def checked(order: ArmOrder) -> list[Task]:
+    """Loads an arm's code once, without a server. Returns its training tasks. Raises `ArmFailed`."""
+
+    async def load() -> list[Task]:
+        async with started(order) as arm:
+            return arm.tasks
+
+    return asyncio.run(load())
+
+
+if __name__ == "__main__":
+    main()

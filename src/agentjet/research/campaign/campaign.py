@@ -1,0 +1,495 @@
+"""`Campaign`: observe, propose, screen, confirm, learn and follow up, until the budget or the ideas are spent.
+
+Every decision is a function of the notebook: a resumed campaign runs again over its entries, and makes only what they
+lack.
+
+The *base* is the subject with every confirmed change. The *tip* is a commit on top of it whose changes are not
+confirmed yet: if a change ends a sign and the score stays, the next proposals build on it, because one trouble can hide
+another. A study always compares with the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.checks import OFFLINE, as_text, checked, storable
+from agentjet.research.campaign.laboratory import Clock, Laboratory, Subjects
+from agentjet.research.campaign.models import Budget, Finish, Intervention, Order, Proposer, ProposerAway
+from agentjet.research.campaign.notebook import Entry, Notebook, stored
+from agentjet.research.campaign.runs import Ending, Runs, Seen, SystemClock, volume
+from agentjet.research.campaign.strategist import signs
+from agentjet.research.journal import StudyLog
+from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
+from agentjet.research.records import Record, refuse
+from agentjet.research.scheduler import conduct
+
+SHORT = 1 / 3
+"""Share of a full run in the first screen."""
+MOST = 6
+"""Interventions screened in a round."""
+KEPT = 3
+"""Interventions that are run at full length after the first screen: the first one if it is not clearly behind the base,
+and the best that are ahead of it."""
+PROMISING = 2.0
+"""Smallest effects of interest that a screen must gain before a study. A study supports a change if its whole interval
+lies beyond one of them, so it can hardly support less than two."""
+CLEAR = 4.0
+"""Smallest effects of interest from which the difference of two runs counts as clear."""
+STUDIES = 2
+"""Most studies of a round."""
+DEPTH = 3
+"""Most unconfirmed changes on top of each other."""
+ROUNDS = 12
+FAILURES = 2
+"""Rounds after which an intervention that did not gain is not tried again."""
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Question(Record):
+    """The question of a campaign and the rules that decide its answer. Fixed at its start."""
+
+    topic: str
+    budget: Budget
+    seed: int = 0
+    metric: str = "score of the judge on the held-out tasks, at the last step"
+    sesoi: float = 0.05
+    """The smallest effect of interest, in units of the score."""
+    alpha: float = 0.05
+    looks: tuple[int, ...] = (4, 8, 12)
+    evaluator: str = ""
+    """Hash of the judge's files."""
+
+    @property
+    def study_cost(self) -> float:
+        """Full runs until the first look of a study."""
+        return 2.0 * self.looks[0]
+
+    def __post_init__(self) -> None:
+        least, runs = 2.0 + self.study_cost, self.budget.runs or 0.0
+        refuse(
+            self.budget.runs is not None and runs < least,
+            f"budget = {runs:g} runs: a campaign observes, screens, and conducts a study of 2 arms with "
+            f"{self.looks[0]} seeds; give {least:g} runs or more",
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    entry: int
+    commit: str
+    intervention: Intervention
+
+
+@dataclass(frozen=True)
+class Screened:
+    candidate: Candidate
+    seen: Seen
+    gain: float
+    """Score above the base, of one full run with the same seed."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """The base, and the commit that the next proposals change."""
+
+    base: Seen
+    tip: Seen
+    depth: int = 0
+
+
+class Campaign:
+    """One campaign over its notebook. `proposers` are asked in their order; the first ones share half of a round."""
+
+    def __init__(
+        self,
+        question: Question,
+        notebook: Notebook,
+        subjects: Subjects,
+        laboratory: Laboratory,
+        proposers: Sequence[Proposer],
+        clock: Clock | None = None,
+        tell: Callable[[str], None] = print,
+        limits: Sequence[str] = (),
+    ) -> None:
+        """`tell` gets a line each time that the campaign waits for a server or a disk. `limits` are sentences about
+        what the laboratory cannot guarantee.
+        """
+        self.question, self.notebook, self.subjects = question, notebook, subjects
+        self.laboratory, self.proposers, self.clock = laboratory, proposers, clock or SystemClock()
+        self.limits = limits
+        self.runs = Runs(notebook, laboratory, question.budget, self.clock, tell)
+        self.tried: dict[str, set[str]] = {}
+        """By commit, names of the interventions that were tried on it."""
+        self.failures: dict[str, int] = {}
+        """By name, rounds in which an intervention did not gain."""
+
+    def run(self) -> Any:
+        """Conducts the campaign to its end and returns the content of the entry `ended`.
+
+        Raises `ConfigError` if the folder belongs to another campaign, or the laboratory stays away.
+        """
+        known = self.notebook.known("ended")
+        if known is not None:
+            return known.content
+        self._start()
+        stand = reason = None
+        try:
+            first = self.runs.observe([Order(self.subjects.first, seed_of(self.question, 0))], "the subject", [1])[0]
+            if first.run.error:
+                whose = "the subject cannot run" if first.run.subject_fails else "the first run was lost"
+                raise Ending(f"{whose}: {first.run.error}")
+            stand = Stand(first, first)
+            for number in range(1, ROUNDS + 1):
+                stand = self._round(number, stand)
+                self._digest()
+            raise Ending(f"{ROUNDS} rounds are done")
+        except Ending as ending:
+            reason = str(ending)
+        return self.runs.note("ended", lambda: self._ending(reason, stand), "ended").content
+
+    # ---- the steps of a round ----------------------------------------------------------------------------------------
+
+    def _round(self, number: int, stand: Stand) -> Stand:
+        """Returns where the campaign stands after it. Raises `Ending`."""
+        candidates = self._propose(number, stand)
+        if not candidates:
+            if stand.tip != stand.base:
+                return replace(stand, tip=stand.base, depth=0)
+            leaks = [sign.seen for sign in signs(stand.base.run) if sign.cause == "leaking_judge"]
+            raise Ending(leaks[0] if leaks else "nothing is worth trying")
+        screened = self._screen(number, stand, candidates)
+        promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
+        for found in promising[:STUDIES]:
+            if "leaking_judge" in found.seen.causes - stand.base.causes:
+                reason = "its gain comes with the judge paying answers of other tasks, so it is not a gain"
+                self._note_refusal(f"round {number} leak {found.candidate.commit}", found.candidate, reason)
+                continue
+            if not self._is_repeated(number, stand, found):
+                continue
+            if self._confirm(number, stand, found):
+                for other in screened:
+                    self._count_failure(other.candidate, other.gain < 0)
+                return Stand(found.seen, found.seen)
+        for found in screened:
+            self._count_failure(found.candidate)
+        return self._deeper(number, stand, screened)
+
+    def _count_failure(self, candidate: Candidate, failed: bool = True) -> None:
+        name = candidate.intervention.name
+        self.failures[name] = self.failures.get(name, 0) + failed
+
+    def _propose(self, number: int, stand: Stand) -> list[Candidate]:
+        """Asks the proposers, checks each proposal, and makes the commits."""
+        view = CampaignView(self, stand)
+        found: list[Candidate] = []
+        commits = {stand.base.run.commit, stand.tip.run.commit}
+        for place, proposer in enumerate(self.proposers):
+            last = place == len(self.proposers) - 1
+            most = MOST - len(found) if last else max(1, MOST // 2 - len(found))
+            entry = self.runs.note(
+                "intent",
+                lambda proposer=proposer, most=most: self._ask(proposer, view, most),  # type: ignore[misc]
+                f"round {number} asked {proposer.name}",
+                [stand.tip.entry],
+            )
+            for i, proposal in enumerate(entry.content["proposals"]):
+                key = f"round {number} {proposer.name} {i}"
+                if i >= most:
+                    self._note_refusal(key, proposal, f"more than {most} proposals in a round", entry)
+                    continue
+                try:
+                    made = checked(proposal, self.notebook.entries[: entry.number], stand.tip.run.settings)
+                    if made.name in view.tried:
+                        raise Refused(f"{made.name!r} was tried; its result is in the notebook")
+                    commit = self.runs.patiently(lambda made=made: self.subjects.commit(stand.tip.run.commit, made))  # type: ignore[misc]
+                    if commit in commits:
+                        raise Refused("it makes the same files as the base or as another proposal")
+                except Refused as refusal:
+                    self._note_refusal(key, proposal, str(refusal), entry)
+                    continue
+                commits.add(commit)
+                self.tried.setdefault(stand.tip.run.commit, set()).add(made.name)
+                content = {"origin": proposer.name, "commit": commit, "on": stand.tip.run.commit, **made.to_json()}
+                because = [entry.number, *made.evidence]
+                hypothesis = self.runs.note("hypothesis", lambda content=content: content, key, because)  # type: ignore[misc]
+                found.append(Candidate(hypothesis.number, commit, made))
+        return found
+
+    def _ask(self, proposer: Proposer, view: CampaignView, most: int) -> dict[str, Any]:
+        try:
+            answers = list(proposer.propose(view, most))
+        except ProposerAway as away:
+            return {"proposals": [], "away": as_text(str(away))}
+        finish = next((answer.reason for answer in answers if isinstance(answer, Finish)), "")
+        proposals = [
+            answer.to_json() if isinstance(answer, Intervention) else answer
+            for answer in answers[: 4 * MOST]
+            if not isinstance(answer, Finish)
+        ]
+        return {"proposals": [storable(proposal) for proposal in proposals], "finish": finish, "all": len(answers)}
+
+    def _screen(self, number: int, stand: Stand, candidates: list[Candidate]) -> list[Screened]:
+        """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
+        because = [candidate.entry for candidate in candidates]
+        affordable = int((self.runs.left() - self.question.study_cost) / 1.0)
+        if affordable < 1:
+            raise Ending("the budget that is left does not pay for another study")
+        seed, alive = seed_of(self.question, 0), list(candidates)
+        short: dict[str, float] = {}
+        if len(alive) > 2 and affordable >= 2:
+            alive = alive[: max(2, int((self.runs.left() - self.question.study_cost) / SHORT) - 1)]
+            orders = [Order(commit, seed, SHORT) for commit in (candidate.commit for candidate in alive)]
+            seen = self.runs.observe(orders, f"round {number} screen", because)
+            short = {at.run.commit: at.run.score for at in seen if at.run.score is not None}
+            level = stand.base.score_at(SHORT)
+            ahead = [each for each in alive[1:] if short.get(each.commit, -inf) > level]
+            ahead.sort(key=lambda each: -short[each.commit])
+            if short.get(alive[0].commit, -inf) > level - CLEAR * self.question.sesoi:
+                ahead.insert(0, alive[0])
+            else:
+                self._count_failure(alive[0])
+            alive = ahead[: min(KEPT, affordable)]
+        full = self.runs.observe([Order(each.commit, seed) for each in alive[:affordable]], f"round {number}", because)
+        base = stand.base.run.score
+        assert base is not None
+        found = [
+            Screened(candidate, seen, seen.run.score - base)
+            for candidate, seen in zip(alive, full, strict=False)
+            if seen.run.score is not None
+        ]
+        found.sort(key=lambda screened: -screened.gain)
+        content = {
+            "base": {"commit": stand.base.run.commit, "score": base},
+            "tip": stand.tip.run.commit,
+            "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
+            "full": [
+                {"name": each.candidate.intervention.name, "commit": each.seen.run.commit, "gain": each.gain}
+                for each in found
+            ],
+            "failed": [
+                {"name": each.intervention.name, "error": seen.run.error}
+                for each, seen in zip(alive, full, strict=False)
+                if seen.run.error
+            ],
+        }
+        entries = [stand.base.entry, *because, *(seen.entry for seen in full)]
+        self.runs.note("screened", lambda: content, f"round {number} screened", entries)
+        return found
+
+    def _is_repeated(self, number: int, stand: Stand, found: Screened) -> bool:
+        """True if the gain is clear, or comes again with a second seed: a study costs more than two runs."""
+        if found.gain >= CLEAR * self.question.sesoi:
+            return True
+        if self.runs.left() < self.question.study_cost + 2:
+            raise Ending("the budget that is left does not pay for another study")
+        orders = [Order(seen.run.commit, seed_of(self.question, -1)) for seen in (stand.base, found.seen)]
+        base, changed = self.runs.observe(orders, f"round {number} again", [found.candidate.entry])
+        if base.run.score is None or changed.run.score is None:
+            return False
+        again = changed.run.score - base.run.score
+        content = {
+            "base": {"commit": stand.base.run.commit, "score": base.run.score},
+            "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
+            "failed": [],
+        }
+        because = [found.seen.entry, base.entry, changed.entry]
+        self.runs.note("screened", lambda: content, f"round {number} again {found.candidate.commit}", because)
+        return again > 0 and (found.gain + again) / 2 >= PROMISING * self.question.sesoi
+
+    def _confirm(self, number: int, stand: Stand, found: Screened) -> bool:
+        """Conducts a study of the candidate against the base. True if it is supported."""
+        if self.runs.left() < self.question.study_cost:
+            raise Ending("the budget that is left does not pay for another study")
+        name = found.candidate.intervention.name
+        study = self._study(number, stand, found)
+        key = f"study {study.id}"
+        content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
+        entry = self.runs.note(
+            "study", lambda: content, key, [found.candidate.entry, found.seen.entry, stand.base.entry]
+        )
+        learned = self.runs.note(
+            "learned", lambda: self._conduct(study, found, entry), f"learned {study.id}", [entry.number]
+        )
+        self.runs.spend(f"spent {key}", learned.content["spent"], learned.content["hours"], learned)
+        accepted: bool = learned.content["accepted"]
+        if accepted:
+            follow = {"base": found.candidate.commit, "reason": f"{name} is confirmed; the next changes build on it"}
+            self.runs.note("followed", lambda: follow, f"followed {study.id}", [learned.number])
+        else:
+            self.failures[name] = FAILURES
+        self._digest()
+        return accepted
+
+    def _study(self, number: int, stand: Stand, found: Screened) -> Study:
+        made = found.candidate.intervention
+        budget = min(self.runs.left(), 2.0 * self.question.looks[-1])
+        arms = (Arm("base", code=stand.base.run.commit), Arm("changed", code=found.candidate.commit))
+        return Study(
+            f"{self.question.topic}: {made.name}",
+            self.question.metric,
+            self.question.sesoi,
+            arms,
+            (Hypothesis(f"{made.name}: {made.predicts}"[:300], "changed", "base", sign="+", why=made.why[:300]),),
+            budget=round(budget, 6),
+            reserve=0.0,
+            alpha=self.question.alpha,
+            looks=self.question.looks,
+            evaluator=self.question.evaluator,
+            seed=seed_of(self.question, number),
+        )
+
+    def _conduct(self, study: Study, found: Screened, entry: Entry) -> dict[str, Any]:
+        begun = self.runs.working_time()
+
+        def judged() -> tuple[list[Finding], Any]:
+            return conduct(study, StudyLog(), self.laboratory.runner(study))
+
+        [finding], launcher = self.runs.patiently(judged)
+        made = found.candidate.intervention
+        return {
+            "name": made.name,
+            "finding": finding.to_json(),
+            "verdict": finding.verdict,
+            "accepted": finding.verdict == "supported",
+            "meaning": meaning(made, finding),
+            "outcomes": {arm.name: scores_of(launcher, arm.name) for arm in study.arms},
+            "spent": launcher.spending.total,
+            "hours": (self.runs.working_time() - begun) / 3600,
+            **volume(outcome.signals for found in launcher.log.outcomes.values() for outcome in found),
+        }
+
+    def _deeper(self, number: int, stand: Stand, screened: list[Screened]) -> Stand:
+        """Builds on an unconfirmed change that ended a sign, or returns to the base."""
+        ended = [
+            (stand.tip.causes - found.seen.causes, found)
+            for found in screened
+            if found.gain > -2 * self.question.sesoi and "leaking_judge" not in found.seen.causes
+        ]
+        ended = [(gone, found) for gone, found in ended if gone]
+        if not ended or stand.depth >= DEPTH:
+            return replace(stand, tip=stand.base, depth=0)
+        gone, best = max(ended, key=lambda pair: (len(pair[0]), pair[1].gain))
+        content = {
+            "tip": best.candidate.commit,
+            "reason": f"{best.candidate.intervention.name} ended {', '.join(sorted(gone))} without a gain that can be "
+            "confirmed; another trouble may hide it",
+        }
+        self.runs.note("followed", lambda: content, f"round {number} followed", [best.seen.entry])
+        return Stand(stand.base, best.seen, stand.depth + 1)
+
+    # ---- the notebook ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        content = {
+            "question": stored(self.question.to_json()),
+            "first": self.subjects.first,
+            "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
+            "proposers": [proposer.name for proposer in self.proposers],
+            "limits": list(self.limits),
+            "at": self.clock.now(),
+        }
+        found = self.runs.note("started", lambda: content, "started").content
+        for name in ("question", "first"):
+            if found[name] != content[name]:
+                raise ConfigError(
+                    f"this folder has another campaign ({found['question']['topic']!r}): its {name} is {found[name]!r} "
+                    f"and not {content[name]!r}; resume that one, or choose another folder"
+                )
+        if changed := self.subjects.changed_outside():
+            text = f"files of the subject changed since the start ({', '.join(changed)}); the campaign uses its copy"
+            self.runs.note(
+                "learned", lambda: {"name": "files changed", "meaning": text, "accepted": False}, "files changed"
+            )
+
+    def _note_refusal(self, key: str, asked: object, reason: str, entry: Entry | None = None) -> None:
+        shown = asked.intervention.to_json() if isinstance(asked, Candidate) else asked
+        because = [entry.number] if entry else [asked.entry] if isinstance(asked, Candidate) else []
+        content = {"asked": as_text(shown), "reason": as_text(reason)}
+        self.runs.note("refused", lambda: content, f"{key} refused", because)
+
+    def _digest(self) -> None:
+        """One entry for each day that has passed."""
+        started = self.notebook.entries[0].content["at"]
+        day = int((self.clock.now() - started) / DAY)
+        if day < 1 or self.notebook.known(f"digest {day}"):
+            return
+        learned = [entry.content for entry in self.notebook.of("learned")]
+        content = {
+            "day": day,
+            "tried": [entry.content["name"] for entry in self.notebook.of("hypothesis")],
+            "found": [entry["meaning"] for entry in learned if entry["accepted"]],
+            "ruled_out": [entry["meaning"] for entry in learned if not entry["accepted"]],
+            "next": as_text(self.notebook.entries[-1].content, 300),
+            "spent": self.runs.spent(),
+            "left": min(self.runs.left(), 1e9),
+        }
+        self.runs.note("digest", lambda: content, f"digest {day}", [self.notebook.entries[-1].number])
+
+    def _ending(self, reason: str | None, stand: Stand | None) -> dict[str, Any]:
+        accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]
+        return {
+            "reason": reason,
+            "base": stand.base.run.commit if stand else self.subjects.first,
+            "accepted": accepted,
+            "score": stand.base.run.score if stand else None,
+            "signs": [sign.to_json() for sign in signs(stand.base.run)] if stand else [],
+            "spent": self.runs.spent(),
+        }
+
+
+class CampaignView:
+    """A `View` for the proposers."""
+
+    def __init__(self, campaign: Campaign, stand: Stand) -> None:
+        self._campaign, self._stand = campaign, stand
+        self.topic = campaign.question.topic
+        self.base, self.observation, self.observed = stand.tip.run.commit, stand.tip.run, stand.tip.entry
+
+    @property
+    def tried(self) -> frozenset[str]:
+        worn = {name for name, times in self._campaign.failures.items() if times >= FAILURES}
+        return frozenset(worn | self._campaign.tried.get(self.base, set()))
+
+    @property
+    def notebook(self) -> Sequence[Entry]:
+        return tuple(self._campaign.notebook.entries)
+
+    def files(self) -> Mapping[str, str]:
+        return self._campaign.subjects.files(self.base)
+
+    def judge_source(self) -> str:
+        return self._campaign.subjects.judge_source()
+
+
+def seed_of(question: Question, number: int) -> int:
+    """Seeds of a campaign: 0 for screens, others for studies, so that studies see fresh ones."""
+    digest = hashlib.sha256(f"{question.seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def scores_of(launcher: Any, arm: str) -> list[float]:
+    """Scores of the confirming trials, in the order of their seeds."""
+    trials = [trial for trial in launcher.log.trials.values() if trial.arm == arm and trial.phase == "confirm"]
+    last = [launcher.log.outcomes[trial.id][-1] for trial in trials if launcher.log.outcomes.get(trial.id)]
+    return [outcome.score for outcome in last if outcome.score is not None]
+
+
+def meaning(made: Intervention, finding: Finding) -> str:
+    """The lesson of a finding, in one sentence."""
+    size = (
+        "" if finding.estimate is None else f" by {finding.estimate:+.3g} ({finding.low:+.3g} to {finding.high:+.3g})"
+    )
+    match finding.verdict:
+        case "supported":
+            return f"{made.name} raises the score{size}"
+        case "refuted":
+            return f"{made.name} lowers the score{size}; this rules it out: {made.refutes}"
+        case "practically_equivalent":
+            return f"{made.name} makes no difference that matters{size}; this rules it out: {made.refutes}"
+    return f"{made.name} stays open{size}: {finding.reason}"

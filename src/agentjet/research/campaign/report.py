@@ -1,0 +1,293 @@
+"""The report of a campaign as a short paper, from the notebook alone: its facts. `research.report` prints them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.campaign import PROMISING
+from agentjet.research.campaign.notebook import NAME, Entry, Notebook
+from agentjet.research.campaign.runs import volume
+from agentjet.research.report.document import files_of, number, write_files
+from agentjet.research.report.figures import curves, effects
+
+FILE_LINES = 30
+"""Lines of a patch that are shown of a file."""
+REFERENCE = re.compile(r"\((#\d+(?:, #\d+)*)\)")
+ROW = re.compile(r"<tr>\n<td>(\d+)</td>")
+"""A row of the table of steps, which begins with the number of an entry."""
+LIMITS = (
+    "The result is about this model, these tasks and this evaluator. Another subject may answer otherwise.",
+    "Screens use one seed, so a change that gains little can be missed. Only studies rule a change out.",
+    "What was studied had been chosen for its gain. A study uses other seeds, so its estimate does not have that bias. "
+    "A study that stops at an early look overstates a difference on average.",
+    "Remedies are tried in the order of their expected value; others than those of the notebook were not tried.",
+    "Transcripts are of training tasks. Held-out tasks were read by the judge only.",
+)
+
+
+def build(folder: Path) -> list[Path]:
+    """Writes `report.md`, `report.html`, `facts.json` and `figures/` into the campaign's folder.
+
+    Raises `ConfigError` without a campaign.
+    """
+    with Notebook(folder, writer=False) as notebook:
+        facts = gather(notebook)
+    drawings = {
+        "effects": effects([{**one, "claim": one["name"]} for one in facts["claims"]], facts["question"]["sesoi"]),
+        "curves": curves(facts["curves"], facts["evaluation_steps"]),
+    }
+    files = files_of("campaign.md.jinja", facts, drawings)
+    page = write_files({**files, "report.html": with_links(files["report.html"], facts["steps"])}, folder)
+    return [page.with_suffix(".md"), page]
+
+
+def with_links(page: str, steps: Sequence[Mapping[str, Any]]) -> str:
+    """The page with references to entries as links to their rows in the table of steps."""
+    known = {f"#{step['entry']}" for step in steps}
+
+    def linked(found: re.Match[str]) -> str:
+        one_by_one = found[1].split(", ")
+        links = [f'<a href="#entry-{one[1:]}">{one}</a>' if one in known else one for one in one_by_one]
+        return f"({', '.join(links)})"
+
+    return REFERENCE.sub(linked, ROW.sub(r'<tr id="entry-\1">\n<td>\1</td>', page))
+
+
+def gather(notebook: Notebook) -> dict[str, Any]:
+    """Every fact of the report, each from an entry. Raises `ConfigError` if nothing was observed."""
+    observed = [entry for entry in notebook.of("observed") if entry.content["observation"]["score"] is not None]
+    started, ended = notebook.known("started"), notebook.known("ended")
+    if started is None or not observed:
+        raise ConfigError(f"{notebook.path}: nothing was observed yet: {end_of(ended)}")
+    question = started.content["question"]
+    claims = [claim(entry, notebook) for entry in notebook.of("study")]
+    accepted = [each for each in claims if each["accepted"]]
+    base = accepted[-1]["commit"] if accepted else started.content["first"]
+    whole = [entry for entry in observed if entry.content["observation"]["share"] == 1.0]
+    first = whole[0] if whole else observed[0]
+    last = next((entry for entry in whole if entry.content["observation"]["commit"] == base), first)
+    usual = len(first.content["observation"]["curve"])
+    moments = [("Before", first), *([("After", last)] if last != first else [])]
+    return {
+        "topic": question["topic"],
+        "question": question,
+        "asks": started.content["asks"],
+        "proposers": ", ".join(started.content["proposers"]),
+        "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
+        "answer": answer(claims, first, ended, question["sesoi"]),
+        "promising": PROMISING * question["sesoi"],
+        "claims": claims,
+        "accepted": [each["name"] for each in accepted],
+        "base": base,
+        "signs": last.content["signs"],
+        "last": last.number,
+        "steps": [step for entry in notebook.entries if (step := row(entry)) is not None],
+        "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
+        "evaluation_steps": evaluation_steps(first),
+        "transcripts": [moment(title, entry) for title, entry in moments],
+        "cost": costs(notebook, observed),
+        "limits": [*LIMITS, *notes(notebook)],
+        "following": following(claims, last, notebook),
+        "notebook": NAME,
+        "folder": notebook.path.name,
+    }
+
+
+def end_of(ended: Entry | None) -> str:
+    return str(ended.content["reason"]) if ended else "the campaign has just begun"
+
+
+def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
+    """A study with its result; `learned` may be missing while it is conducted."""
+    learned = notebook.known(f"learned {entry.key.removeprefix('study ')}")
+    asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
+    finding = learned.content["finding"] if learned else {}
+    return {
+        "name": asked["name"],
+        "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
+        "predicts": asked["predicts"],
+        "refutes": asked["refutes"],
+        "changes": asked["changes"],
+        "patch": shown(asked["patch"]),
+        "commit": entry.content["commit"],
+        "verdict": finding.get("verdict", "under way"),
+        "accepted": bool(learned and learned.content["accepted"]),
+        "meaning": sentence(learned.content["meaning"]) if learned else "The study is under way",
+        "entry": (learned or entry).number,
+        "fixed": entry.number,
+        "outcomes": learned.content["outcomes"] if learned else {},
+        "spent": learned.content["spent"] if learned else 0.0,
+        **{name: finding.get(name) for name in ("estimate", "low", "high", "confidence", "p_value", "reason")},
+    }
+
+
+def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | None, sesoi: float) -> tuple[str, str]:
+    """Two sentences: what raised the score, and what stays open."""
+    accepted = [each for each in claims if each["accepted"]]
+    reason, score = end_of(ended), first.content["observation"]["score"]
+    if accepted:
+        before, after = accepted[0], accepted[-1]
+        found = (
+            f"The mean score rises from {mean(before['outcomes']['base'])} (#{before['entry']}) to "
+            f"{mean(after['outcomes']['changed'])} (#{after['entry']}) with "
+            f"{' and '.join(quoted(each['name']) for each in accepted)}, confirmed with fresh seeds."
+        )
+    elif "judge pays" in reason or "cannot run" in reason:
+        found = f"The question cannot be answered: {reason}."
+    elif ended is None:
+        found = f"No change is confirmed yet; the score is {number(score)} (#{first.number})."
+    else:
+        found = f"No change is confirmed to raise the score of {number(score)} (#{first.number}) by {sesoi:g} or more."
+    undecided = [quoted(each["name"]) for each in claims if each["verdict"] == "inconclusive"]
+    rest = f"The campaign ended because: {reason}." if ended else "The campaign is not finished."
+    return found, f"Open: {' and '.join(undecided)}." if undecided else rest
+
+
+def row(entry: Entry) -> dict[str, Any] | None:
+    """A line of the table of steps; None for entries that need none."""
+    content = entry.content
+    match entry.kind:
+        case "started":
+            what, result = "began", content["question"]["topic"]
+        case "observed":
+            run = content["observation"]
+            if run["share"] < 1 and not run["error"]:
+                return None
+            causes = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"]) or "no sign"
+            what = f"observed {run['commit'][:8]} ({content['why']})"
+            result = run["error"] or f"score {number(run['score'])}; shows: {causes}"
+        case "hypothesis":
+            what = f"proposed by {content['origin']}: {content['name']}"
+            result = content["why"] or "no reason was given"
+        case "refused":
+            what, result = "refused a proposal", content["reason"]
+        case "screened":
+            tried = [each for each in content.get("short", ()) if each["score"] is not None]
+            short = [f"{each['name']} {number(each['score'])}" for each in tried]
+            gains = [f"{each['name']} {each['gain']:+.3f}" for each in content["full"]]
+            what, result = "screened", f"gain of one full run: {'; '.join(gains) or 'no run came back'}"
+            result += f" (scores after a third: {'; '.join(short)})" if short else ""
+        case "study":
+            what, result = "fixed a study, before its data", content["name"]
+        case "learned":
+            what, result = f"learned: {content['name']}", content["meaning"]
+        case "followed":
+            what, result = "followed up", content["reason"]
+        case "ended":
+            what, result = "ended", content["reason"]
+        case _:
+            return None
+    return {"entry": entry.number, "what": what, "result": result[:1000]}
+
+
+def curves_of(of: Entry, observed: Sequence[Entry], usual: int) -> list[list[float]]:
+    """The curves of all full observations of a commit, with `usual` scores each. A run that continued a short one was
+    also scored where that ended, and other runs were not.
+    """
+    runs = [entry.content["observation"] for entry in observed]
+    runs = [run for run in runs if run["commit"] == of.content["observation"]["commit"]]
+    ends = {run["seed"]: len(run["curve"]) - 1 for run in runs if run["share"] < 1}
+    return [
+        [score for place, score in enumerate(run["curve"]) if len(run["curve"]) == usual or place != ends[run["seed"]]]
+        for run in runs
+        if run["share"] == 1 and (len(run["curve"]) == usual or run["seed"] in ends)
+    ]
+
+
+def evaluation_steps(entry: Entry) -> list[int]:
+    """The steps of a run's evaluations; empty if its length is unknown."""
+    run = entry.content["observation"]
+    steps, last = run["settings"].get("job.max_steps"), len(run["curve"]) - 1
+    return [round(steps * place / last) for place in range(last + 1)] if steps and last > 0 else []
+
+
+def moment(title: str, entry: Entry) -> dict[str, Any]:
+    said = [
+        {name: transcript[name] for name in ("place", "reward", "judged")}
+        | {"text": "\n".join(f"{each.get('role', '?')}: {each.get('content')}" for each in transcript["messages"])}
+        for transcript in entry.content["observation"]["transcripts"]
+    ]
+    return {"title": title, "entry": entry.number, "said": said}
+
+
+def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
+    """Spending of the whole campaign. A longer run continues the shorter one of its commit and seed."""
+    spent = [entry.content for entry in notebook.of("spent")]
+    runs = {(run["commit"], run["seed"]): run for run in (entry.content["observation"] for entry in observed)}
+    seen, learned = volume(run["signals"] for run in runs.values()), notebook.of("learned")
+    return {
+        "runs": math.fsum(entry["runs"] for entry in spent),
+        "hours": math.fsum(entry["hours"] for entry in spent),
+        "observed": len(observed),
+        "hypotheses": len(notebook.of("hypothesis")),
+        "refused": len(notebook.of("refused")),
+        **{
+            part: math.fsum([amount, *(entry.content.get(part, 0.0) for entry in learned)])
+            for part, amount in seen.items()
+        },
+    }
+
+
+def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebook) -> list[str]:
+    """Questions for a next campaign."""
+    open_claims = [
+        f"Does {each['name']} raise the score? {sentence(each['reason'])} (#{each['entry']})."
+        for each in claims
+        if each["verdict"] == "inconclusive"
+    ]
+    left = [f"What mends this: {sign['seen']} (#{last.number})?" for sign in last.content["signs"]]
+    gains: dict[str, list[float]] = {}
+    entries: dict[str, int] = {}
+    for entry in notebook.of("screened"):
+        for each in entry.content["full"]:
+            gains.setdefault(each["name"], []).append(each["gain"])
+            entries[each["name"]] = entry.number
+    studied = " + ".join(str(each["name"]) for each in claims)  # a part of what was studied is not open
+    promising = [
+        f"{name} gained {mean(gain)} in screens and was not studied (#{entries[name]})."
+        for name, gain in gains.items()
+        if math.fsum(gain) > 0 and name not in studied
+    ]
+    return [*open_claims, *left, *promising]
+
+
+def notes(notebook: Notebook) -> list[str]:
+    """Further limits, from the notebook."""
+    edited = notebook.known("files changed")
+    found = [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
+    if edited:
+        found.append(f"{sentence(edited.content['meaning'])} (#{edited.number}).")
+    shared = [entry for entry in notebook.of("observed") if entry.content["observation"]["shared_tasks"]]
+    if shared:
+        count = shared[0].content["observation"]["shared_tasks"]
+        found.append(f"{count} held-out tasks are also trained on, so scores are too high (#{shared[0].number}).")
+    return found
+
+
+def mean(values: Sequence[float]) -> str:
+    return number(math.fsum(values) / len(values) if values else None)
+
+
+def shown(patch: str) -> str:
+    """A patch with the first lines of each file."""
+    parts: list[str] = []
+    for file in re.split(r"(?m)^(?=--- )", patch.strip()):
+        lines = file.splitlines()
+        more = len(lines) - FILE_LINES
+        parts += [*lines[:FILE_LINES], *([f"... {more} more lines"] if more > 0 else [])]
+    return "\n".join(parts)
+
+
+def quoted(name: object) -> str:
+    return f"“{name}”"
+
+
+def sentence(text: object) -> str:
+    """A text as the beginning of a sentence, without its full stop."""
+    line = " ".join(str(text).split()).rstrip(".")
+    return line[:1].upper() + line[1:]

@@ -1,0 +1,252 @@
+"""`Strategist`: the proposer without a language model. Rules from what a run shows to remedies: `remedies.toml`.
+
+The facts of a run are numbers by name. A sign holds if its conditions on the facts hold. A remedy applies if its sign
+holds. Remedies are ordered by prior times the effect that is left. Likely remedies are also proposed as one
+intervention, because a trouble can hide the effect of mending another.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentjet.research.campaign import edits
+from agentjet.research.campaign.models import (
+    LONGEST_NAME,
+    Finish,
+    Intervention,
+    Kind,
+    Observation,
+    Proposal,
+    Sign,
+    View,
+)
+from agentjet.research.records import Value
+from agentjet.research.signs import SignRule, toml_of
+
+WORTH = 0.03
+"""Least expected gain of a remedy that is tried: prior times the effect that is left, in units of the score."""
+LIKELY = 0.4
+"""Prior from which remedies are also proposed together."""
+TRIED = 4
+"""Episodes of a task that show whether it teaches."""
+
+
+class Remedy(BaseModel):
+    """A row of `remedies.toml`, which documents the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    cause: str = Field(alias="for")
+    kind: Kind
+    prior: float
+    why: str
+    predicts: str
+    refutes: str
+    set: Mapping[str, str] = {}
+    low: float = 0.0
+    high: float = float("inf")
+    edit: str = ""
+
+    def changes(self, settings: Mapping[str, Value]) -> dict[str, Value]:
+        """The settings that it changes. Empty if one of them has no present value or would not change."""
+        found: dict[str, Value] = {}
+        for name, rule in self.set.items():
+            present = settings.get(name)
+            value: Value = tomllib.loads(f"v = {rule[1:]}")["v"]
+            if rule[0] == "*":
+                if not isinstance(present, int | float) or isinstance(present, bool):
+                    return {}
+                scaled = float(f"{min(max(present * float(value), self.low), self.high):.6g}")
+                value = round(scaled) if isinstance(present, int) else scaled
+            if value == present:
+                return {}
+            found[name] = value
+        return found
+
+
+@cache
+def table() -> tuple[tuple[SignRule, ...], tuple[Remedy, ...]]:
+    content = toml_of("agentjet.research.campaign", "remedies.toml")
+    return tuple(map(SignRule.model_validate, content["sign"])), tuple(map(Remedy.model_validate, content["remedy"]))
+
+
+def facts_of(run: Observation) -> dict[str, float]:
+    """The facts of a run that were reported."""
+    found: dict[str, float | None] = {
+        "score": run.score,
+        "rejected": run.rejected,
+        "overpaid": run.overpaid,
+        "swapped": run.swapped,
+        "unseen_fields": float(len(unseen_fields(run))),
+    }
+    if run.score is not None:
+        found |= {"left": 1.0 - run.score, "score_fall": max(run.curve, default=run.score) - run.score}
+        found |= {"score_first": run.curve[0] if run.curve else None}
+        if run.swapped is not None:
+            found["swapped_of_score"] = run.swapped / max(run.score, 1e-9)
+
+    def early(name: str) -> float | None:
+        return third(run, name, 0)
+
+    def late(name: str) -> float | None:
+        return third(run, name, -1)
+
+    found |= {
+        "zero_variance": early("groups/zero_variance"),
+        "reward_early": early("reward/mean"),
+        "reward_late": late("reward/mean"),
+        "kl_late": late("policy/kl"),
+        "entropy_late": late("policy/entropy"),
+    }
+    cut, first, last = early("completion/truncated"), early("policy/entropy"), late("policy/entropy")
+    if cut is not None:
+        found["truncated"] = max(cut, late("completion/truncated") or 0.0)
+    if first and last is not None:
+        found["entropy_kept"] = last / first
+    for name in ("temperature", "max_tokens"):
+        found[f"overridden_{name}"] = run.overrides.get(f"job.{name}", 0.0)
+    known = [(least, most) for least, most, number in run.by_task.values() if number >= TRIED]
+    if known:
+        found["mixed"] = sum(most > least for least, most in known) / len(known)
+    for name in ("temperature", "recipe.kl_coef", "optimizer.lr", "group_size", "max_tokens"):
+        value = run.settings.get(f"job.{name}")
+        if isinstance(value, int | float):
+            found[name.rpartition(".")[2]] = float(value)
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def third(run: Observation, name: str, which: int) -> float | None:
+    """Mean of a signal's first or last third."""
+    values = np.array([np.nan if value is None else value for value in run.signals.get(name, ())])
+    part = values[: max(1, len(values) // 3)] if which == 0 else values[-max(1, len(values) // 3) :]
+    part = part[np.isfinite(part)]
+    return float(part.mean()) if len(part) else None
+
+
+def unseen_fields(run: Observation) -> list[str]:
+    """Fields of the tasks that stand in none of the prompts of the transcripts."""
+    prompts, payloads = [], []
+    for transcript in run.transcripts:
+        if isinstance(transcript.task, dict):
+            payloads.append(transcript.task)
+            asked = [str(message["content"]) for message in transcript.messages if message.get("role") != "assistant"]
+            prompts.append("\n".join(asked))
+    names = {name for payload in payloads for name in payload} - {"id", "task_set"}
+    return sorted(
+        name
+        for name in names
+        if not any(str(payload.get(name)) in prompt for payload, prompt in zip(payloads, prompts, strict=True))
+    )
+
+
+def signs(run: Observation) -> list[Sign]:
+    """Signs of a run, in the order of the table."""
+    facts = facts_of(run)
+    return [Sign(rule.cause, rule.meaning, rule.evidence(facts)) for rule in table()[0] if rule.holds(facts)]
+
+
+def causes(run: Observation) -> frozenset[str]:
+    """The causes of a run that are not noisy: whether they show does not depend on the seed."""
+    facts = facts_of(run)
+    return frozenset(rule.cause for rule in table()[0] if not rule.noisy and rule.holds(facts))
+
+
+class Strategist:
+    """A `Proposer`."""
+
+    name = "strategist"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        run = view.observation
+        shown = {sign.cause for sign in signs(run)}
+        if "leaking_judge" in shown:
+            return [Finish("the judge pays answers that belong to other tasks: no result can be trusted")]
+        left = facts_of(run).get("left", 1.0)
+        rows = [row for row in table()[1] if (row.cause in shown or not row.cause) and row.prior * left >= WORTH]
+        found = [(row, made) for row in rows if (made := self._single(view, row)) is not None]
+        found.sort(key=lambda pair: -pair[0].prior)
+        likely = [pair for pair in found if pair[0].prior >= LIKELY]
+        best = [next(rest) for _, rest in groupby(sorted(likely, key=by_cause), key=by_cause)]
+        together = self._together(view, [row for row, _ in sorted(best, key=lambda pair: -pair[0].prior)])
+        for_signs = [*([together] if together else []), *(made for row, made in found if row.cause)]
+        others = [made for row, made in found if not row.cause]
+        for proposed in (for_signs, others):  # others only if no sign has a remedy left, because each costs a screen
+            unique = {made.name: made for made in reversed(proposed) if made.name not in view.tried}
+            if unique:
+                return [*reversed(unique.values())][:most]
+        return [Finish("no remedy is worth a try: the expected gains are too small")]
+
+    def _single(self, view: View, row: Remedy) -> Intervention | None:
+        run = view.observation
+        changes = row.changes(run.settings)
+        changed = edited(row, view, view.files())
+        if (row.set and not changes) or (row.edit and not changed):
+            return None
+        return Intervention(
+            row.name,
+            row.kind,
+            changes,
+            edits.unified_diff(view.files(), changed),
+            why=filled(row.why, run),
+            predicts=row.predicts,
+            refutes=row.refutes,
+            evidence=(view.observed,),
+        )
+
+    def _together(self, view: View, rows: Sequence[Remedy]) -> Intervention | None:
+        """All of these remedies as one intervention; None for less than two."""
+        files: dict[str, str] = dict(view.files())
+        changes: dict[str, Value] = {}
+        used: list[Remedy] = []
+        for row in rows:
+            news, changed = row.changes(view.observation.settings), edited(row, view, files)
+            if (news and not changes.keys() & news.keys()) or changed:
+                changes |= news
+                files |= changed
+                used.append(row)
+        names = list(dict.fromkeys(row.name for row in used))
+        if len(names) < 2:
+            return None
+        kinds = {row.kind for row in used}
+        return Intervention(
+            " + ".join(names)[:LONGEST_NAME],
+            kinds.pop() if len(kinds) == 1 else "agent",
+            changes,
+            edits.unified_diff(view.files(), files),
+            why="; ".join(dict.fromkeys(filled(row.why, view.observation) for row in used)),
+            predicts="the score rises more than by one of them alone, because each can hide the others",
+            refutes="the score stays although all the signs are gone",
+            evidence=(view.observed,),
+        )
+
+
+def by_cause(pair: tuple[Remedy, Intervention]) -> str:
+    return pair[0].cause
+
+
+def filled(text: str, run: Observation) -> str:
+    """The text with the run's facts."""
+    shown: dict[str, Any] = {name: f"{value:.3g}" for name, value in facts_of(run).items()}
+    return text.format(**shown, unseen_names=", ".join(unseen_fields(run)))
+
+
+def edited(row: Remedy, view: View, files: edits.Files) -> edits.Files:
+    run = view.observation
+    match row.edit:
+        case "show_fields":
+            return edits.show_fields(files, unseen_fields(run))
+        case "remove_temperature" | "remove_max_tokens":
+            return edits.remove_argument(files, row.edit.removeprefix("remove_"))
+        case "judge_reward":
+            return edits.judge_reward(files, view.judge_source())
+        case "keep_mixed":
+            return edits.keep_mixed(files, run.by_task)
+    return {}

@@ -1,0 +1,396 @@
+"""`SubjectRepo`: the commits of a campaign's subject, in a private git repository.
+
+    CAMPAIGN/subject/     the repository. Its first commit is the subject as the user gave it
+    CAMPAIGN/judge/       a copy of the user's folder, with the held-out tasks: read by the judge's process only
+    CAMPAIGN/arms/COMMIT/ the files of a commit, in which its agent runs
+    CAMPAIGN/source.json  hashes of the copies, and the user's folder
+
+An intervention becomes a commit. A change of settings is an edit of `[settings]` in subject.toml; everything else is a
+unified diff. Equal interventions on equal commits are equal commits, on every machine. Refused are interventions that
+do not apply or import, change nothing, or touch the judge's part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from agentjet.client.agent_source import hash_of, one_line
+from agentjet.config import parse_config
+from agentjet.errors import ConfigError
+from agentjet.research import arm_process
+from agentjet.research.arm_process import ArmFailed, ArmOrder
+from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.subject_file import (
+    ARM_KEYS,
+    KEYS,
+    flat_toml,
+    held_out_file,
+    parse_subject,
+    read_subject,
+    resolved,
+    steps_as,
+)
+from agentjet.research.journal import write_whole
+from agentjet.research.models import Refused
+from agentjet.research.servers import Address, check_changes
+from agentjet.research.subject import Subject, files_below
+from agentjet.types import Task
+
+SUBJECT = "subject.toml"
+MAX_BYTES = 32 << 20
+"""Maximum size of a subject's folder. Weights stay where they are."""
+MAX_FILE = 1 << 20
+"""Maximum size of a file that an intervention changes."""
+FILE_MODES = {"100644", "100755"}
+WHO = {
+    "GIT_AUTHOR_NAME": "agentjet",
+    "GIT_AUTHOR_EMAIL": "agentjet@localhost",
+    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
+}
+ENVIRONMENT = {
+    **WHO,
+    **{name.replace("AUTHOR", "COMMITTER"): value for name, value in WHO.items()},
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",
+}
+"""Neither the user's settings nor the time are part of a commit."""
+SAFE = (
+    "-c",
+    f"core.hooksPath={os.devnull}",
+    "-c",
+    "core.autocrlf=false",
+    "-c",
+    "core.attributesFile=",
+    "-c",
+    "gc.auto=0",
+)
+
+Load = Callable[[ArmOrder], list[Task]]
+"""Loads an arm's code and returns its training tasks. Raises `ArmFailed`."""
+
+
+class SubjectRepo:
+    """The commits of a campaign's subject. `open` and `create` make one."""
+
+    def __init__(self, folder: Path, load: Load = arm_process.checked) -> None:
+        self.folder, self._load = folder.absolute(), load
+        source = json.loads((self.folder / "source.json").read_text(encoding="utf-8"))
+        self.first: str = source["first"]
+        """The commit of the subject as the user gave it."""
+        self._user_folder = Path(source["folder"])
+        self._files: Mapping[str, str] = source["files"]
+        self._subjects: dict[str, Subject] = {}
+
+    @classmethod
+    def create(cls, folder: Path, subject: Path, load: Load = arm_process.checked) -> SubjectRepo:
+        """Copies the folder of the file `subject` into the campaign's. Opens a repository that is there already.
+
+        Raises `ConfigError` for a subject that cannot run, with its first error.
+        """
+        if not (folder / "source.json").exists():
+            given = resolved(read_subject(subject), subject.parent.absolute())
+            contents = read_folder(subject.parent.absolute(), Path(given.model))
+            held_out = held_out_file(given)
+            for name in ("subject", "judge", "arms"):  # left by a start that was killed
+                shutil.rmtree(folder / name, ignore_errors=True)
+            write_files(contents, folder / "judge")
+            contents[SUBJECT] = flat_toml(given).encode()
+            write_files({name: content for name, content in contents.items() if name != held_out}, folder / "subject")
+            git(folder / "subject", "init", "--quiet", "--initial-branch=subject")
+            git(folder / "subject", "add", "--all", "--force")
+            git(folder / "subject", "commit", "--quiet", "--allow-empty", "--message", "the subject as given")
+            source = {
+                "folder": str(subject.parent.absolute()),
+                "first": git(folder / "subject", "rev-parse", "HEAD").strip(),
+                "files": {
+                    name: hash_of({name: content}) for name, content in sorted(contents.items()) if name != SUBJECT
+                },
+            }
+            write_whole(folder / "source.json", json.dumps(source))
+            try:
+                cls(folder, load).check_runs()
+            except ConfigError:
+                (folder / "source.json").unlink()
+                raise
+        return cls(folder, load)
+
+    # ---- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(self, base: str, intervention: Intervention) -> str:
+        """Returns the commit of an intervention on top of `base`. Raises `Refused` with the reason."""
+        with TemporaryDirectory(dir=self.folder) as scratch:
+            index = f"{scratch}/index"
+            self._git("read-tree", base, index=index)
+            if intervention.patch:
+                self._apply(intervention.patch, index)
+            if intervention.changes:
+                self._change_settings(intervention.changes, index)
+            tree = self._git("write-tree", index=index).strip()
+        self._check_changes(base, tree)
+        commit = self._git("commit-tree", tree, "-p", base, "-m", intervention.name).strip()
+        accepted = f"refs/arms/{commit}"
+        if not self._git("for-each-ref", accepted):
+            if intervention.patch:
+                self._check_imports(commit)
+            self._git("update-ref", accepted, commit)
+        return commit
+
+    def files(self, commit: str) -> dict[str, str]:
+        """Text files of a commit by path."""
+        found = {}
+        for path in self._git("ls-tree", "-r", "-z", "--name-only", commit).split("\0"):
+            if path and (text := self._text(commit, path)) is not None:
+                found[path] = text
+        return found
+
+    def diff(self, before: str, after: str) -> str:
+        """The unified diff between two commits."""
+        return self._git("diff", "--no-color", "--no-ext-diff", before, after)
+
+    def worktree(self, commit: str) -> Path:
+        """The folder with the files of a commit."""
+        place = self.folder / "arms" / commit
+        if not place.exists():
+            with TemporaryDirectory(dir=self.folder) as scratch:
+                made = Path(scratch) / "files"
+                made.mkdir()
+                index = f"{scratch}/index"
+                self._git("read-tree", commit, index=index)
+                self._git("checkout-index", "--all", "--force", f"--prefix={made}/", index=index)
+                place.parent.mkdir(exist_ok=True)
+                try:
+                    made.rename(place)
+                except OSError:  # another thread was first
+                    if not place.exists():
+                        raise
+        return place
+
+    def subject(self, commit: str) -> Subject:
+        """The subject of a commit, with the judge's part from the locked copy. Raises `ConfigError` if that changed."""
+        self.check_judge()
+        given, first = self._subject_file(commit), self._subject_file(self.first)
+        place, judge, steps = self.worktree(commit), self.folder / "judge", steps_as(given, first)
+        return replace(
+            first,
+            agent=str(place / given.agent),
+            tasks=str(place / given.tasks),
+            held_out=str(judge / first.held_out),
+            evaluator=str(judge / first.evaluator),
+            settings=given.settings,
+            steps=steps,
+            evaluations=min(first.evaluations, steps),
+            concurrency=given.concurrency,
+            reward=str(place / given.reward) if given.reward else "",
+            readable=(str(place), *first.readable),
+        )
+
+    def judge_source(self) -> str:
+        """Source of the evaluator's file."""
+        return (self.folder / "judge" / file_of(self._subject_file(self.first).evaluator)).read_text(encoding="utf-8")
+
+    @property
+    def judge_hash(self) -> str:
+        """Hash of the judge's locked copy."""
+        return hash_of({name: digest.encode() for name, digest in self._files.items()})
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def check_judge(self) -> None:
+        """Raises `ConfigError` if a file of the judge's copy changed."""
+        for name, expected in self._files.items():
+            path = self.folder / "judge" / name
+            if not path.is_file() or hash_of({name: path.read_bytes()}) != expected:
+                raise ConfigError(f"{path} was changed, and the judge is fixed: restore it from {self._user_folder}")
+
+    def changed_outside(self) -> list[str]:
+        """Files of the user's folder that differ from the campaign's copy."""
+        changed = []
+        for name, expected in self._files.items():
+            path = self._user_folder / name
+            if not path.is_file() or hash_of({name: path.read_bytes()}) != expected:
+                changed.append(name)
+        return changed
+
+    def check_runs(self) -> None:
+        """Loads the first commit's code and the judge's. Raises `ConfigError` with the first error and its line."""
+        subject = self.subject(self.first)
+        held_out = subject.held_out_tasks()
+        subject.load_judge()
+        try:
+            training = self._load(self._order(subject, "check"))
+        except ArmFailed as error:
+            raise ConfigError(f"the subject cannot run: {error}") from None
+        try:
+            json.dumps([task.payload for task in held_out], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
+        shared = {(task.task_set, task.id) for task in held_out} & {(task.task_set, task.id) for task in training}
+        if len(shared) == len(held_out):
+            raise ConfigError(f"held_out: all {len(shared)} held-out tasks are training tasks: hold out other tasks")
+
+    def _check_changes(self, base: str, tree: str) -> None:
+        """Raises `Refused` for a forbidden change between a commit and a tree."""
+        lines = [line for line in self._git("diff-tree", "-r", "-z", "--no-renames", base, tree).split("\0") if line]
+        if not lines:
+            raise Refused("it changes nothing: give another change")
+        first = self._subject_file(self.first)
+        for facts, path in zip(lines[::2], lines[1::2], strict=True):
+            _, mode, *_, status = facts.removeprefix(":").split()
+            if path in (file_of(first.evaluator), held_out_file(first)):
+                raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
+            if status != "D" and (mode not in FILE_MODES or any(part.startswith(".") for part in Path(path).parts)):
+                raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
+            if status == "A":
+                check_new_name(path)
+            if status != "D":
+                self._check_file(tree, path)
+        given = parse_subject(self._git("show", f"{tree}:{SUBJECT}"), SUBJECT, error=Refused)
+        for key in (key for key in KEYS if key not in ARM_KEYS):
+            before, after = getattr(first, key), getattr(given, key)
+            if before != after:
+                raise Refused(f"{SUBJECT}: {key} = {after!r}: it is the judge's, and stays {before!r}")
+        check_settings(given.settings)
+
+    def _check_file(self, tree: str, path: str) -> None:
+        if int(self._git("cat-file", "-s", f"{tree}:{path}")) > MAX_FILE:
+            raise Refused(f"{path}: more than {MAX_FILE} bytes")
+        text = self._text(tree, path)
+        if path.endswith(".py"):
+            try:
+                compile(text or "", path, "exec")
+            except (SyntaxError, ValueError) as error:
+                raise Refused(f"{path} line {getattr(error, 'lineno', '?')}: {one_line(error)}") from None
+
+    def _check_imports(self, commit: str) -> None:
+        """Loads the agent and the training tasks behind the fence. Raises `Refused`."""
+        try:
+            self._load(self._order(self.subject(commit), commit))
+        except ArmFailed as error:
+            raise Refused(f"it does not load: {error}") from None
+
+    def _order(self, subject: Subject, name: str) -> ArmOrder:
+        home = str(self.folder / "homes" / name)
+        return ArmOrder(
+            subject.agent, subject.tasks, Address("http://127.0.0.1:9", ""), 1, subject.reward, home, subject.readable
+        )
+
+    # ---- git ---------------------------------------------------------------------------------------------------------
+
+    def _apply(self, patch: str, index: str) -> None:
+        """Applies a unified diff to an index. The line counts of its hunks may be wrong if it changes one file."""
+        level = "-p1" if "\n+++ b/" in f"\n{patch}" or "\n--- a/" in f"\n{patch}" else "-p0"
+        text = patch if patch.endswith("\n") else f"{patch}\n"
+        problem = ""
+        for recount in ((), ("--recount",)):
+            try:
+                self._git("apply", "--cached", "--whitespace=nowarn", *recount, level, "-", text=text, index=index)
+                return
+            except ConfigError as error:
+                problem = problem or str(error)
+        raise Refused(f"the patch does not apply: {problem}")
+
+    def _change_settings(self, changes: Mapping[str, Any], index: str) -> None:
+        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT, error=Refused)
+        changed = flat_toml(replace(given, settings={**given.settings, **changes}))
+        blob = self._git("hash-object", "-w", "--stdin", text=changed).strip()
+        self._git("update-index", "--cacheinfo", f"100644,{blob},{SUBJECT}", index=index)
+
+    def _subject_file(self, commit: str) -> Subject:
+        if commit not in self._subjects:
+            self._subjects[commit] = parse_subject(self._git("show", f"{commit}:{SUBJECT}"), SUBJECT)
+        return self._subjects[commit]
+
+    def _text(self, tree: str, path: str) -> str | None:
+        """A file of a tree; None if it is not text."""
+        content = git_bytes(self.folder / "subject", "show", f"{tree}:{path}")
+        try:
+            return None if b"\0" in content else content.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+
+    def _git(self, *arguments: str, text: str = "", index: str = "") -> str:
+        return git(self.folder / "subject", *arguments, text=text, index=index)
+
+
+def git(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> str:
+    return git_bytes(folder, *arguments, text=text, index=index, codes=codes).decode("utf-8", "replace")
+
+
+def git_bytes(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> bytes:
+    """Output of a git command in a folder, without the user's settings and hooks. `index` replaces the file of the
+    repository's index. Raises `ConfigError` for an exit code that is not in `codes`.
+    """
+    known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), **ENVIRONMENT}
+    known |= {"GIT_INDEX_FILE": index} if index else {}
+    try:
+        done = subprocess.run(
+            ["git", *SAFE, *arguments], cwd=folder, env=known, input=text.encode(), capture_output=True
+        )
+    except FileNotFoundError:
+        raise ConfigError("git was not found: install it, because an arm of a campaign is a commit") from None
+    if done.returncode not in codes:
+        error = done.stderr.decode("utf-8", "replace").strip().removeprefix("error: ")
+        raise ConfigError(error or f"git {arguments[0]} failed")
+    return done.stdout
+
+
+def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
+    """The user's files by path, without the model's. Raises `ConfigError` for a folder that is too large."""
+    found: dict[str, bytes] = {}
+    size = 0
+    for path in sorted(files_below(folder)):
+        if path.is_symlink() or not path.is_file() or path.is_relative_to(model):
+            continue
+        size += path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"{folder}: more than {MAX_BYTES >> 20} MB, up to {path.name}: a campaign copies the subject's folder, "
+                "so keep only its agent, tasks and evaluator there"
+            )
+        found[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return found
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def check_new_name(path: str) -> None:
+    """Raises `Refused` for a new file that would replace a module of Python or of an installed package."""
+    name = path.split("/")[0].removesuffix(".py")
+    if name in sys.stdlib_module_names or (name.isidentifier() and is_installed(name)):
+        raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
+
+
+def is_installed(name: str) -> bool:
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None and "-packages" in spec.origin
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises `Refused` for settings that no server takes."""
+    try:
+        check_changes({name: value for name, value in settings.items() if name.startswith("model.name")})
+        parse_config(dict(settings))
+    except ConfigError as error:
+        raise Refused(f"[settings]: {error}") from None
+
+
+def file_of(named: str) -> str:
+    """The file of `FILE.py:FUNCTION` or of a list of tasks."""
+    return named.rpartition(":")[0] or named

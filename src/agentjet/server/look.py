@@ -1,0 +1,264 @@
+"""The application of `agentjet look`: the page over runs that are read from folders or from other servers, and studies.
+
+Each run has the read routes of a server, below `/runs/NAME`; paths without a run mean the first one. Further routes
+list runs and studies and compare runs. Nothing can be changed. The link of the page has a code that opens viewer
+sessions as long as the program runs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import agentjet.protocol as bodies
+from agentjet import __version__
+from agentjet.config import ServerConfig
+from agentjet.errors import InvalidRequest, NotFound, RequestError, Unauthorized
+from agentjet.gateway.collection import Collection
+from agentjet.gateway.reader import Reader
+from agentjet.gateway.recorded import RecordedRun
+from agentjet.server import page, records
+from agentjet.server.auth import Keys
+from agentjet.server.deps import BEARER, SMALL_BODY, VIEWER, GuardedRoute
+from agentjet.server.error_handlers import HANDLED, PROBLEMS, error_response, respond_to_error
+from agentjet.server.http import Entry, allowed_hosts
+from agentjet.server.limits import Limits
+from agentjet.server.runs import RUN, bearer_of, entered_run, route_path
+from agentjet.types import DEFAULT_RUN
+
+MOST_COMPARED = 8
+OWN_PATHS = ("/look", "/studies/", "/compare", "/sessions")
+"""Below `/swarm/v1`: routes that belong to no run."""
+
+
+class Answer(NamedTuple):
+    """The answer of another server."""
+
+    status: int
+    media_type: str
+    content: bytes
+
+
+Forward = Callable[[str], Awaitable[Answer]]
+"""Reads a path, with its query, from the server of a run. Raises `RequestError`."""
+
+
+class Look:
+    """The collection on HTTP: its keys and the code of its link."""
+
+    def __init__(self, collection: Collection, forwards: Mapping[str, Forward], server: ServerConfig) -> None:
+        """`forwards` are for the runs that other servers have."""
+        self.collection = collection
+        self.forwards = forwards
+        self.limits = Limits.of(server)
+        self.keys = Keys({})
+        self.code = secrets.token_urlsafe(24)
+        self.first = next(iter(collection.runs), DEFAULT_RUN)
+
+    def enter(self, name: str, request: HTTPConnection) -> EnteredRecords:
+        """Returns a run. Raises `Unauthorized`, and `NotFound` for a name without a run."""
+        self.keys.control(bearer_of(request))
+        self.collection.run(name)
+        return EnteredRecords(self, name)
+
+    def open_session(self, code: str) -> bodies.SessionView:
+        """Raises `Unauthorized` for another code than the one of the link."""
+        if not hmac.compare_digest(code.encode(errors="replace"), self.code.encode()):
+            raise Unauthorized("This link is of another `agentjet look`: open the one it printed.", code="code_invalid")
+        key, expires = self.keys.sign_session("viewer")
+        return bodies.SessionView(key=key, role="viewer", run=self.first, expires=expires, live=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EnteredRecords:
+    """An `EnteredRun`. All runs have the same keys."""
+
+    look: Look
+    name: str
+
+    @property
+    def recorded(self) -> RecordedRun:
+        """Raises `NotFound` if no run was given."""
+        run = self.look.collection.run(self.name)
+        assert isinstance(run, RecordedRun), "requests of other runs are forwarded"
+        return run
+
+    @property
+    def reader(self) -> Reader:
+        return self.recorded.reader
+
+    @property
+    def keys(self) -> Keys:
+        return self.look.keys
+
+    @property
+    def limits(self) -> Limits:
+        return self.look.limits
+
+    @property
+    def shared(self) -> None:
+        return None
+
+    @property
+    def max_age(self) -> float:
+        return 0.0
+
+    def refuse_foreign(self, token: str) -> None:
+        """Does nothing: no run has other keys."""
+
+
+class Forwarding:
+    """Middleware that sends the requests of a run that another server has to that server."""
+
+    def __init__(self, app: ASGIApp, look: Look) -> None:
+        self._app = app
+        self._look = look
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope) if scope["type"] == "http" else ""
+        entered = scope.get(RUN)
+        name = entered.name if entered is not None else self._look.first
+        forward = self._look.forwards.get(name)
+        relative = path.removeprefix(bodies.PREFIX)
+        if forward is None or relative == path or relative.startswith(OWN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._look.keys.control(bearer_of(HTTPConnection(scope)))
+            if scope["method"] != "GET":
+                raise RequestError(
+                    "`agentjet look` only reads: open the page of the server itself (agentjet open).",
+                    code="method_not_allowed",
+                    status=405,
+                )
+            if relative == "/events" or not {".", ".."}.isdisjoint(relative.split("/")):
+                raise NotFound(f"`agentjet look` has no path {path[:100]!r}.", code="not_found")
+            query = scope["query_string"].decode("latin-1")
+            found = await forward(f"{quote(path)}{'?' if query else ''}{query}")
+            answer = Response(found.content, found.status, media_type=found.media_type)
+        except RequestError as error:
+            answer = error_response(path, error)
+        await answer(scope, receive, send)
+
+
+def create_look_app(look: Look, server: ServerConfig) -> FastAPI:
+    """Returns the application. The caller closes the collection."""
+    app = FastAPI(
+        title="AgentJet",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+        exception_handlers=dict.fromkeys(HANDLED, respond_to_error),
+    )
+    app.state.deps = EnteredRecords(look, look.first)
+    app.include_router(router)
+    app.include_router(records.router)
+    app.include_router(page.router)
+    app.add_middleware(Forwarding, look=look)
+    app.add_middleware(Entry, runs=look, allowed=allowed_hosts(server))
+    return app
+
+
+router = APIRouter(
+    prefix=bodies.PREFIX, tags=["look"], route_class=GuardedRoute, dependencies=[Depends(BEARER)], responses=PROBLEMS
+)
+
+
+async def _entered(request: Request) -> EnteredRecords:
+    entered = entered_run(request)
+    assert isinstance(entered, EnteredRecords), "the application of look has no other runs"
+    return entered
+
+
+Entered = Annotated[EnteredRecords, Depends(_entered)]
+RunNames = Annotated[str, Query(min_length=1, max_length=1000)]
+"""Names with commas between them."""
+
+
+@router.post("/sessions/exchange", dependencies=SMALL_BODY)
+async def open_session(entered: Entered, body: bodies.ExchangeRequest) -> bodies.SessionView:
+    """Exchange the code of the link for the key of a viewer session."""
+    return entered.look.open_session(body.code)
+
+
+@router.post("/sessions")
+async def refuse_token() -> bodies.SessionView:
+    """Refuse tokens: the runs need none here."""
+    raise NotFound("`agentjet look` has no tokens: open the link that it printed.", code="no_tokens")
+
+
+@router.get("/look", dependencies=VIEWER)
+async def get_look(entered: Entered) -> bodies.LookView:
+    """List the runs and the studies."""
+    return await entered.look.collection.view()
+
+
+@router.get("/compare", dependencies=VIEWER)
+async def compare_runs(entered: Entered, runs: RunNames) -> bodies.ComparisonView:
+    """Return the figures of up to eight runs, and the settings in which they differ."""
+    names = list(dict.fromkeys(runs.split(",")))
+    if len(names) > MOST_COMPARED:
+        raise InvalidRequest(
+            f"runs has {len(names)} names: compare at most {MOST_COMPARED} runs.", code="too_many_runs", param="runs"
+        )
+    return await entered.look.collection.compare(names)
+
+
+@router.get("/studies/{name}", dependencies=VIEWER)
+async def get_study(entered: Entered, name: str) -> dict[str, Any]:
+    """Return the facts of a study."""
+    return await entered.look.collection.study(name)
+
+
+@router.get("/status", dependencies=VIEWER)
+async def get_status(entered: Entered) -> bodies.StatusResponse:
+    """Return the state at the end of the journal. `run` is the name that the run has here."""
+    status = await entered.recorded.status()
+    return status.model_copy(update={"run": entered.name})
+
+
+@router.get("/health", dependencies=VIEWER)
+async def get_health(entered: Entered) -> bodies.HealthView:
+    """Return the trend of the training reward, and the health rules that the records decide."""
+    return await entered.recorded.health()
+
+
+@router.get("/waiting", dependencies=VIEWER)
+async def get_waiting(entered: Entered) -> bodies.WaitingView:
+    """Return the groups of the batch that was being filled."""
+    return await entered.recorded.waiting()
+
+
+@router.get("/job", dependencies=VIEWER)
+async def get_job(entered: Entered) -> bodies.JobBody:
+    """Return the job settings in force at the end of the journal."""
+    return await entered.recorded.job()
+
+
+@router.get("/checkpoints", dependencies=VIEWER)
+async def list_checkpoints(entered: Entered) -> list[bodies.CheckpointInfo]:
+    """List the checkpoints on disk, oldest first."""
+    return await entered.recorded.checkpoints()
+
+
+@router.get("/evaluations", dependencies=VIEWER)
+async def list_evaluations(entered: Entered) -> list[bodies.EvaluationView]:
+    """List the evaluations, oldest first."""
+    return await entered.recorded.evaluations()
+
+
+@router.get("/cluster", dependencies=VIEWER)
+async def get_cluster() -> bodies.ClusterView:
+    """Return no processes: no server runs."""
+    return bodies.ClusterView(processes=[])

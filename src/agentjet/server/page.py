@@ -1,0 +1,143 @@
+"""The page: `/` and its files below `/ui/`, with the headers that confine it.
+
+The files are read once, at the start. Comments and indentation are left out, and the style sheets become one file.
+Their URLs contain a digest of all of them, so browsers keep them until an upgrade; `/` itself is always validated. The
+page needs no token: it contains no data of a run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import posixpath
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+import agentjet
+from agentjet.errors import NotFound
+from agentjet.server.error_handlers import PROBLEM
+
+FOLDER = Path(agentjet.__file__).parent / "page"
+MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+FIRST_MODULES = ("start.js", "app.js")
+"""Modules of the first load. They import others, among them the Overview; other views are loaded when they open."""
+IMPORTED = re.compile(r'(?:from|import)\s*"(\.{1,2}/[^"]+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page, plain and compressed."""
+
+    media_type: str
+    content: bytes
+    compressed: bytes
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> PageFile:
+        return cls(MEDIA_TYPES[Path(name).suffix], content, gzip.compress(content, 9, mtime=0))
+
+    def response(self, request: Request, headers: Mapping[str, str]) -> Response:
+        """Returns the file, compressed if the client accepts it."""
+        given = {**SECURITY_HEADERS, **headers, "Vary": "Accept-Encoding"}
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            return Response(self.compressed, headers={**given, "Content-Encoding": "gzip"}, media_type=self.media_type)
+        return Response(self.content, headers=given, media_type=self.media_type)
+
+
+def smaller(name: str, content: bytes) -> bytes:
+    """Returns a file without comments and indentation. Lines of modules keep their numbers."""
+    if name.startswith("vendor/"):
+        return content
+    text = content.decode()
+    if name.endswith(".css"):
+        text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+        text = re.sub(r"\s*([{};])\s*", r"\1", text)
+    if name.endswith(".js"):
+        text = re.sub(r"^[ \t]*//.*", "", text, flags=re.MULTILINE)
+    return re.sub(r"^[ \t]+", "", text, flags=re.MULTILINE).encode()
+
+
+def style_order(name: str) -> tuple[bool, bool, str]:
+    """Sort key of the style sheets: libraries, then colours and type, then the rest."""
+    return not name.startswith("vendor/"), name != "style/base.css", name
+
+
+def first_load(files: Mapping[str, bytes]) -> list[str]:
+    """Returns the modules that `FIRST_MODULES` import, directly or not, and these themselves."""
+    found: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        found[name] = None
+        for imported in IMPORTED.findall(files[name].decode()):
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(name), imported))
+            if path not in found:
+                add(path)
+
+    for name in FIRST_MODULES:
+        add(name)
+    return list(found)
+
+
+class Page:
+    """The files of the page, by their path below `/ui/DIGEST/`."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        found = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.suffix in MEDIA_TYPES
+        }
+        found = {name: smaller(name, content) for name, content in found.items()}
+        sheets = [found.pop(name) for name in sorted(found, key=style_order) if name.endswith(".css")]
+        found["style.css"] = b"".join(sheets)
+        index = found.pop("index.html").decode()
+        parts = [part for name, content in found.items() for part in (name.encode(), content)]
+        self.digest = hashlib.sha256(b"\0".join([index.encode(), *parts])).hexdigest()[:16]
+        self.files = {name: PageFile.of(name, content) for name, content in found.items()}
+        preloads = "".join(f'<link rel="modulepreload" href="ui/{name}">\n' for name in first_load(found))
+        index = index.replace("</head>", f"{preloads}</head>").replace('"ui/', f'"ui/{self.digest}/')
+        self.index = PageFile.of("index.html", index.encode())
+
+
+page = Page()
+router = APIRouter(tags=["page"], include_in_schema=False)
+
+
+@router.get("/")
+async def get_page(request: Request) -> Response:
+    """The page."""
+    tag = f'"{page.digest}"'
+    if request.headers.get("If-None-Match") == tag:
+        return Response(status_code=304, headers={**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"})
+    return page.index.response(request, {"ETag": tag, "Cache-Control": "no-cache"})
+
+
+@router.get("/ui/{digest}/{name:path}", responses={404: PROBLEM})
+async def get_page_file(digest: str, name: str, request: Request) -> Response:
+    """A file of the page."""
+    file = page.files.get(name)
+    if file is None or digest != page.digest:
+        raise NotFound("The page was changed by an upgrade of the server: reload it.", code="page_file_not_found")
+    return file.response(request, {"Cache-Control": "public, max-age=31536000, immutable"})

@@ -1,0 +1,96 @@
+"""Advantages of the episodes of a batch for people, from the journal, without the learner.
+
+They are given where the recipe computes them from rewards and other facts about episodes. For a recipe that also reads
+tokens, calls or numbers of the learner, a note is given instead: a wrong number would be worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from agentjet.errors import AgentJetError, RecipeError
+from agentjet.recipes import hooks
+from agentjet.recipes.recipe import Recipe
+from agentjet.swarm.batch_forest import episode_facts
+from agentjet.swarm.state import Episode, reward_of
+from agentjet.timeline.batch import Facts, TrainingBatch
+
+
+class Advantages(NamedTuple):
+    """The advantage of each episode by role, or a note."""
+
+    of: Mapping[str, Mapping[str, float]]
+    """By episode, then by named policy, or by role that has rewards; the role is "" for all others."""
+    note: str = ""
+    """Why there are none."""
+
+
+class _NeedsCalls(AgentJetError):
+    """The recipe reads tokens or calls."""
+
+
+class _Absent:
+    """In place of tokens and calls: any use of it raises `_NeedsCalls`."""
+
+    def _use(self, *_: Any, **__: Any) -> NoReturn:
+        raise _NeedsCalls
+
+    __getattr__ = __getitem__ = __len__ = __iter__ = __array__ = _use
+
+
+def advantages(
+    recipe: Recipe, batch_id: int, groups: Sequence[Sequence[Episode]], policies: Sequence[str]
+) -> Advantages:
+    """The advantages of the members of groups. `policies` are those that the settings name."""
+    if recipe.only_given:
+        return Advantages({}, f"{recipe.name} learns from given answers, without rewards")
+    members = [member for group in groups for member in group]
+    if not members or any(member.reward is None for member in members):
+        return Advantages({}, "not all episodes of the batch have a reward")
+    found: dict[str, dict[str, float]] = {member.id: {} for member in members}
+    try:
+        for policy in policies or ("",):
+            facts = _facts(groups, members, policy, policies)
+            absent: Any = _Absent()
+            batch = TrainingBatch(batch_id, absent, facts)
+            values_ER = hooks.called(recipe, "reward_advantages", partial(recipe.reward_advantages, batch))
+            if values_ER is None:
+                raise _NeedsCalls
+            hooks.check_shape(recipe, "reward_advantages", values_ER, facts.spoke.shape, "each episode and role")
+            for member, values_R in zip(members, values_ER, strict=True):
+                found[member.id] |= {
+                    role: float(value) for role, value in zip(facts.roles, values_R, strict=True) if np.isfinite(value)
+                }
+    except _NeedsCalls:
+        return Advantages({}, f"{recipe.name} computes advantages from tokens or calls, next to the weights")
+    except RecipeError as error:
+        return Advantages({}, str(error))
+    return Advantages(found)
+
+
+def _facts(
+    groups: Sequence[Sequence[Episode]], members_E: Sequence[Episode], policy: str, policies: Sequence[str]
+) -> Facts:
+    """Facts about the episodes for a policy. Its roles are those with rewards, and the policy itself for all others."""
+    named = sorted({role for member in members_E for role in member.by_role} - {*policies})
+    roles = (policy, *(role for role in named if not policies or role.startswith(f"{policy}/")))
+    absent: Any = _Absent()
+    return Facts(
+        groups=np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups]),
+        rewards=np.asarray([reward_of(member, policy, policies) for member in members_E], np.float64),
+        roles=roles,
+        role_rewards=np.asarray(
+            [[np.nan, *(member.by_role.get(role, np.nan) for role in roles[1:])] for member in members_E], np.float64
+        ),
+        spoke=np.ones((len(members_E), len(roles)), bool),
+        call_episode=absent,
+        call_role=absent,
+        call_turn=absent,
+        call_rewards=absent,
+        call_truncated=absent,
+        **episode_facts(members_E),
+    )

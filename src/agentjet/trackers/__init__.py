@@ -1,0 +1,9 @@
+"""Copies the steps of a run to trackers: TensorBoard, Weights & Biases, MLflow, Trackio, files, or a class of yours.
+
+A `Follower` reads the steps from a `Source` and writes them to a `Sink`, each step once. It runs in a separate process,
+so a tracker that is slow, down or wrong cannot delay training.
+"""
+
+from agentjet.trackers.sink import Run, Sink, Step
+
+__all__ = ["Run", "Sink", "Step"]

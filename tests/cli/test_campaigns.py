@@ -1,0 +1,89 @@
+"""The commands of campaigns.
+
+1. Options that contradict each other, and folders that do not fit, are refused before anything runs, with the way out.
+2. `status` and `digest` print what the notebook holds, also while a campaign works.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.research.campaign.notebook import Notebook
+from tests.research.campaign.subjects import SUBJECT, write_subject
+
+RUNNER = CliRunner()
+
+
+def research(*arguments: object) -> str:
+    """Runs a command, and returns its output or its error."""
+    result = RUNNER.invoke(app, ["research", *map(str, arguments)])
+    return f"{result.output}{result.exception or ''}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
+        (["--budget", "3runs"], "give 10 runs or more"),
+        (
+            ["--topic", "为什么奖励不上升?"],
+            "which change of its settings, agent, prompt, reward or tasks raises it? Give an",
+        ),
+        (["--llm", "127.0.0.1:8000"], "is not a URL"),
+        (["--llm", "http://127.0.0.1:9/v1"], "also give the model's name (--llm-model)"),
+        (["--llm", "none.jsonl"], "none.jsonl: No such file or directory: give a record of answers"),
+        (["--llm", "none.jsonl", "--llm-model", "m"], "is a record of answers: omit --llm-model"),
+        (["--llm-model", "m"], "--llm-model, --llm-key-file and --papers need --llm"),
+        (["--agent-cli", "claude", "--agent-env", "NO_SUCH_VARIABLE"], "--agent-env NO_SUCH_VARIABLE"),
+        (["--agent-cli", "'"], "quote it as a shell would"),
+        (["--server", "http://127.0.0.1:9"], "1 --server and 0 --admin-token-file"),
+        (["--subject", "none.toml"], "--subject none.toml: No such file or directory: give a subject.toml"),
+    ],
+)
+def test_options_that_do_not_fit(options: list[str], message: str, tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user")
+    given = ["start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c", *options]
+    assert message in " ".join(research(*given).split())
+    assert not (tmp_path / "c" / "notebook.sqlite").exists()
+
+
+def test_a_wrong_key_of_the_subject(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user", subject=SUBJECT.replace("steps = 12", "stepps = 12"))
+    output = research("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c")
+    assert "stepps: unknown key; did you mean steps?" in " ".join(output.split())
+
+
+def test_folders_that_do_not_fit(tmp_path: Path) -> None:
+    with Notebook(tmp_path):
+        assert "a campaign is there" in " ".join(
+            research("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path).split()
+        )
+    assert "there is no campaign" in research("resume", tmp_path / "none")
+    assert "there is no campaign" in " ".join(research("digest", tmp_path / "none").split())
+
+
+def test_a_demo_writes_over_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("")
+    assert "is not an empty folder: choose another one" in " ".join(
+        research("demo", "--out", tmp_path / "mine").split()
+    )
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
+
+
+def test_what_the_notebook_holds(tmp_path: Path) -> None:
+    question = {"topic": "why?", "budget": {"runs": 20.0, "hours": None}}
+    with Notebook(tmp_path) as notebook:
+        notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
+        notebook.entry("hypothesis", {"name": "slower", "origin": "strategist", "why": "it diverges"})
+        notebook.entry("learned", {"name": "slower", "meaning": "slower raises the score", "accepted": True})
+        notebook.entry("spent", {"runs": 9.0, "hours": 1.5})
+        output = research("digest", tmp_path)
+        assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
+        found = json.loads(research("status", tmp_path, "--json"))
+    assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"]

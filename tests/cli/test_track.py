@@ -1,0 +1,84 @@
+"""`agentjet track`.
+
+1. A server and a data dir give the same steps and the same run; a run that crashed, too.
+2. Wrong sources and targets are one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.cli.track import FileSource, ServerSource
+from agentjet.client import Swarm
+from agentjet.errors import ConfigError, Unauthorized, Unreachable
+from agentjet.trackers import Run
+from tests.server.serving import VIEWER, Served, in_thread, serving
+
+
+def track(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["track", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_server_and_its_files_give_the_same_steps(tmp_path: Path) -> None:
+    with in_thread(serving(tmp_path / "data")) as (served, loop):
+        at = [served.url, "--token", VIEWER, "--once"]
+        with pytest.raises(ConfigError, match="has no step yet, so there is nothing to track"):
+            track(*at, "--to", f"jsonl:{tmp_path / 'early.jsonl'}")
+        for _ in range(3):
+            loop.run(served.run.batch())
+        assert "run mine, written up to step 0" in track(*at, "--to", f"jsonl:{tmp_path / 'a.jsonl'}", "--name", "mine")
+        loop.run(served.run.batch())
+        shown = track(*at, "--to", f"jsonl:{tmp_path / 'a.jsonl'}")
+        assert shown.splitlines()[-1].endswith("a.jsonl has all steps up to 4") and "written up to step 3" in shown
+        beside = track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'beside.jsonl'}")
+        with Swarm(served.url, VIEWER) as swarm:
+            live = ServerSource(swarm, print, None)
+            run = Run.of(live.steps(0, 1)[0], "", live.settings())
+            assert live.progress() == (4, 0)
+        assert run.name in beside
+    track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'after.jsonl'}")
+    files = FileSource(tmp_path / "data" / "runs" / "default", "default")
+    assert Run.of(files.steps(0, 1)[0], "", {}).id == run.id and files.progress() == (4, 0)
+    assert files.settings()["job.group_size"] == run.settings["job.group_size"]
+    held = [rows(tmp_path / f"{name}.jsonl") for name in ("a", "beside", "after")]
+    assert [row["step"] for row in held[0]] == [1, 2, 3, 4] and held[0] == held[1] == held[2]
+
+
+def test_wrong_sources(served: Served, tmp_path: Path) -> None:
+    to = ["--to", f"jsonl:{tmp_path / 'x'}"]
+    with pytest.raises(ConfigError, match="is not a data dir of AgentJet"):
+        track(str(tmp_path / "nowhere"), *to)
+    with pytest.raises(Unreachable, match="no answer from"):
+        track("http://127.0.0.1:9", *to)
+    with pytest.raises(Unauthorized, match="AGENTJET_TOKEN"):
+        track(served.url, "--token", "wrong", *to)
+    with pytest.raises(ConfigError, match=r"--to is missing: give one of tensorboard:DIR"):
+        track(served.url, "--token", VIEWER)
+
+
+def test_a_lost_server_is_waited_for(served: Served) -> None:
+    lines: list[str] = []
+    answers = iter([Unreachable("no answer from http://x"), Unreachable("no answer from http://x"), 7])
+
+    def request() -> int:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with Swarm(served.url, VIEWER) as swarm:
+        source = ServerSource(swarm, lines.append, lambda: None)
+        assert source._ask(request) == 7
+    assert lines == ["no answer from http://x. Trying again until Ctrl-C", f"{served.url} answers again"]

@@ -1,0 +1,118 @@
+"""Ticks and shared answers.
+
+1. A tick counts events by kind; the first follows at once, later ones after a pause. Nothing is counted for nobody.
+2. A viewer gets what it missed while it connected. One that is too far behind is disconnected.
+3. An answer is shared if it was begun after the event, and within a second; a failed one is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from agentjet.gateway import ticks
+from agentjet.gateway.ticks import SharedAnswers, Ticks
+from agentjet.protocol import Event
+
+pytestmark = pytest.mark.anyio
+
+
+class Stream:
+    """Events, as a gateway has them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ticks = Ticks(lambda: len(self.events), lambda after: self.events[after:])
+
+    def emit(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.events.append(Event(seq=len(self.events) + 1, kind=kind, time=0.0, body={}))
+            self.ticks.add(self.events[-1])
+
+
+async def following(stream: Stream, after: int = 0) -> Any:
+    """A viewer that is connected: it got the idle message."""
+    viewer = stream.ticks.follow(after, keep_alive=0.0)
+    assert await anext(viewer) is None
+    return viewer
+
+
+async def next_tick(viewer: Any) -> dict[str, Any]:
+    """The next tick, whatever idle messages come before it."""
+    while (tick := await anext(viewer)) is None:
+        await asyncio.sleep(0)
+    found: dict[str, Any] = json.loads(tick)
+    return found
+
+
+async def test_a_tick_counts_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticks, "TICK_SECONDS", 0.0)
+    stream = Stream()
+    stream.emit("episode")
+    one, other = await following(stream, 1), await following(stream, 1)
+    stream.emit("episode", "episode", "step")
+    for viewer in (one, other):
+        assert await next_tick(viewer) == {"last_event": 4, "kinds": {"episode": 2, "step": 1}}
+    stream.emit("state")
+    assert await next_tick(one) == {"last_event": 5, "kinds": {"state": 1}}
+    stream.ticks.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(one)
+
+
+async def test_a_pause_is_kept_between_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticks, "TICK_SECONDS", 3600.0)
+    stream = Stream()
+    viewer = await following(stream)
+    stream.emit("episode")
+    assert (await next_tick(viewer))["last_event"] == 1
+    stream.emit("episode")
+    for _ in range(20):
+        assert await anext(viewer) is None
+    stream.ticks.close()
+
+
+async def test_what_a_viewer_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticks, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(ticks, "KEPT_TICKS", 2)
+    stream = Stream()
+    stream.emit("episode", "step", "step")
+    viewer = stream.ticks.follow(1)
+    assert json.loads(await anext(viewer)) == {"last_event": 3, "kinds": {"step": 2}}
+    for _ in range(3):
+        stream.emit("episode")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(viewer)
+    stream.ticks.close()
+
+
+async def test_shared_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, made = 5, []
+    shared = SharedAnswers[int](lambda: newest)
+
+    async def answer() -> int:
+        made.append(newest)
+        await asyncio.sleep(0)
+        return len(made)
+
+    assert await asyncio.gather(*(shared.get("/status", 5, answer) for _ in range(3))) == [1, 1, 1]
+    assert await shared.get("/status", 4, answer) == 1 and await shared.get("/waiting", 5, answer) == 2
+    assert await shared.get("/status", 6, answer) == 3, "it was begun before event 6"
+    newest = 6
+    assert await shared.get("/status", 6, answer) == 4 and await shared.get("/status", 6, answer) == 4
+    monkeypatch.setattr(ticks, "SHARED_SECONDS", 0.0)
+    assert await shared.get("/status", 6, answer) == 5
+    while "/status" in shared._answers:
+        await asyncio.sleep(0)  # A large answer is not kept without a reader.
+
+    async def failing() -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await shared.get("/health", 6, failing)
+    assert await shared.get("/health", 6, answer) == 6

@@ -1,0 +1,77 @@
+"""The frame of the page: it loads, signs in with a code, shows the run, and navigates.
+
+1. A one-time code opens the page, leaves the URL, and is used up.
+2. Every view of the navigation opens.
+3. Without a session, the page says how to get one, and a token opens one.
+4. A view that was not loaded is loaded at the next try, and does not disturb the others. Views of stored runs name
+   the command that shows them.
+"""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from tests.page.chromium import Site, Tab
+from tests.server.serving import VIEWER
+
+
+def test_a_code_opens_the_page_and_is_used_up(new_tab: Tab, site: Site) -> None:
+    code = site.code()
+    new_tab.page.goto(f"{site.url}/#code={code}")
+    expect(new_tab.page.locator("main h1")).to_have_text("Overview")
+    expect(new_tab.page.locator("header.top .engine")).to_have_text("sampling")
+    expect(new_tab.page.locator(".connection")).to_have_text("● Live")
+    assert "code" not in new_tab.page.url and code not in new_tab.page.content()
+
+
+def test_a_used_code_keeps_the_session_of_the_tab_and_opens_no_other(new_tab: Tab, site: Site) -> None:
+    code = site.code()
+    for _ in range(2):
+        new_tab.page.goto("about:blank")
+        new_tab.page.goto(f"{site.url}/#code={code}")
+        expect(new_tab.page.locator("main h1")).to_have_text("Overview")
+    with new_tab.context.browser.new_context() as other:  # type: ignore[union-attr]
+        page = other.new_page()
+        page.goto(f"{site.url}/#code={code}")
+        expect(page.get_by_role("alert")).to_contain_text("run `agentjet open` again")
+
+
+def test_the_views_of_the_navigation_open(new_tab: Tab) -> None:
+    page = new_tab.open()
+    for name in ("Episodes", "Batches", "Swarm", "Overview"):
+        page.click(f"nav >> text={name}")
+        expect(page.locator("nav [aria-current]")).to_have_text(name)
+        expect(page.locator("main h1")).to_be_visible()
+
+
+def test_a_view_that_was_not_loaded_is_tried_again(new_tab: Tab) -> None:
+    page = new_tab.open()
+    page.route("**/views/swarm.js", lambda route: route.abort())
+    page.click("nav >> text=Swarm")
+    expect(page.get_by_role("alert")).to_contain_text("The view was not loaded")
+    page.click("nav >> text=Overview")
+    expect(page.locator("main h1")).to_have_text("Overview")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.click("nav >> text=Swarm")
+    expect(page.get_by_role("alert")).to_contain_text("The view was not loaded")
+    page.unroute("**/views/swarm.js")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator("main h1")).to_have_text("Swarm")
+    assert all("ERR_FAILED" in problem for problem in new_tab.take_problems())
+
+
+def test_a_view_of_stored_runs_names_its_command(new_tab: Tab) -> None:
+    page = new_tab.open("/compare")
+    expect(page.locator("main")).to_contain_text("agentjet look DATA_DIR shows it")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_token_opens_a_session(new_tab: Tab, site: Site) -> None:
+    page = new_tab.page
+    page.goto(site.url)
+    expect(page.locator("pre")).to_have_text("agentjet open")
+    page.click("summary")
+    page.fill("[name=token]", VIEWER)
+    page.click("text=Open a session")
+    expect(page.locator("main h1")).to_have_text("Overview")
+    assert VIEWER not in page.evaluate("JSON.stringify([sessionStorage, localStorage])")

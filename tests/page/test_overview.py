@@ -1,0 +1,108 @@
+"""The view Overview, over answers that the test changes.
+
+1. Batches that could teach nothing: an example with its answers, and what to look at.
+2. A health rule that is not ok shows its remedy.
+3. Episodes that were no longer needed are not drawn as failures. Evaluations are marked.
+4. The counts have every end of an episode.
+5. The live episode that is longest without a call has its countdowns; one in a call is not named.
+6. `w` opens the worst episode of the newest batch.
+7. A name shows tabs and newlines as their names.
+"""
+
+from __future__ import annotations
+
+import re
+
+from playwright.sync_api import expect
+
+from agentjet.protocol import ScoredAnswer, ZeroVariance
+from tests.page.checks import unexpected_elements, wrong_facts
+from tests.page.chromium import Site, Tab
+from tests.page.transcripts import answering, view
+
+
+def test_batches_that_teach_nothing_are_shown_with_advice(tab: Tab, site: Site) -> None:
+    answers = [ScoredAnswer(answer="<b>17</b>", reward=0.0, count=3), ScoredAnswer(answer="18", reward=0.0, count=1)]
+    found = ZeroVariance(batches=4, truncated=0.25, task_id="sum-1", prompt="8 + 9", answers=answers)
+    status = {**site.get("/status"), "zero_variance": found.model_dump()}
+    answering(tab.page, {"/status": lambda query: status})
+    page = tab.open("/episodes")
+    page.reload()
+    panel = tab.open().get_by_role("status").filter(has_text="Nothing to learn from")
+    expect(panel).to_contain_text("4 batches in a row could teach nothing")
+    expect(panel).to_contain_text("For example task sum-1: 8 + 9")
+    expect(panel.get_by_role("listitem").first).to_have_text("reward 0, 3 times: <b>17</b>")
+    expect(panel).to_contain_text("job.max_tokens: 25% of the answers were cut off")
+    expect(panel).to_contain_text("the reward: the answers differ")
+    assert wrong_facts(page, lambda route: status if route == "/status" else site.get(route))[1] == []
+    assert unexpected_elements(page) == []
+
+
+def test_a_rule_has_its_remedy(tab: Tab, site: Site) -> None:
+    text = "Take `job.group_size` up: see `docs/recipes.md`. <i>"
+    rule = {"name": "groups", "level": "bad", "text": "no gradient", "docs": "docs/health.md#groups", "remedy": text}
+    answering(tab.page, {"/health": lambda query: {**site.get("/health"), "rules": [rule]}})
+    page = tab.open("/episodes")
+    page.reload()
+    tab.open().get_by_text("What to do: groups").click()
+    shown = page.locator(".rules details")
+    expect(shown).to_contain_text("Take job.group_size up: see docs/recipes.md. <i>")
+    assert shown.locator("code").all_inner_texts() == ["job.group_size", "docs/recipes.md"]
+
+
+def test_the_counts_have_every_end(tab: Tab, site: Site) -> None:
+    status = site.get("/status")
+    status["episodes"] = {**status["episodes"], "aborted": 5, "expired": 0, "not_needed": 16}
+    answering(tab.page, {"/status": lambda query: status})
+    page = tab.open("/episodes")
+    page.reload()
+    counts = tab.open().locator(".counts-line")
+    expect(counts).to_contain_text("5 aborted")
+    expect(counts).to_contain_text("16 not needed")
+    expect(counts).not_to_contain_text("expired")
+
+
+def test_the_longest_without_a_call_has_its_countdowns(tab: Tab, site: Site) -> None:
+    waiting = site.get("/waiting")
+    cells = [
+        {"episode_id": "one-in-a-call", "state": "live", "reward": None, "silent_seconds": 0.0, "expires_in": 999.0},
+        {"episode_id": "of-a-stored-run", "state": "live", "reward": None, "silent_seconds": None, "expires_in": None},
+    ]
+    hung = {"episode_id": "hung", "state": "live", "reward": None, "silent_seconds": 7200.0, "expires_in": 3600.0}
+    waiting["groups"] = [{**waiting["groups"][0], "cells": cells}]
+    answering(tab.page, {"/waiting": lambda query: waiting})
+    page = tab.open("/episodes")
+    page.reload()
+    expect(tab.open().locator(".waiting .groups .cell.live")).to_have_count(2)
+    expect(page.locator(".waiting")).not_to_contain_text("Longest without a call")
+    cells.append({**hung, "ends_in": 7199.0})
+    page.reload()
+    expect(page.locator(".waiting")).to_contain_text(
+        re.compile("Longest without a call: hung, 2 h.*; its lease ends in 59 min.*, the episode in 1 h 59 min")
+    )
+
+
+def test_w_opens_the_worst_episode_of_the_newest_batch(tab: Tab, site: Site) -> None:
+    worst = site.get("/episodes?batch=0&sort=reward&limit=1")["episodes"][0]["episode_id"]
+    page = tab.settled()
+    page.keyboard.press("w")
+    expect(page.locator("main h1")).to_have_text(f"Episode {worst}")
+
+
+def test_a_name_shows_its_tabs_and_newlines(tab: Tab) -> None:
+    rows = [view(1, task_id="two\nlines\tlong", mode="eval", status="live")]
+    answering(tab.page, {"/episodes": lambda query: {"episodes": rows, "next": None, "total": 1}})
+    newest = tab.open().locator(".newest li")
+    expect(newest).to_contain_text("two⟨U+000A⟩lines⟨U+0009⟩long")
+    expect(newest.locator(".badge")).to_have_text("eval")
+
+
+def test_what_was_not_needed_is_not_drawn_as_a_failure(tab: Tab) -> None:
+    rows = [view(4), view(9, reason="not needed: the client's run has its steps")]
+    answering(tab.page, {"/episodes": lambda query: {"episodes": rows, "next": None, "total": 2}})
+    newest = tab.open().locator(".newest li")
+    expect(newest.nth(0).get_by_text("aborted")).to_have_class("bad")
+    expect(newest.nth(1).get_by_text("aborted")).to_have_class("muted")
+    table = tab.open("/episodes").get_by_role("grid", name="Episodes")
+    expect(table.locator(".mark").nth(0)).to_have_class(re.compile("bad"))
+    expect(table.locator(".mark").nth(1)).to_have_class(re.compile("muted"))

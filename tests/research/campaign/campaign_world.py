@@ -1,0 +1,165 @@
+"""A laboratory of formulas: the score follows from the settings of a commit, and launches may leave files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentjet.research.campaign.laboratory import LaboratoryAway
+from agentjet.research.campaign.models import Intervention, Observation, Order, Transcript
+from agentjet.research.models import Outcome, Refused, Study, Trial
+from agentjet.research.records import canonical
+
+SICK: Mapping[str, Any] = {"job.max_tokens": 10, "job.optimizer.lr": 0.001, "job.temperature": 1.0} | dict.fromkeys(
+    ("job.batch_size", "job.group_size"), 8
+)
+
+
+class Commits:
+    """`Subjects` whose only file has settings."""
+
+    def __init__(self, settings: Mapping[str, Any] = SICK) -> None:
+        self._settings: dict[str, dict[str, Any]] = {}
+        self.first = self._add(dict(settings))
+        self.changed: list[str] = []
+
+    def _add(self, settings: dict[str, Any]) -> str:
+        commit = hashlib.sha256(canonical(settings).encode()).hexdigest()[:40]
+        self._settings[commit] = settings
+        return commit
+
+    def commit(self, base: str, intervention: Intervention) -> str:
+        if "judge.py" in intervention.patch:
+            raise Refused("judge.py: the judge's files are fixed")
+        settings = {**self._settings[base], **intervention.changes}
+        if intervention.patch:
+            settings["patch"] = intervention.patch
+        if settings == self._settings[base]:
+            raise Refused("it changes nothing")
+        return self._add(settings)
+
+    def settings(self, commit: str) -> dict[str, Any]:
+        return self._settings[commit]
+
+    def files(self, commit: str) -> Mapping[str, str]:
+        return {"subject.toml": f'agent = "agent.py:agent"\n# {canonical(self._settings[commit])}\n'}
+
+    def judge_source(self) -> str:
+        return ""
+
+    def changed_outside(self) -> list[str]:
+        return self.changed
+
+
+def truncating(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Answers need 30 tokens; the share of truncated ones falls with the limit."""
+    whole = min(1.0, float(settings["job.max_tokens"]) / 30)
+    return {"score": 0.2 + 0.6 * whole, "truncated": 1 - whole}
+
+
+@dataclass
+class FormulaLaboratory:
+    """`Laboratory`. With a folder, launches survive their process; a second launch of a key is an error."""
+
+    commits: Commits
+    formula: Callable[[Mapping[str, Any]], Mapping[str, float]] = truncating
+    noise: float = 0.01
+    folder: Path | None = None
+    away: int = 0
+    """So many calls fail, because no server is there."""
+    lost: int = 0
+    """So many runs are lost, the first ones."""
+    error: str = ""
+    """The subject's own error, in every run."""
+    launched: dict[str, Any] = field(default_factory=dict)
+
+    def has(self, key: str) -> bool:
+        self._reach()
+        return (self.folder / key.replace(" ", "_")).exists() if self.folder else key in self.launched
+
+    def launch(self, key: str, order: Order | Trial) -> None:
+        self._reach()
+        assert not self.has(key), f"{key} is launched twice"
+        if self.folder:
+            (self.folder / key.replace(" ", "_")).write_text(canonical(order.to_json()), encoding="utf-8")
+        self.launched[key] = order
+
+    def collect(self, key: str) -> Observation:
+        self._reach()
+        order = Order.from_json(self.read(key)) if self.folder else self.launched[key]
+        if self.error:
+            return Observation(order.commit, order.seed, order.share, error=self.error, subject_fails=True)
+        if self.lost:
+            self.lost -= 1
+            return Observation(order.commit, order.seed, order.share, error="the server died")
+        settings = self.commits.settings(order.commit)
+        found = dict(self.formula(settings))
+        score = self.score(order.commit, order.seed)
+        facts = {name: value for name, value in found.items() if name in ("swapped", "rejected", "overpaid")}
+        run = Observation(
+            order.commit,
+            order.seed,
+            order.share,
+            score=score,
+            curve=(0.1, score),
+            signals={"completion/truncated": (found.get("truncated", 0.0),) * 6, "policy/entropy": (1.0,) * 6},
+            settings={name: value for name, value in settings.items() if name.startswith("job.")},
+            transcripts=(Transcript("best", {"ask": "x"}, ({"role": "user", "content": "x"},), 1.0),),
+        )
+        return replace(run, **facts)
+
+    def score(self, commit: str, seed: int) -> float:
+        rng = np.random.default_rng([seed, *commit.encode()])
+        return float(self.formula(self.commits.settings(commit))["score"] + self.noise * rng.normal())
+
+    def read(self, key: str) -> object:
+        assert self.folder is not None
+        return json.loads((self.folder / key.replace(" ", "_")).read_text(encoding="utf-8"))
+
+    def runner(self, study: Study) -> FormulaRunner:
+        return FormulaRunner(self, study)
+
+    def _reach(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise LaboratoryAway("no server answers")
+
+
+@dataclass
+class FormulaRunner:
+    laboratory: FormulaLaboratory
+    study: Study
+
+    def has(self, key: str) -> bool:
+        return self.laboratory.has(key)
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self.laboratory.launch(key, trial)
+
+    def collect(self, key: str) -> Outcome:
+        self.laboratory._reach()
+        trial = Trial.from_json(self.laboratory.read(key)) if self.laboratory.folder else self.laboratory.launched[key]
+        score = self.laboratory.score(self.study.arm(trial.arm).code, trial.seed)
+        return Outcome(trial.id, "completed", score=score, signals={"batch/episodes": (8.0, 8.0)})
+
+
+@dataclass
+class FakeClock:
+    """Time passes by sleeping, and a little by looking."""
+
+    time: float = 1_000.0
+    slept: list[float] = field(default_factory=list)
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.time += seconds

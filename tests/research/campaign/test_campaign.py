@@ -1,0 +1,266 @@
+"""What is pinned: the loop mends a truncated subject; budget, refusals, waiting, resuming and bad input."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.campaign import Campaign, Question
+from agentjet.research.campaign.checks import OFFLINE
+from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
+from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
+from agentjet.research.campaign.strategist import Strategist
+from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaLaboratory, truncating
+
+QUESTION = Question("why does it stay low?", Budget(runs=60.0))
+
+
+def campaign(
+    folder: Path,
+    laboratory: FormulaLaboratory | None = None,
+    question: Question = QUESTION,
+    proposers: Sequence[Any] = (),
+    clock: FakeClock | None = None,
+) -> tuple[Any, list[Entry]]:
+    laboratory = laboratory or FormulaLaboratory(Commits())
+    with Notebook(folder, now=lambda: 0.0) as notebook:
+        done = Campaign(
+            question, notebook, laboratory.commits, laboratory, [*proposers, Strategist()], clock or FakeClock()
+        ).run()
+        return done, notebook.entries
+
+
+def kinds(entries: Sequence[Entry]) -> list[str]:
+    return [entry.kind for entry in entries]
+
+
+def test_a_truncated_subject_is_mended(tmp_path: Path) -> None:
+    done, entries = campaign(tmp_path)
+    assert done["accepted"] == ["longer answers"] and done["reason"] == "nothing is worth trying"
+    assert done["score"] > 0.7
+    order = kinds(entries)
+    assert order.index("hypothesis") < order.index("screened") < order.index("study") < order.index("learned")
+    assert done["spent"]["runs"] <= 60
+
+
+def test_every_study_is_in_the_notebook_before_its_data(tmp_path: Path) -> None:
+    laboratory = FormulaLaboratory(Commits())
+    seen: list[int] = []
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+
+        class Watching(FormulaLaboratory):
+            def runner(self, study: Any) -> Any:
+                seen.append(sum(entry.content["study"]["seed"] == study.seed for entry in notebook.of("study")))
+                return super().runner(study)
+
+        watching = Watching(laboratory.commits)
+        Campaign(QUESTION, notebook, watching.commits, watching, [Strategist()], FakeClock()).run()
+    assert seen and all(seen)
+
+
+def test_a_healthy_subject_has_nothing_to_mend(tmp_path: Path) -> None:
+    commits = Commits({**SICK, "job.max_tokens": 300})
+    done, entries = campaign(tmp_path, FormulaLaboratory(commits))
+    assert done["accepted"] == [] and done["base"] == commits.first and "study" not in kinds(entries)
+
+
+def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
+    for runs in (10.0, 11.0, 14.0, 25.0):
+        done, _ = campaign(tmp_path / str(runs), question=Question("t", Budget(runs=runs)))
+        assert done["spent"]["runs"] <= runs
+
+
+def test_a_budget_below_one_study_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"budget = 5 runs.* give 10 runs or more"):
+        Question("t", Budget(runs=5.0))
+
+
+def test_hours_are_a_budget(tmp_path: Path) -> None:
+    done, _ = campaign(tmp_path, question=Question("t", Budget(hours=0.001)))
+    assert done["accepted"] == [] and "budget" in done["reason"]
+
+
+def test_a_subject_that_cannot_run_ends_with_its_error(tmp_path: Path) -> None:
+    laboratory = FormulaLaboratory(Commits(), error="agent.py:3: NameError: name 'x' is not defined")
+    done, _ = campaign(tmp_path, laboratory)
+    assert done["reason"] == "the subject cannot run: agent.py:3: NameError: name 'x' is not defined"
+    assert done["accepted"] == []
+
+
+def test_a_lost_run_is_repeated(tmp_path: Path) -> None:
+    done, entries = campaign(tmp_path, FormulaLaboratory(Commits(), lost=2))
+    assert done["accepted"] == ["longer answers"]
+    assert [bool(entry.content["observation"]["error"]) for entry in entries if entry.kind == "observed"][:3] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_waits_for_a_laboratory_that_is_away(tmp_path: Path) -> None:
+    clock = FakeClock()
+    done, _ = campaign(tmp_path, FormulaLaboratory(Commits(), away=5), clock=clock)
+    assert done["accepted"] == ["longer answers"] and clock.slept == [60.0, 120.0, 240.0, 480.0, 960.0]
+    assert done["spent"]["hours"] < 0.2
+
+
+def test_gives_up_after_a_week_and_goes_on_later(tmp_path: Path) -> None:
+    commits = Commits()
+    with pytest.raises(ConfigError, match="Resume the campaign later"):
+        campaign(tmp_path, FormulaLaboratory(commits, away=10**6))
+    done, _ = campaign(tmp_path, FormulaLaboratory(commits))
+    assert done["accepted"] == ["longer answers"]
+
+
+def test_no_signal_at_all(tmp_path: Path) -> None:
+    laboratory = FormulaLaboratory(Commits(), lambda _: {"score": 0.0})
+    done, _ = campaign(tmp_path, laboratory)
+    assert done["accepted"] == [] and done["reason"] in ("nothing is worth trying",)
+
+
+def test_a_judge_that_leaks_ends_the_campaign(tmp_path: Path) -> None:
+    laboratory = FormulaLaboratory(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
+    done, entries = campaign(tmp_path, laboratory)
+    assert "the judge pays answers that belong to other tasks" in done["reason"] and "study" not in kinds(entries)
+
+
+def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:
+    def formula(settings: Any) -> dict[str, float]:
+        found = truncating(settings)
+        return {**found, "swapped": 0.9 if found["score"] > 0.6 else 0.1}
+
+    done, entries = campaign(tmp_path, FormulaLaboratory(Commits(), formula))
+    assert done["accepted"] == []
+    assert any("answers of other tasks" in entry.content["reason"] for entry in entries if entry.kind == "refused")
+
+
+def test_the_topic_is_a_title_without_a_model(tmp_path: Path) -> None:
+    done, entries = campaign(tmp_path, question=Question("pourquoi la récompense stagne-t-elle ?", Budget(runs=60.0)))
+    assert done["accepted"] == ["longer answers"] and entries[0].content["asks"] == OFFLINE
+
+
+def test_another_question_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    campaign(tmp_path)
+    with Notebook(tmp_path / "b", now=lambda: 0.0) as notebook:
+        laboratory = FormulaLaboratory(Commits(), away=10**6)
+        with pytest.raises(ConfigError):
+            Campaign(QUESTION, notebook, laboratory.commits, laboratory, [Strategist()], FakeClock()).run()
+    with pytest.raises(ConfigError, match="another campaign"):
+        campaign(tmp_path / "b", question=Question("another", Budget(runs=60.0)))
+
+
+def test_edited_files_are_noted(tmp_path: Path) -> None:
+    commits = Commits()
+    commits.changed = ["agent.py"]
+    _, entries = campaign(tmp_path, FormulaLaboratory(commits))
+    assert "agent.py" in next(entry.content["meaning"] for entry in entries if entry.key == "files changed")
+
+
+class Scripted:
+    """Gives the same answers in every round."""
+
+    name = "model"
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = answers
+        self.asked = 0
+
+    def propose(self, view: View, most: int) -> Sequence[object]:
+        self.asked += 1
+        return self.answers
+
+
+HOSTILE: tuple[object, ...] = (
+    "I would raise the learning rate.",
+    {"name": "x"},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "seeds": 10**6},
+    {"name": "x", "kind": "settings", "changes": {"job.seed": 3}},
+    {"name": "x", "kind": "settings", "changes": {"job.max_steps": 10**6}},
+    {"name": "x", "kind": "settings", "changes": {"model.name": "gpt"}},
+    {"name": "x", "kind": "settings", "changes": {"job.group_size": 4096, "job.batch_size": 8}},
+    {"name": "x", "kind": "reward", "patch": "--- a/judge.py\n+++ b/judge.py\n"},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "the score is 0.987654"},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "evidence": [999]},
+    None,
+    [[[[]]]],
+)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_proposals_are_refused_and_the_strategist_goes_on(tmp_path: Path, hostile: object) -> None:
+    done, entries = campaign(tmp_path, proposers=[Scripted(hostile)])
+    assert done["accepted"] == ["longer answers"]
+    assert all(entry.content["origin"] == "strategist" for entry in entries if entry.kind == "hypothesis")
+    assert "refused" in kinds(entries)
+
+
+def test_a_sound_proposal_is_tried(tmp_path: Path) -> None:
+    sound = Intervention("thirty tokens", "settings", {"job.max_tokens": 40}, evidence=(3,), why="truncated 0.667")
+    done, _ = campaign(tmp_path, proposers=[Scripted(sound)])
+    assert done["accepted"][0] in ("thirty tokens", "longer answers")
+
+
+def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path) -> None:
+    class Away(Scripted):
+        def propose(self, view: View, most: int) -> Sequence[object]:
+            raise ProposerAway("no answer in 60 s")
+
+    done, entries = campaign(tmp_path, proposers=[Away()])
+    assert done["accepted"] == ["longer answers"]
+    assert any("no answer in 60 s" in str(entry.content) for entry in entries if entry.kind == "intent")
+
+
+def test_a_day_has_a_digest(tmp_path: Path) -> None:
+    clock = FakeClock()
+
+    class Slow(FormulaLaboratory):
+        def collect(self, key: str) -> Any:
+            clock.time += 90_000
+            return super().collect(key)
+
+    laboratory = Slow(Commits())
+    _, entries = campaign(tmp_path, laboratory, clock=clock)
+    days = [entry.content["day"] for entry in entries if entry.kind == "digest"]
+    assert days and days == sorted(days)
+
+
+class Doomed(Notebook):
+    """Kills its process as soon as an entry is on disk."""
+
+    number = 0
+
+    def entry(self, kind: EntryKind, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+        made = super().entry(kind, content, because, key=key)
+        if made.number == self.number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 9, 14])
+def test_killed_at_an_entry_it_ends_the_same(tmp_path: Path, number: int) -> None:
+    quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
+    for folder in (quiet, stormy):
+        (folder / "launches").mkdir(parents=True)
+    _, undisturbed = campaign(quiet, FormulaLaboratory(Commits(), folder=quiet / "launches"))
+    child = os.fork()
+    if child == 0:
+        try:
+            laboratory = FormulaLaboratory(Commits(), folder=stormy / "launches")
+            with Doomed(stormy, now=lambda: 0.0) as notebook:
+                notebook.number = number
+                Campaign(QUESTION, notebook, laboratory.commits, laboratory, [Strategist()], FakeClock()).run()
+        finally:
+            os._exit(1)
+    _, how = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(how)
+    _, entries = campaign(stormy, FormulaLaboratory(Commits(), folder=stormy / "launches"))
+    assert [(entry.kind, entry.key) for entry in entries] == [(entry.kind, entry.key) for entry in undisturbed]
+    assert sorted(path.name for path in (quiet / "launches").iterdir()) == sorted(
+        path.name for path in (stormy / "launches").iterdir()
+    )

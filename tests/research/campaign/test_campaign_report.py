@@ -1,0 +1,79 @@
+"""What is pinned: the report is built from the notebook alone, every claim has its entry, markup of others is inert;
+references lead to the table of steps; costs include those of studies; what a machine cannot guarantee is a limit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.campaign import Campaign, Question
+from agentjet.research.campaign.models import Budget
+from agentjet.research.campaign.notebook import Entry, Notebook
+from agentjet.research.campaign.report import build, curves_of, gather
+from agentjet.research.campaign.strategist import Strategist
+from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaLaboratory
+
+
+def conducted(folder: Path, topic: str = "why <b>low</b>?") -> None:
+    laboratory = FormulaLaboratory(Commits())
+    with Notebook(folder, now=lambda: 0.0) as notebook:
+        question = Question(topic, Budget(runs=60.0))
+        limits = ["code runs without a fence"]
+        strategist, clock = [Strategist()], FakeClock()
+        Campaign(question, notebook, laboratory.commits, laboratory, strategist, clock, limits=limits).run()
+
+
+def test_the_report_of_a_mended_subject(tmp_path: Path) -> None:
+    conducted(tmp_path)
+    markdown, page = (path.read_text(encoding="utf-8") for path in build(tmp_path))
+    assert "with “longer answers”, confirmed with fresh seeds" in markdown
+    assert "longer answers: supported" in markdown and "`job.max_tokens = 40`" in markdown
+    assert "<b>low</b>" not in page and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert (tmp_path / "figures" / "effects.svg").read_text() in page and "](figures/curves.svg)" in markdown
+    assert "* Code runs without a fence (\\#1)." in markdown
+    with Notebook(tmp_path, writer=False) as notebook:
+        facts = gather(notebook)
+        learned = notebook.of("learned")[0]
+        assert f'<a href="#entry-{learned.number}">#{learned.number}</a>' in page
+        assert f'<tr id="entry-{learned.number}">' in page
+        seeds = [scores for each in facts["claims"] for scores in each["outcomes"].values()]
+        assert facts["cost"]["episodes"] == 16 * sum(map(len, seeds))
+        for claim in facts["claims"]:
+            assert notebook.entries[claim["entry"] - 1].content["finding"]["estimate"] == claim["estimate"]
+
+
+def test_a_campaign_that_is_at_work(tmp_path: Path) -> None:
+    conducted(tmp_path / "whole")
+    with Notebook(tmp_path / "whole", writer=False) as whole, Notebook(tmp_path / "part") as part:
+        for entry in whole.entries[: whole.of("study")[0].number]:
+            part.entry(entry.kind, entry.content, entry.because, key=entry.key)
+    markdown, _ = (path.read_text(encoding="utf-8") for path in build(tmp_path / "part"))
+    assert "No change is confirmed yet" in markdown and "The campaign is not finished." in markdown
+    assert "The study is under way" in markdown and "effects.svg" not in markdown
+
+
+def test_curves_have_equal_steps() -> None:
+    """A run that continued a short one was also scored where that ended."""
+
+    def run(share: float, seed: int, *curve: float) -> Entry:
+        content = {"observation": {"commit": "c", "share": share, "seed": seed, "curve": curve}}
+        return Entry(1, "observed", "k", 0.0, (), content)
+
+    observed = [run(1 / 3, 1, 0.1, 0.5), run(1.0, 1, 0.1, 0.5, 0.7, 0.9), run(1.0, 2, 0.2, 0.6, 0.8)]
+    assert curves_of(observed[2], observed, usual=3) == [[0.1, 0.7, 0.9], [0.2, 0.6, 0.8]]
+
+
+def test_the_same_notebook_gives_the_same_report(tmp_path: Path) -> None:
+    conducted(tmp_path)
+    first = [path.read_bytes() for path in build(tmp_path)]
+    assert [path.read_bytes() for path in build(tmp_path)] == first
+
+
+def test_a_report_without_observations_is_refused(tmp_path: Path) -> None:
+    with Notebook(tmp_path):
+        pass
+    with pytest.raises(ConfigError, match="nothing was observed yet"):
+        build(tmp_path)

@@ -1,0 +1,314 @@
+"""A language model and a coding agent as proposers.
+
+1. A model reads by tools and proposes interventions. Both kinds of URL carry the same conversation.
+2. Prose, nonsense and invalid proposals are sent back, and returned as text in the end. A model that is away, slow or
+   endless is away. Its key is in no message.
+3. Answers are recorded before they are used, and a record is played again.
+4. A command edits files behind the fence; the difference is a patch. It sees no other file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.research import fence
+from agentjet.research.campaign.coding_agent import CodingAgent
+from agentjet.research.campaign.llm import (
+    MAX_TURNS,
+    REPAIRS,
+    Desk,
+    Endpoint,
+    LanguageModel,
+    Message,
+    Played,
+    Recorded,
+    Reply,
+    ToolCall,
+)
+from agentjet.research.campaign.models import Finish, Intervention, Observation, ProposerAway, Transcript
+from agentjet.research.campaign.notebook import Entry
+
+PROPOSED = {"name": "slower", "kind": "settings", "changes": {"job.optimizer.lr": 1e-5}, "why": "entry 2: it diverges"}
+PROPOSED |= {"predicts": "no divergence", "refutes": "it diverges again", "evidence": [2]}
+SLOWER = Intervention.from_json(PROPOSED)
+
+
+@dataclass
+class Page:
+    """What a proposer reads."""
+
+    topic: str = "why does it not learn?"
+    base: str = "c0"
+    observed: int = 2
+    notebook: Sequence[Entry] = (Entry(1, "started", "s", 0.0, (), {"topic": "x"}),)
+    observation: Observation = field(
+        default_factory=lambda: Observation(
+            "c0",
+            1,
+            score=0.5,
+            signals={"reward/mean": (0.1, 0.2)},
+            transcripts=(Transcript("best", {"q": 1}, ({"role": "assistant", "content": "hi"},), 1.0, 0.0),),
+        )
+    )
+
+    def files(self) -> Mapping[str, str]:
+        return {"agent.py": "LIMIT = 3\n"}
+
+    def judge_source(self) -> str:
+        return "def score(task, messages): ..."
+
+
+@dataclass
+class Scripted:
+    """A model that gives these answers in order, then none."""
+
+    replies: list[Reply]
+    heard: list[list[Message]] = field(default_factory=list)
+
+    def reply(self, messages: Sequence[Message]) -> Reply:
+        self.heard.append([*messages])
+        if len(self.heard) > len(self.replies):
+            raise ProposerAway("nothing more")
+        return self.replies[len(self.heard) - 1]
+
+
+def calls(*named: tuple[str, Mapping[str, Any]]) -> Reply:
+    return Reply("", tuple(ToolCall(f"c{n}", name, json.dumps(a)) for n, (name, a) in enumerate(named)))
+
+
+PROPOSE, FINISH = ("propose", PROPOSED), ("finish", {"reason": "enough"})
+
+
+def propose(*replies: Reply, most: int = 3) -> tuple[Sequence[Any], Scripted]:
+    model = Scripted([*replies])
+    return LanguageModel(model).propose(Page(), most), model
+
+
+def test_a_model_reads_and_proposes() -> None:
+    reads = calls(("notebook", {}), ("files", {}), ("read", {"name": "judge"}), ("curves", {}), ("transcripts", {}))
+    found, model = propose(reads, calls(("curves", {"name": "reward/mean"}), PROPOSE, FINISH))
+    assert [*found] == [SLOWER]
+    results = [message["content"] for message in model.heard[1] if message["role"] == "tool"]
+    assert "started" in results[0] and "agent.py" in results[1] and "def score" in results[2]
+    assert '"score": 0.5' in results[3] and '"place": "best"' in results[4]
+
+
+def test_nothing_worth_a_try_is_an_answer() -> None:
+    assert [*propose(calls(FINISH))[0]] == [Finish("enough")]
+
+
+def test_no_more_proposals_than_asked_for() -> None:
+    found, model = propose(calls(PROPOSE, PROPOSE, PROPOSE), most=2)
+    assert [*found] == [SLOWER, SLOWER] and len(model.heard) == 1
+
+
+def test_prose_is_sent_back_and_then_returned() -> None:
+    found, model = propose(*[Reply("The reward is 0.97 now, believe me.")] * 5)
+    assert [*found] == ["The reward is 0.97 now, believe me."] and len(model.heard) == 1 + REPAIRS
+    found, _ = propose(Reply("hm"), calls(PROPOSE, FINISH))
+    assert [*found] == [SLOWER]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({**PROPOSED, "kind": "evaluator"}, "kind = 'evaluator'"),
+        ({**PROPOSED, "seeds": 10_000}, "unknown key"),
+        ({**PROPOSED, "changes": {}}, "it changes nothing"),
+        ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false"),
+        ({**PROPOSED, "why": "x" * 3000}, "a reason has more than"),
+        ({"score": 1.0}, "Intervention: "),
+    ],
+)
+def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str, Any], reason: str) -> None:
+    found, model = propose(calls(("propose", arguments)), calls(PROPOSE, FINISH))
+    assert [*found] == [SLOWER] and reason in model.heard[1][-1]["content"]
+    found, _ = propose(*[calls(("propose", arguments))] * 3, calls(FINISH))
+    assert len(found) == 1 and reason in found[0]
+
+
+@pytest.mark.parametrize(
+    "call", [ToolCall("c", "launch", "{}"), ToolCall("c", "read", "[1"), ToolCall("c", "read", "[]")]
+)
+def test_an_invalid_call_is_answered(call: ToolCall) -> None:
+    assert Desk(Page(), 3).use(call).startswith("invalid: ")
+
+
+def test_papers_are_read_by_name_only(tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "grpo.md").write_text("# GRPO")
+    (tmp_path / "secret.md").write_text("no")
+    desk = Desk(Page(), 3, tmp_path / "papers")
+    assert desk.use(ToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
+    assert desk.use(ToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
+
+
+def test_a_model_that_is_away_or_endless() -> None:
+    with pytest.raises(ProposerAway, match="nothing more"):
+        propose()
+    with pytest.raises(ProposerAway, match=f"no proposal within {MAX_TURNS} answers"):
+        propose(*[calls(("files", {}))] * 100)
+    assert [*propose(calls(PROPOSE))[0]] == [SLOWER], "what it proposed before counts"
+
+
+def test_answers_are_recorded_and_played_again(tmp_path: Path) -> None:
+    script = Scripted([calls(("files", {})), calls(PROPOSE, FINISH)])
+    first = LanguageModel(Recorded(tmp_path / "llm.jsonl", script)).propose(Page(), 3)
+    again = LanguageModel(Played(tmp_path / "llm.jsonl"))
+    assert again.propose(Page(), 3) == first == [SLOWER]
+    with pytest.raises(ProposerAway, match="the record ends here"):
+        again.propose(Page(), 3)
+    assert LanguageModel(Played(tmp_path / "llm.jsonl", before=1)).propose(Page(), 3) == [SLOWER]
+
+
+@pytest.mark.parametrize("line", ["prose", "{}", '{"reply": {"calls": 1}}'])
+def test_a_record_with_a_wrong_line_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "llm.jsonl").write_text(f'{{"reply": {{"text": "", "calls": []}}}}\n{line}\n')
+    with pytest.raises(ConfigError, match="line 2 has no answer of a model"):
+        Played(tmp_path / "llm.jsonl")
+
+
+# ---- endpoints -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Wire(httpx.BaseTransport):
+    """A connection with scripted answers."""
+
+    answer: Callable[[Any], httpx.Response]
+    bodies: list[Any] = field(default_factory=list)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.bodies.append((request.url.path, json.loads(request.read())))
+        return self.answer(request)
+
+
+def openai_answer(*named: tuple[str, Mapping[str, Any]]) -> httpx.Response:
+    listed = [{"id": "c1", "function": {"name": name, "arguments": json.dumps(a)}} for name, a in named]
+    return httpx.Response(200, json={"choices": [{"message": {"content": None, "tool_calls": listed}}]})
+
+
+def anthropic_answer(*named: tuple[str, Mapping[str, Any]]) -> httpx.Response:
+    blocks = [{"type": "tool_use", "id": f"c{n}", "name": name, "input": a} for n, (name, a) in enumerate(named)]
+    return httpx.Response(200, json={"content": [{"type": "text", "text": "Let me see."}, *blocks]})
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("openai", openai_answer), ("anthropic", anthropic_answer)])
+def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([answer(("files", {}), ("curves", {})), answer(PROPOSE, FINISH)])
+    wire = Wire(lambda request: next(answers))
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=wire))
+    assert LanguageModel(Endpoint("http://127.0.0.1:9/v1", "m", "k", kind)).propose(Page(), 3) == [SLOWER]
+    (path, first), (_, second) = wire.bodies
+    assert path == ("/v1/chat/completions" if kind == "openai" else "/v1/messages") and len(first["tools"]) == 7
+    if kind == "anthropic":
+        assert [turn["role"] for turn in second["messages"]] == ["user", "assistant", "user"]
+        assert [block["type"] for block in second["messages"][2]["content"]] == ["tool_result"] * 2
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (httpx.Response(500), "answered with status 500"),
+        (httpx.Response(200, text="hello"), "the answer is not one of the openai API"),
+        (httpx.Response(200, json={"choices": []}), "the answer is not one of the openai API"),
+        (httpx.Response(200, json={"choices": [{"message": {"content": [1]}}]}), "the answer is not one"),
+        (httpx.Response(200, content=b" " * (1 << 21)), "the answer is longer than"),
+    ],
+)
+def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(lambda request: response)))
+    with pytest.raises(ProposerAway, match=message):
+        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}])
+
+
+def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=(part for part in [b"{", b"}"]))
+
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(slow)))
+    with pytest.raises(ProposerAway, match=r"took longer than -1 s"):
+        Endpoint("http://127.0.0.1:9/v1", "m", seconds=-1).reply([{"role": "user", "content": "x"}])
+
+
+def test_a_failed_request_does_not_contain_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.LocalProtocolError(f"Illegal header value {request.headers['authorization'].encode()!r}")
+
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(refuse)))
+    for key in ("sk-secret", "sk\\'secret"):
+        with pytest.raises(ProposerAway, match=r"\(the key\)") as raised:
+            Endpoint("http://127.0.0.1:9/v1", "m", key).reply([{"role": "user", "content": "x"}])
+        assert "secret" not in str(raised.value)
+
+
+# ---- coding agents ---------------------------------------------------------------------------------------------------
+
+fenced = pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
+EDIT = """
+import json, sys
+task = sys.stdin.read()
+assert "why does it not learn?" in task and "reward/mean" in open("campaign/run.json").read()
+open("subject/agent.py", "w").write("LIMIT = 30\\n")
+open("subject/pay.py", "w").write("x = 1\\n")
+reasons = {"name": "longer", "why": "it is cut off", "predicts": "more", "refutes": "less"}
+json.dump(reasons, open("hypothesis.json", "w"))
+"""
+
+
+def agent(code: str, tmp_path: Path, seconds: float = 60.0) -> CodingAgent:
+    (tmp_path / "edit.py").write_text(code)
+    return CodingAgent((sys.executable, str(tmp_path / "edit.py")), seconds=seconds, readable=(Path(sys.prefix),))
+
+
+@fenced
+def test_a_command_writes_the_patch(tmp_path: Path) -> None:
+    [found] = agent(EDIT, tmp_path).propose(Page(), 3)
+    assert isinstance(found, Intervention)
+    assert (found.name, found.kind, found.why) == ("longer", "agent", "it is cut off")
+    assert "-LIMIT = 3\n+LIMIT = 30\n" in found.patch and "+++ b/pay.py" in found.patch
+
+
+@fenced
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("", "changed no file"),
+        ("import os; os.symlink('/etc/passwd', 'subject/x')", "not a regular file"),
+    ],
+)
+def test_a_command_without_a_usable_change(code: str, answer: str, tmp_path: Path) -> None:
+    [found] = agent(code, tmp_path).propose(Page(), 3)
+    assert answer in str(found)
+
+
+@fenced
+@pytest.mark.parametrize(
+    ("code", "seconds", "message"),
+    [
+        ("raise SystemExit('no key')", 60.0, "ended with status 1: no key"),
+        ("import time; time.sleep(60)", 1.0, "did not end within 1 s"),
+        ("open({secret!r})", 60.0, "PermissionError"),
+        ("open({secret!r}, 'w')", 60.0, "PermissionError"),
+    ],
+)
+def test_a_command_that_fails_is_away(code: str, seconds: float, message: str, tmp_path: Path) -> None:
+    (tmp_path / "held_out.jsonl").write_text("{}")
+    with pytest.raises(ProposerAway, match=message):
+        agent(code.format(secret=str(tmp_path / "held_out.jsonl")), tmp_path, seconds).propose(Page(), 3)
+
+
+@fenced
+def test_a_command_that_is_missing() -> None:
+    with pytest.raises(ProposerAway, match="command 'no-such-agent' was not found"):
+        CodingAgent(("no-such-agent",)).propose(Page(), 3)

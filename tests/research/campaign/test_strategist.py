@@ -1,0 +1,131 @@
+"""What is pinned: each edit finds its place and only that; signs follow from the facts; the table is sound."""
+
+from __future__ import annotations
+
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agentjet.research.campaign import edits
+from agentjet.research.campaign.models import Observation, Transcript
+from agentjet.research.campaign.strategist import facts_of, signs, table, unseen_fields
+from agentjet.research.signs import SignRule
+
+SUBJECT = 'agent = "agent.py:agent"\ntasks = "tasks.jsonl"\nevaluator = "judge.py:score"\n\n[settings]\n'
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("f(x, temperature=0.1)\n", "f(x)\n"),
+        ("f(temperature=0.1, x=1)\n", "f(x=1)\n"),
+        ("f(\n    x,\n    temperature=0.1,\n)\n", "f(\n    x,\n)\n"),
+        ('d = {"a": 1, "temperature": 0.1}\n', 'd = {"a": 1}\n'),
+        ('d = {"temperature": 0.1, "a": 1}\n', 'd = {"a": 1}\n'),
+        ("s = 'é'; f(s, temperature=0.1)\n", "s = 'é'; f(s)\n"),
+    ],
+)
+def test_a_fixed_argument_is_removed(source: str, wanted: str) -> None:
+    files = {"subject.toml": SUBJECT, "agent.py": source}
+    assert edits.remove_argument(files, "temperature") == {"agent.py": wanted}
+
+
+def test_an_argument_that_is_computed_stays() -> None:
+    files = {"subject.toml": SUBJECT, "agent.py": "f(x, temperature=episode.warm)\n"}
+    assert edits.remove_argument(files, "temperature") == {}
+
+
+AGENT = """def agent(item, episode):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Which? " + str(1)}]
+    return episode.chat(messages)
+"""
+
+
+def test_fields_are_shown_in_the_users_message() -> None:
+    files = {"subject.toml": SUBJECT, "agent.py": AGENT}
+    changed = edits.show_fields(files, ["digits"])["agent.py"]
+    space: dict[str, object] = {}
+    exec(changed, space)
+    seen: list[str] = []
+
+    class Episode:
+        def chat(self, messages: list[dict[str, str]]) -> None:
+            seen.append(messages[1]["content"])
+
+    class Item:
+        payload = {"digits": "4 7"}  # noqa: RUF012
+
+    space["agent"](Item(), Episode())  # type: ignore[operator]
+    assert seen == ["Which? 1\ndigits: 4 7"]
+
+
+def test_the_judges_reward_is_a_copy() -> None:
+    files = {"subject.toml": SUBJECT, "agent.py": AGENT}
+    changed = edits.judge_reward(files, "def score(task, messages): return 1.0\n")
+    assert changed["judge_reward.py"].startswith("def score")
+    assert 'reward = "judge_reward.py:score"\n[settings]' in changed["subject.toml"]
+    assert edits.judge_reward({**files, **changed}, "x") == {}
+
+
+def test_tasks_that_never_differ_are_left_out() -> None:
+    rows = "".join(f'{{"id": "t{i}"}}\n' for i in range(8))
+    files = {"subject.toml": SUBJECT, "tasks.jsonl": rows}
+    by_task = {f"t{i}": (0.0, 1.0 if i < 5 else 0.0, 8) for i in range(8)}
+    assert edits.keep_mixed(files, by_task)["tasks.jsonl"].count("\n") == 5
+
+
+def test_a_diff_applies_with_git(tmp_path: Path) -> None:
+    before = {"agent.py": "a\nb", "subject.toml": "x = 1\n"}
+    after = {**before, "agent.py": "a\nc", "new.py": "n = 1\n"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    patch = edits.unified_diff(before, after)
+    subprocess.run(["git", "apply", "--unsafe-paths", "-"], cwd=tmp_path, input=patch, text=True, check=True)
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == after
+
+
+def run(**fields: object) -> Observation:
+    return Observation("c", 0, **{"score": 0.5, "curve": (0.1, 0.5), **fields})  # type: ignore[arg-type]
+
+
+def test_fields_that_no_prompt_shows() -> None:
+    def said(digits: str, text: str) -> Transcript:
+        return Transcript("best", {"id": "1", "digits": digits}, ({"role": "user", "content": text},), 1.0)
+
+    hidden = run(transcripts=(said("1 2", "Which?"), said("3 4", "Which?")))
+    assert unseen_fields(hidden) == ["digits"] and "unseen_input" in {sign.cause for sign in signs(hidden)}
+    assert unseen_fields(run(transcripts=(said("1 2", "Which of 1 2?"), said("3 4", "Which?")))) == []
+
+
+def test_a_leak_is_a_sign() -> None:
+    assert signs(run(score=0.9, swapped=0.85))[0].cause == "leaking_judge"
+    assert not signs(run(score=0.9, swapped=0.7, curve=(0.1, 0.9)))
+
+
+SIGNALS = ("groups/zero_variance", "reward/mean", "policy/kl", "policy/entropy", "completion/truncated")
+SETTINGS = ("job.temperature", "job.recipe.kl_coef", "job.optimizer.lr", "job.group_size")
+
+
+def test_every_row_refers_to_known_facts() -> None:
+    full = run(
+        rejected=0.1,
+        overpaid=0.1,
+        swapped=0.1,
+        overrides={"job.temperature": 1.0, "job.max_tokens": 1.0},
+        signals=dict.fromkeys(SIGNALS, (1.0,) * 6),
+        settings=dict.fromkeys(SETTINGS, 1.0),
+        by_task={"a": (0.0, 1.0, 9)},
+    )
+    known = set(facts_of(full))
+    rules, remedies = table()
+    assert {text.split()[0] for rule in rules for text in rule.when} <= known
+    fields = {name for row in remedies for _, name, _, _ in string.Formatter().parse(row.why) if name}
+    assert fields <= known | {"unseen_names"}
+    assert {row.cause for row in remedies} <= {rule.cause for rule in rules} | {""}
+
+
+def test_an_unknown_fact_fulfils_no_condition() -> None:
+    for text in ("unknown > 0", "unknown < 0"):
+        assert not SignRule(cause="x", when=(text,), meaning="").holds({})

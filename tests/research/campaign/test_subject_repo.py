@@ -1,0 +1,204 @@
+"""Commits of a campaign's subject.
+
+1. The copy is the campaign's: later edits of the user's files are listed, and change nothing. Held-out tasks are not in
+   it.
+2. A commit is a function of its base and its intervention. Settings, patches and new files become commits.
+3. A patch that does not apply, compile or import, or that touches the judge, is refused with the reason.
+4. The judge's copy is locked.
+5. A subject that cannot run is refused with its first error, with file and line; a wrong key with the way out.
+6. Behind the fence, an arm's code reads neither the judge's copy nor the user's folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.research import fence
+from agentjet.research.arm_process import ArmFailed, ArmOrder
+from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.subject_file import read_subject
+from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.models import Refused
+from agentjet.types import Task
+from tests.research.campaign.subjects import AGENT, JUDGE, SUBJECT, WORDS, write_subject
+
+SLOWER = Intervention("slower", "settings", changes={"job.optimizer.lr": 1e-3})
+
+
+def loads(order: ArmOrder) -> list[Task]:
+    """Takes any code."""
+    return [Task("a", payload={"answer": "2"})]
+
+
+def patch_of(path: str, before: str, after: str) -> str:
+    old, new = ("/dev/null" if not text else f"{side}/{path}" for side, text in (("a", before), ("b", after)))
+    return "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), old, new))
+
+
+def patch(path: str, before: str, after: str) -> Intervention:
+    return Intervention("a patch", "agent", patch=patch_of(path, before, after))
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> SubjectRepo:
+    return SubjectRepo.create(tmp_path / "campaign", write_subject(tmp_path / "user"), loads)
+
+
+def test_the_copy_is_the_campaigns(repo: SubjectRepo, tmp_path: Path) -> None:
+    files = repo.files(repo.first)
+    assert files.keys() == {"subject.toml", "agent.py", "words.py", "judge.py", "tasks.jsonl"}
+    assert repo.changed_outside() == []
+    (tmp_path / "user" / "words.py").write_text("PROMPT = ''")
+    assert repo.changed_outside() == ["words.py"]
+    again = SubjectRepo.create(tmp_path / "campaign", tmp_path / "user" / "subject.toml", loads)
+    assert again.files(again.first) == files and repo.judge_source() == JUDGE
+    subject = repo.subject(repo.first)
+    assert subject.held_out == str(tmp_path / "campaign" / "judge" / "held_out.jsonl") and subject.judged
+    assert subject.agent == str(tmp_path / "campaign" / "arms" / repo.first / "agent.py:agent")
+
+
+def test_a_commit_is_a_function_of_its_base_and_its_change(repo: SubjectRepo, tmp_path: Path) -> None:
+    warm = AGENT.replace(", temperature=0.1", "")
+    first = repo.commit(repo.first, SLOWER)
+    second = repo.commit(first, patch("agent.py", AGENT, warm))
+    assert repo.subject(second).settings["job.optimizer.lr"] == 1e-3
+    assert (repo.worktree(second) / "agent.py").read_text() == warm
+    assert "-    return 1.0 if ask(episode, PROMPT, temperature=0.1)" in repo.diff(repo.first, second)
+    other = SubjectRepo.create(tmp_path / "elsewhere", tmp_path / "user" / "subject.toml", loads)
+    assert other.commit(other.first, SLOWER) == first
+    assert other.commit(first, patch("agent.py", AGENT, warm)) == second
+    reason = replace(SLOWER, why="another reason")
+    assert repo.commit(repo.first, reason) == first
+
+
+def test_a_patch_may_have_wrong_numbers_and_no_prefix(repo: SubjectRepo) -> None:
+    text = '--- words.py\n+++ words.py\n@@ -7,3 +9,9 @@\n-PROMPT = "Answer with a number."\n+PROMPT = "Say it."'
+    commit = repo.commit(repo.first, Intervention("short", "prompt", patch=text))
+    assert repo.files(commit)["words.py"] == 'PROMPT = "Say it."\n'
+
+
+def test_a_patch_may_change_several_files(repo: SubjectRepo) -> None:
+    text = patch_of("pay.py", "", JUDGE) + patch_of("words.py", WORDS, "PROMPT = 'Say it.'\n")
+    files = repo.files(repo.commit(repo.first, Intervention("two files", "reward", patch=text)))
+    assert (files["pay.py"], files["words.py"]) == (JUDGE, "PROMPT = 'Say it.'\n")
+
+
+def test_equal_episodes_shorten_the_run_of_a_larger_batch(repo: SubjectRepo) -> None:
+    larger = Intervention("groups of 8", "settings", changes={"job.group_size": 8})
+    assert repo.subject(repo.first).steps == 12
+    assert repo.subject(repo.commit(repo.first, larger)).steps == 6
+
+
+@pytest.mark.parametrize(
+    ("intervention", "reason"),
+    [
+        (patch("words.py", "PROMPT = 1\n", "PROMPT = 2\n"), r"the patch does not apply: .*words\.py"),
+        (patch("words.py", WORDS, "PROMPT = (\n"), r"words\.py line 1: SyntaxError: '\(' was never closed"),
+        (patch("judge.py", JUDGE, "def score(task, messages):\n    return 1.0\n"), r"judge\.py: the judge's files"),
+        (patch("held_out.jsonl", "", '{"id": "x"}\n'), r"held_out\.jsonl: the judge's files"),
+        (patch("random.py", "", "x = 1\n"), r"random\.py: 'random' is the name of an installed module"),
+        (patch("httpx/__init__.py", "", "x = 1\n"), "'httpx' is the name of an installed module"),
+        (patch(".git/hooks/pre-commit", "", "x\n"), "does not apply|begin with a dot"),
+        (patch("../judge/judge.py", "", "x = 1\n"), "the patch does not apply: .*"),
+        (patch(".env", "", "x\n"), "does not begin with a dot"),
+        (Intervention("link", "agent", patch="--- /dev/null\n+++ b/x\nnew file mode 120000\n"), "the patch"),
+        (Intervention("same", "settings", changes={"job.optimizer.lr": 0.01}), "it changes nothing"),
+        (Intervention("typo", "settings", changes={"job.optimizer.lrr": 0.1}), r"\[settings\]: job\.optimizer\.lrr"),
+        (Intervention("model", "settings", changes={"model.name": "other"}), r"\[settings\]: model\.name = 'other'"),
+        (Intervention("prose", "agent", patch="Make the prompt shorter."), "the patch does not apply"),
+    ],
+)
+def test_what_is_refused(repo: SubjectRepo, intervention: Intervention, reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        repo.commit(repo.first, intervention)
+
+
+@pytest.mark.parametrize(
+    "line", ['evaluator = "agent.py:ask"', "steps = 99", "repeats = 3", 'model = "large"', "floor = 1.0"]
+)
+def test_the_judges_keys_are_fixed(repo: SubjectRepo, line: str) -> None:
+    before = repo.files(repo.first)["subject.toml"]
+    key = line.partition(" =")[0]
+    after = "".join(f"{line}\n" if own.startswith(f"{key} =") else own for own in before.splitlines(True))
+    with pytest.raises(Refused, match=f"{key} = .*: it is the judge's, and stays"):
+        repo.commit(repo.first, patch("subject.toml", before, after))
+
+
+def test_code_that_does_not_load_is_refused(repo: SubjectRepo) -> None:
+    def fails(order: ArmOrder) -> list[Task]:
+        raise ArmFailed("agent.py: ImportError: no module (agent.py:1)")
+
+    strict = SubjectRepo(repo.folder, fails)
+    shorter = patch("words.py", WORDS, "PROMPT = 'Say it.'\n")
+    with pytest.raises(Refused, match=r"it does not load: .* \(agent\.py:1\)"):
+        strict.commit(repo.first, shorter)
+    assert SubjectRepo(repo.folder, loads).commit(repo.first, shorter)
+    assert strict.commit(repo.first, SLOWER), "settings need no check"
+
+
+def test_the_judge_is_locked(repo: SubjectRepo) -> None:
+    (repo.folder / "judge" / "judge.py").write_text("def score(task, messages):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"judge/judge\.py was changed, and the judge is fixed"):
+        repo.subject(repo.first)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("steps = 12", "stepps = 12", r"subject\.toml: stepps: unknown key; did you mean steps\?"),
+        ("steps = 12", "steps = 0", r"steps = 0: a run learns at least 1 batch"),
+        ("steps = 12", 'steps = "many"', r"steps = 'many': input should be a valid integer"),
+        ('evaluator = "judge.py:score"\n', "", r"evaluator: is required; add a line such as evaluator ="),
+        ("judge.py:score", "judge:score", r"evaluator = 'judge:score': give FILE\.py:FUNCTION"),
+        ("judge.py:score", "none.py:score", r"there is no file 'none\.py'"),
+        ("held_out.jsonl", "tasks.jsonl", r"held_out = .*: tasks is in the same file"),
+        ("judge.py:score", "judge.py:grade", r"there is no function 'grade'"),
+        ("optimizer.lr = 0.01", "optimizer.lr = [1]", r"settings\.job\.optimizer\.lr.*it must be text, a number"),
+        ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
+    ],
+)
+def test_a_wrong_subject_file(tmp_path: Path, before: str, after: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", subject=SUBJECT.replace(before, after)), loads)
+    assert not (tmp_path / "c" / "source.json").exists(), "the next start begins anew"
+
+
+def test_a_missing_subject_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--subject .*: No such file or directory: give a subject\.toml"):
+        read_subject(tmp_path / "subject.toml")
+
+
+def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
+    broken = AGENT.replace("\n\ndef ask", "\n\nLIMIT = 1 / 0\n\n\ndef ask")
+    with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*agent\.py:8 in <module>"):
+        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
+
+
+@pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
+def test_the_fence_hides_the_judge(tmp_path: Path) -> None:
+    target = tmp_path / "c" / "judge" / "held_out.jsonl"
+    spying = f"{AGENT}\nopen({str(target)!r})\n"
+    with pytest.raises(ConfigError, match=r"PermissionError: .*held_out\.jsonl.*agent\.py:11"):
+        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=spying))
+    mine = f"{AGENT}\nimport os\nopen('words.py').read()\nopen(os.environ['HOME'] + '/x', 'w').write('')\n"
+    SubjectRepo.create(tmp_path / "d", write_subject(tmp_path / "u", agent=mine))
+
+
+def test_a_folder_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.research.campaign.subject_repo.MAX_BYTES", 100)
+    with pytest.raises(ConfigError, match="a campaign copies the subject's folder"):
+        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u"), loads)
+
+
+def test_a_moved_campaign_goes_on(repo: SubjectRepo, tmp_path: Path) -> None:
+    commit = repo.commit(repo.first, SLOWER)
+    shutil.move(repo.folder, tmp_path / "moved")
+    moved = SubjectRepo(tmp_path / "moved", loads)
+    assert moved.commit(moved.first, SLOWER) == commit
+    assert moved.subject(commit).agent == str(tmp_path / "moved" / "arms" / commit / "agent.py:agent")

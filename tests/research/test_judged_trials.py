@@ -1,0 +1,193 @@
+"""Trials whose evaluator judges conversations, and the process of an arm's code.
+
+1. The arm plays the held-out tasks without their answers; the judge scores what the server recorded. The first episodes
+   of a task count.
+2. A judge that fails stops the work; an arm that makes no call has failed itself.
+3. Facts about the training episodes: rewards beside the judge's scores, extremes by task, swapped answers.
+4. The arm's process loads code once, prints do not disturb it, and its errors have file and line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from agentjet.client import AsyncSwarm
+from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research import arm_process
+from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
+from agentjet.research.campaign.models import Observation
+from agentjet.research.campaign.swarm_laboratory import observed
+from agentjet.research.models import Outcome, Trial
+from agentjet.research.servers import Address
+from agentjet.research.subject import Subject
+from agentjet.research.trial_process import TrialOrder, TrialProcess
+from agentjet.types import Task
+
+JUDGE = """
+def score(task, messages):
+    return float(messages[-1]["content"] == task.payload["answer"])
+
+def broken(task, messages):
+    return messages[-1]["contents"]
+"""
+
+
+@dataclass
+class Recorder:
+    """A server that recorded these episodes, and an arm that played them: `(mode, task, answer, reward)`."""
+
+    recorded: list[tuple[str, str, str, float]]
+    played: list[Task] = field(default_factory=list)
+    tasks: tuple[Task, ...] = (Task("a", payload={"q": 1, "answer": "1"}), Task("b", payload={"q": 2, "answer": "2"}))
+
+    @property
+    def connection(self) -> Recorder:
+        return self
+
+    async def request(self, method: str, path: str) -> Mapping[str, Any]:
+        wanted = dict(parse_qsl(urlsplit(path).query))
+        found = [
+            {"episode_id": str(number), "task_id": task, "task_set": "", "reward": reward}
+            for number, (mode, task, _, reward) in enumerate(self.recorded)
+            if mode == wanted["mode"] and number > int(wanted.get("before", -1))
+        ][:2]
+        return {"episodes": found, "next": found[-1]["episode_id"] if len(found) == 2 else None}
+
+    async def episode_tree(self, episode: str) -> SimpleNamespace:
+        answer = self.recorded[int(episode)][2]
+        call = {"call_id": "c", "after": None, "orphan": "", "role": "", "versions": (), "tools": []}
+        call |= {"messages": [{"role": "user", "content": "?"}], "response": {"role": "assistant", "content": answer}}
+        names = ("episode_id", "task_id", "task_set", "group", "mode", "status", "trained_in", "client_id", "reward")
+        calls = [SimpleNamespace(**call)] if answer else []
+        facts = dict.fromkeys((*names, "code_version", "metrics")) | {"by_role": {}, "calls": calls}
+        return SimpleNamespace(**facts)
+
+    async def status(self) -> SimpleNamespace:
+        return SimpleNamespace(policy_version=0, last_event=0)
+
+    async def episodes(self, limit: int) -> SimpleNamespace:
+        return SimpleNamespace(episodes=[])
+
+    async def train(self, steps: int, seed: int) -> None:
+        raise AgentJetError("it does not train")
+
+    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> Mapping[str, Any]:
+        self.played = [*tasks]
+        return {"plays": 2 * repeats, "missing": 0, "reason": ""}
+
+
+@pytest.fixture
+def subject(tmp_path: Path) -> Subject:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    held_out = [{"id": "x", "q": 3, "answer": "3"}, {"id": "y", "q": 4, "answer": "4"}]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
+    judge = f"{tmp_path / 'judge.py'}:score"
+    return Subject("m", "a", "b", str(tmp_path / "held_out.jsonl"), judge, judged=True, hidden=("answer",))
+
+
+def trial_of(subject: Subject, swarm: Recorder, folder: Path) -> TrialProcess:
+    trial = Trial("s", "a", {}, 1, "explore")
+    order = TrialOrder(trial, subject, Address("http://127.0.0.1:9", "x"), str(folder), str(folder / "o"))
+    return TrialProcess(order, cast(AsyncSwarm, swarm), cast(Arm, swarm))
+
+
+EVALS = [("eval", "x", "3", 0.0), ("train", "a", "1", 1.0), ("eval", "y", "5", 9.0), ("eval", "y", "4", 9.0)]
+
+
+def test_the_judge_scores_what_the_server_recorded(subject: Subject, tmp_path: Path) -> None:
+    swarm = Recorder(EVALS)
+    found = asyncio.run(trial_of(subject, swarm, tmp_path)._judged_score(0))
+    assert (found.mean, found.least, found.plays) == (0.5, 0.0, 2), "the agent's own rewards do not count"
+    assert [task.payload for task in swarm.played] == [
+        {"id": "x", "q": 3, "answer": "1"},
+        {"id": "y", "q": 4, "answer": "2"},
+    ]
+
+
+def test_a_task_that_was_not_played_has_no_score(subject: Subject, tmp_path: Path) -> None:
+    ended = asyncio.run(trial_of(subject, Recorder(EVALS[:2]), tmp_path).run())
+    assert (ended.end, ended.note) == ("infra_failed", "held-out task 'y' was not played: no episode ended")
+
+
+def test_an_agent_that_makes_no_call_has_failed(subject: Subject, tmp_path: Path) -> None:
+    work = trial_of(subject, Recorder([*EVALS[:2], ("eval", "y", "", 1.0)]), tmp_path)
+    assert asyncio.run(work.run()).end == "infra_failed" and "made no call" in str(work.failed)
+
+
+def test_a_judge_that_fails_stops_the_work(subject: Subject, tmp_path: Path) -> None:
+    broken = replace(subject, evaluator=subject.evaluator.replace(":score", ":broken"))
+    with pytest.raises(ConfigError, match=r"failed at task 'x': KeyError: 'contents' \(.*judge\.py:6 in broken\)"):
+        asyncio.run(trial_of(broken, Recorder(EVALS), tmp_path).run())
+
+
+def test_what_is_seen_of_the_training_episodes(subject: Subject, tmp_path: Path) -> None:
+    episodes = [("train", "a", "1", 0.0), ("train", "a", "1", 1.0), ("train", "b", "9", 0.5), ("train", "b", "", 0.0)]
+    work = trial_of(subject, Recorder([*EVALS[:1], *EVALS[2:], *episodes]), tmp_path)
+    outcome = asyncio.run(work.run())
+    assert outcome.note == "it does not train"
+    seen = asyncio.run(work.seen())
+    assert seen["by_task"] == {"a": (0.0, 1.0, 2), "b": (0.0, 0.5, 2)} and seen["swapped"] == 0.0
+    signals = {"overridden/temperature": (1.0, None), "reward/mean": (0.1, 0.2)}
+    ended = Outcome("t", "completed", 0.5, (0.1, 0.5), signals, {"job.seed": 1}, {"tasks_shared": 3.0})
+    run = observed(Trial("campaign", "c0", {}, 1, "explore", 0.5), ended, json.loads(json.dumps(seen)))
+    assert (run.training_reward, run.judged_reward) == (pytest.approx(0.5), pytest.approx(2 / 3))
+    assert (run.rejected, run.overpaid) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert [(one.place, one.reward) for one in run.transcripts] == [("best", 1.0), ("median", 0.5), ("worst", 0.0)]
+    assert run.settings == {"job.seed": 1} and Observation.from_json(run.to_json()) == run
+    assert run.overrides == {"job.temperature": 0.5} and run.shared_tasks == 3 and run.score == 0.5
+
+
+def test_a_commit_that_cannot_run_is_an_observation() -> None:
+    lost = Outcome("t", "infra_failed", note="the server ended")
+    trial = Trial("campaign", "c0", {}, 1, "explore")
+    own = observed(trial, lost, {"failed": "KeyError (agent.py:3)"})
+    assert (own.error, own.subject_fails, own.score) == ("KeyError (agent.py:3)", True, None)
+    assert (observed(trial, lost, {}).error, observed(trial, lost, {}).subject_fails) == ("the server ended", False)
+
+
+# ---- the arm's process -----------------------------------------------------------------------------------------------
+
+CODE = """
+print("hello")
+
+def agent(task, episode):
+    return 1.0
+
+def tasks():
+    from agentjet import Task
+    return [Task("a", payload={"q": {1}})]
+"""
+
+
+def order(folder: Path, code: str) -> ArmOrder:
+    file = folder / "agent.py"
+    file.write_text(code)
+    return ArmOrder(f"{file}:agent", f"{file}:tasks", Address("http://127.0.0.1:9", ""), 1)
+
+
+def test_an_arm_is_loaded_in_its_process(tmp_path: Path) -> None:
+    assert arm_process.checked(order(tmp_path, CODE)) == [Task("a", payload={"q": "{1}"})]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (f"{CODE}\nimport no_such_module\n", r"ModuleNotFoundError: .* \(.*agent\.py:11 in <module>\)"),
+        (f"{CODE}\ndef agent(task):\n", r"SyntaxError|IndentationError.* \(.*agent\.py:"),
+        (CODE.replace("task, episode", "task"), "cannot be called as agent"),
+        (CODE.replace('return [Task("a", payload={"q": {1}})]', "return [1 / 0]"), r"ZeroDivisionError.*agent\.py:9"),
+        (f"{CODE}\nimport os\nos._exit(7)\n", "the agent's process ended with exit code 7"),
+    ],
+)
+def test_an_arm_that_does_not_load(code: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ArmFailed, match=message):
+        arm_process.checked(order(tmp_path, code))

@@ -1,0 +1,162 @@
+"""Records of groups and batches.
+
+1. Advantages are those that the learner's recipe gives every token of an episode, for each recipe that has them; others
+   have a note.
+2. Rewards by policy and by role have advantages by policy and role.
+3. A group is open, complete, dropped, in the pending batch, or in a learned one.
+4. A batch lists the episodes that were lost while it was filled, and the settings that changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.errors import NotFound
+from agentjet.recipes.registry import make_recipe
+from agentjet.swarm.advantages import Advantages
+from agentjet.swarm.batch_records import (
+    batch_advantages,
+    batch_record,
+    batch_records,
+    group_record,
+    job_changes,
+    lost_episodes,
+    members_of,
+)
+from agentjet.swarm.origin import POLICIES
+from tests.swarm.world import World
+
+OF_REWARDS = ("grpo", "dr_grpo", "rloo", "dapo", "gspo", "reinforce", "grpo_passk", "duration_aware", "awr")
+OF_TOKENS = ("gigpo", "aepo", "ppo", "opo", "dr_mas", "direct_advantage", "distill")
+
+
+def learned(world: World, *rewards: tuple[float, ...]) -> Advantages:
+    """Fill and learn the newest batch; its advantages."""
+    for number, group in enumerate(rewards):
+        world.play(f"g{number}", *group)
+    batch = world.swarm.batches.compose()
+    found = advantages_of(world, batch.id)
+    world.swarm.batches.learned(batch, {})
+    assert advantages_of(world, batch.id) == found, "learning changes no reward"
+    return found
+
+
+def advantages_of(world: World, batch_id: int) -> Advantages:
+    record = batch_record(world.journal, batch_id)
+    return batch_advantages(world.journal, record, members_of(world.journal, record))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("recipe", OF_REWARDS)
+def test_advantages_are_the_learners(tmp_path: Path, recipe: str) -> None:
+    world = World(tmp_path, recipe=recipe, group_size=3)
+    rewards = ((0.0, 0.5, 1.0), (1.0, 1.0, 0.25))
+    for number, group in enumerate(rewards):
+        world.play(f"g{number}", *group)
+    batch = world.swarm.batches.compose()
+    found = advantages_of(world, 0)
+    assert found.note == ""
+    training = world.training(batch)
+    forest = batch.job.recipe.columns(training, {})[0]
+    assert training.facts is not None
+    seen = {}
+    for call, advantage in zip(forest["call"].tolist(), forest["advantage"].tolist(), strict=True):
+        seen.setdefault(batch.episode_ids[training.facts.call_episode[call]], set()).add(advantage)
+    assert len(seen) >= 5, "a recipe may leave out an episode"
+    for episode_id, values in seen.items():
+        assert [*values] == pytest.approx([found.of[episode_id][""]])
+    world.close()
+
+
+@pytest.mark.parametrize("recipe", OF_TOKENS)
+def test_recipes_of_tokens_have_a_note(world: World, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.play("a", 0, 1), world.play("b", 0, 1)
+    world.swarm.batches.compose()
+    made = make_recipe(recipe if recipe != "distill" else {"name": "distill", "teacher": "somewhere"})
+    job = world.swarm.job.model_copy(update={"recipe": made})
+    monkeypatch.setattr(world.journal, "batches", lambda start, stop: [replace(world.swarm.store.pending, job=job)])
+    found = advantages_of(world, 0)
+    assert (found.of, found.note) == ({}, f"{recipe} computes advantages from tokens or calls, next to the weights")
+
+
+def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
+    world = World(tmp_path, policies=("planner", "coder"), batch_size=1)
+    world.journal.branch({POLICIES: "coder,planner"}, "elsewhere@0")
+    for planner, coder, critic in ((0.0, 1.0, 3.0), (1.0, 1.0, 5.0)):
+        episode = world.begin("g")
+        world.call(episode, 7, role="planner")
+        world.finish(episode, 0.5, by_role={"planner": planner, "coder": coder, "coder/critic": critic})
+    batch = world.swarm.batches.compose()
+    first, second = batch.episode_ids
+    found = advantages_of(world, 0).of
+    assert found[first].keys() == {"planner", "coder", "coder/critic"}
+    assert found[first]["planner"] == -found[second]["planner"] < 0 and found[first]["coder"] == 0.0
+    assert found[first]["coder/critic"] == -found[second]["coder/critic"] < 0
+    world.close()
+
+
+def test_states_of_a_group(world: World) -> None:
+    first = world.begin("a")
+    opened = group_record(world.journal, 1)
+    assert (opened.state, opened.size, opened.batch, opened.advantages.note) == (
+        "open", 2, None, "the group is in no batch yet"
+    )  # fmt: skip
+    world.call(first, 7), world.finish(first, 1.0)
+    world.play("a", 0.0), world.play("b", 0, 1)
+    assert group_record(world.journal, 1).state == "complete"
+    batch = world.swarm.batches.compose()
+    waiting = group_record(world.journal, 1)
+    assert (waiting.state, waiting.batch, len(waiting.episodes)) == ("batched", 0, 2)
+    world.swarm.batches.learned(batch, {})
+    assert group_record(world.journal, 2).batch == 0 and group_record(world.journal, 2).advantages.of
+    lost = world.begin("c")
+    world.abort(lost, "no")
+    gone = group_record(world.journal, 3)
+    assert (gone.state, gone.reason) == ("dropped", "no_members") and [e.id for e in gone.episodes] == [lost.id]
+    with pytest.raises(NotFound, match="no group 9"):
+        group_record(world.journal, 9)
+
+
+def test_what_was_lost_and_changed(world: World) -> None:
+    early = world.begin("x")
+    world.now += 1
+    world.abort(early, "too early")
+    world.now += 1
+    learned(world, (0, 1), (1, 1))
+    world.now += 1
+    job: dict[str, Any] = {"temperature": 0.5, "recipe": make_recipe({"name": "grpo", "kl_coef": 0.1})}
+    world.swarm.replace_job(world.swarm.job.model_copy(update=job))
+    late = world.begin("y")
+    world.now += 1
+    world.abort(late, "late"), world.begin("z", mode="eval")
+    learned(world, (0, 1), (0, 1))
+    first, second = batch_record(world.journal, 0), batch_record(world.journal, 1)
+    assert [e.id for e in lost_episodes(world.journal, first)] == [early.id]
+    assert [e.id for e in lost_episodes(world.journal, second)] == [late.id]
+    assert job_changes(world.journal, first) == []
+    changes = {change.key: (change.before, change.after) for change in job_changes(world.journal, second)}
+    assert changes["temperature"] == (1.0, 0.5) and changes["recipe.kl_coef"] == (0.0, 0.1) and len(changes) == 2
+    assert [batch.id for batch in batch_records(world.journal, None, 5)] == [1, 0]
+    assert [batch.id for batch in batch_records(world.journal, 1, 5)] == [0]
+    with pytest.raises(NotFound, match="no batch 7"):
+        batch_record(world.journal, 7)
+
+
+def test_a_batch_of_a_recipe_that_is_gone(world: World) -> None:
+    learned(world, (0, 1), (0, 1))
+    world.journal.file.db.execute(
+        """UPDATE batches SET body = json_set(body, '$.job.recipe', json('{"name": "gone.package:Recipe"}'))"""
+    )
+    found = advantages_of(world, 0)
+    assert found.of == {} and "gone.package" in found.note and "install its package" in found.note

@@ -1,0 +1,104 @@
+"""Records of a run.
+
+1. Every filter of episodes finds those that match, alone and together, and counts them.
+2. In every order, the pages together are the whole list, once each.
+3. A wrong `before` is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from agentjet.errors import InvalidRequest, NotFound
+from agentjet.protocol import EpisodeQuery
+from agentjet.swarm import Episode
+from agentjet.swarm.records import find_episodes
+from agentjet.types import EpisodeOrder
+from tests.swarm.world import World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path, max_staleness=4)
+    yield world
+    world.close()
+
+
+def found(world: World, **query: Any) -> list[Episode]:
+    return list(find_episodes(world.journal, EpisodeQuery(**query)).episodes)
+
+
+def played(world: World) -> dict[str, Episode]:
+    """Episodes that differ in everything that can be asked for, by name."""
+    low, high = world.begin("g1"), world.begin("g1")
+    world.call(low, 5), world.call(high, 5, 6, 7)
+    world.finish(low, 0.0), world.finish(high, 1.0)
+    world.play("g2", 0.25, 0.75)
+    batch = world.swarm.batches.compose()
+    world.swarm.batches.learned(batch, {})
+    lost = world.begin("g3", task_id="hard", task_set="math", client_id="me", code_version="v2")
+    world.abort(lost, "Timeout: no answer in 60 s")
+    live = world.begin("g4", task_set="math")
+    tested = world.begin("", mode="eval", task_id="held-out")
+    world.finish(tested, 0.5)
+    names = {"low": low, "high": high, "lost": lost, "live": live, "tested": tested}
+    return {name: world.swarm.episode(episode.id) for name, episode in names.items()}
+
+
+def test_filters(world: World) -> None:
+    named = played(world)
+    ids = {episode.id: name for name, episode in named.items()}
+
+    def names(**query: Any) -> set[str]:
+        """The names of the found ones; `g2`'s have none."""
+        return {ids.get(episode.id, "") for episode in found(world, **query)}
+
+    assert names() == {*named, ""}
+    assert names(status="aborted") == names(reason="Timeout") == names(reason="60 s") == {"lost"}
+    assert names(task_set="math") == {"lost", "live"} and names(task_set="mat") == set()
+    assert names(task="hard") == names(client="me") == names(code_version="v2") == names(search="ar") == {"lost"}
+    assert names(group="g1") == names(group_id=named["low"].group_id) == {"low", "high"}
+    assert names(search="g1") == {"low", "high"} and names(search=named["live"].id) == {"live"}
+    assert names(mode="eval") == {"tested"} and names(code_version="", mode="eval") == {"tested"}
+    assert names(batch=0) == {"low", "high", ""} and names(batch=1) == set()
+    assert names(min_version=1) == {"lost", "live", "tested"} and names(max_version=0) == {"low", "high", ""}
+    assert names(min_reward=0.5, max_reward=0.5) == {"tested"} and names(max_reward=0.1) == {"low"}
+    assert names(batch=0, min_reward=0.5, group="g1") == {"high"}
+    world.abort(world.begin("g5"), "not needed: the client's run has its steps")
+    assert names(status="aborted") == {"lost"} and names(status="not_needed") == {""}
+    assert [e.reason for e in found(world, status="not_needed")] == ["not needed: the client's run has its steps"]
+    assert names(status="finished") == {"low", "high", "tested", ""} and names(status="live") == {"live"}
+    assert find_episodes(world.journal, EpisodeQuery(task_set="math", count=True, limit=1)).total == 2
+    assert find_episodes(world.journal, EpisodeQuery()).total is None
+
+
+@pytest.mark.parametrize("sort", get_args(EpisodeOrder))
+@pytest.mark.parametrize("limit", [1, 2, 3, 100])
+def test_pages_in_every_order(world: World, sort: EpisodeOrder, limit: int) -> None:
+    played(world)
+    whole = found(world, sort=sort)
+    keys = {
+        "newest": lambda e: -e.seq, "oldest": lambda e: e.seq, "reward": lambda e: (e.reward, -e.seq),
+        "-reward": lambda e: (-e.reward, -e.seq), "-num_tokens": lambda e: (-e.num_tokens, -e.seq),
+        "-num_calls": lambda e: (-e.num_calls, -e.seq),
+    }  # fmt: skip
+    assert whole == sorted(whole, key=keys[sort]) and len(whole) == (5 if "reward" in sort else 7)
+    listed: list[Episode] = []
+    page = find_episodes(world.journal, EpisodeQuery(sort=sort, limit=limit))
+    while page.next is not None:
+        listed += page.episodes
+        assert page.next == page.episodes[-1].id
+        page = find_episodes(world.journal, EpisodeQuery(sort=sort, limit=limit, before=page.next))
+    assert [*listed, *page.episodes] == whole
+
+
+def test_a_wrong_place(world: World) -> None:
+    named = played(world)
+    with pytest.raises(NotFound, match="There is no episode 'gone'"):
+        found(world, before="gone")
+    with pytest.raises(InvalidRequest, match="it has no reward"):
+        found(world, before=named["live"].id, sort="reward")
