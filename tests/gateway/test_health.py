@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.config import JobConfig
-from agentjet.gateway.health import RULES, Facts, ServerFacts, SilentEpisode, health, remedies
+from agentjet.gateway.health import RULES, TEXT, Facts, ServerFacts, SilentEpisode, health, remedies
 from agentjet.gateway.overview import health_of
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, HealthRuleView, ZeroVariance
 from tests.fakes import running, saying
@@ -270,6 +270,7 @@ def test_every_rule_is_tripped_and_explained() -> None:
     names = [one.name for one in RULES]
     assert len(set(names)) == len(names) and {case[0] for case in TRIPS} == set(names)
     page = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")
+    assert page == TEXT.read_text(encoding="utf-8"), "`make docs` copies it"
     assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == names
     assert list(remedies()) == names and all(text.endswith(".") for text in remedies().values())
     assert "see `docs/recipes.md`" in remedies()["entropy"]

@@ -25,7 +25,7 @@ from agentjet.types import EngineState
 
 PAGE = "docs/health.md"
 TEXT = Path(__file__).with_name("health.md")
-"""The same page, as a file of this package."""
+"""The page's original, which `make docs` copies."""
 NEWEST = 5
 """Steps that most rules judge."""
 LOST = ("episodes/aborted", "episodes/expired")
