@@ -36,7 +36,7 @@ from bench.campaigning.outcome import Outcome, Truth, exhaustive_cost, judged
 from bench.campaigning.planted import DEVELOPED, Planted, unseen
 from bench.campaigning.repo import MemoryRepo
 from bench.campaigning.storms import FakeClock, resume_identical, week
-from bench.campaigning.world import WorldLaboratory
+from bench.campaigning.world import SubjectRunner
 
 BUDGET = 80.0
 """Full runs of a campaign."""
@@ -48,7 +48,7 @@ def conducted(planted: Planted, truth: Truth, *, hostile: bool) -> Outcome:
     proposers = [ScriptedModel(), Strategist()] if hostile else [Strategist()]
     question = Question("What keeps the score from rising?", Budget(runs=BUDGET))
     with tempfile.TemporaryDirectory() as name, Notebook(Path(name)) as notebook:
-        Campaign(question, notebook, repo, WorldLaboratory(repo, files), proposers, FakeClock()).run()
+        Campaign(question, notebook, repo, SubjectRunner(repo, files), proposers, FakeClock()).run()
         assert repo.files(repo.first)["judge.py"] == files["judge.py"]
         return judged(planted, notebook, repo.files, truth)
 

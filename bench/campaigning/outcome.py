@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.campaign.models import Order
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import table
+from agentjet.research.models import Trial
 from agentjet.types import Task
 from bench.campaigning.planted import REWARDS, TASKS, Planted
 from bench.campaigning.world import DEFAULTS, AgentError, Code, Run, World, flat, read_tasks
@@ -42,8 +42,8 @@ class Truth:
                 world = World(files, self.judge, self._held_out)
                 runs = [Run(world, FIRST_SEED + seed, 1.0) for seed in range(TRUTH_SEEDS)]
                 self._known[name] = np.array([run.curve[-1] for run in runs])
-                broken = [bool(run.observation(Order(name, 0)).error) for run in runs[:1]]
-                if any(broken):
+                broken = runs[0].outcome(Trial("", name, {}, 0, "explore")).score is None
+                if broken:
                     self._known[name] = np.zeros(TRUTH_SEEDS)
             except AgentError:
                 self._known[name] = np.zeros(TRUTH_SEEDS)

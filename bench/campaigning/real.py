@@ -25,11 +25,12 @@ from typing import Any
 from agentjet.cli import example, load_example
 from agentjet.cli.research.execution import local_slots
 from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.models import Budget, Order
+from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.campaign.swarm_laboratory import SwarmLaboratory
+from agentjet.research.models import Trial
+from agentjet.research.swarm_runner import SwarmRunner
 from bench.campaigning.outcome import exhaustive_cost
 
 LIMIT = '            "max_tokens": 3,\n'
@@ -85,12 +86,16 @@ def write_subject(troubles: tuple[str, ...], folder: Path) -> None:
 def score(repo: SubjectRepo, commit: str, local: int) -> float:
     """Mean score of a commit with fresh seeds."""
     keys = [f"truth {commit} {seed}" for seed in SEEDS]
-    with SwarmLaboratory(repo, local_slots(local)) as laboratory:
+    with runner_of(repo, local) as runner:
         for key, seed in zip(keys, SEEDS, strict=True):
-            if not laboratory.has(key):
-                laboratory.launch(key, Order(commit, seed))
-        runs = [laboratory.collect(key) for key in keys]
+            if not runner.has(key):
+                runner.launch(key, Trial("truth", commit, {}, seed, "confirm"))
+        runs = [runner.collect(key) for key in keys]
     return statistics.fmean(run.score for run in runs if run.score is not None)
+
+
+def runner_of(repo: SubjectRepo, local: int) -> SwarmRunner:
+    return SwarmRunner(lambda trial: repo.subject(trial.arm), repo.folder, local_slots(local))
 
 
 def play(name: str, out: Path, local: int) -> Result:
@@ -98,9 +103,9 @@ def play(name: str, out: Path, local: int) -> Result:
     healthy = SubjectRepo.create(out / "truth", made(out / "healthy", ()))
     repo = SubjectRepo.create(out / name / "campaign", made(out / name / "given", PLANTED[name]))
     began = time.monotonic()
-    with Notebook(repo.folder) as notebook, SwarmLaboratory(repo, local_slots(local)) as laboratory:
+    with Notebook(repo.folder) as notebook, runner_of(repo, local) as runner:
         question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, evaluator=repo.judge_hash)
-        ending = Campaign(question, notebook, repo, laboratory, [Strategist()]).run()
+        ending = Campaign(question, notebook, repo, runner, [Strategist()]).run()
         learned = [entry.content["verdict"] for entry in notebook.of("learned") if "verdict" in entry.content]
         studies = [[arm["code"] for arm in entry.content["study"]["arms"]] for entry in notebook.of("study")]
     seconds = time.monotonic() - began

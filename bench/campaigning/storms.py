@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.laboratory import LaboratoryAway
-from agentjet.research.campaign.models import Budget, Observation, Order
+from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
+from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.models import Study
+from agentjet.research.models import Outcome, Trial
+from agentjet.research.servers import ServerUnavailable
 from bench.campaigning.planted import Planted
 from bench.campaigning.repo import MemoryRepo
-from bench.campaigning.world import WorldLaboratory
+from bench.campaigning.world import SubjectRunner
 
 HOUR = 3600.0
 WEEK = 7 * 24 * HOUR
@@ -55,8 +56,8 @@ def conduct(folder: Path, planted: Planted, question: Question, kill_at: int = 0
     repo = MemoryRepo(files)
     with Doomed(folder, now=lambda: 0.0) as notebook:
         notebook.number = kill_at
-        laboratory = WorldLaboratory(repo, files, folder / "launches")
-        Campaign(question, notebook, repo, laboratory, [Strategist()], FakeClock()).run()
+        runner = SubjectRunner(repo, files, folder / "launches")
+        Campaign(question, notebook, repo, runner, [Strategist()], FakeClock()).run()
         return notebook.entries
 
 
@@ -89,49 +90,32 @@ class Reboot(BaseException):
     """The machine restarts: nothing in memory is left."""
 
 
-class StormyLaboratory:
-    """A laboratory whose runs take hours, and whose calls fail by chance."""
+class StormyRunner:
+    """A runner whose runs take hours, and whose calls fail by chance; in studies less often, because they have more."""
 
-    def __init__(self, inner: WorldLaboratory, clock: FakeClock, rng: np.random.Generator) -> None:
+    def __init__(self, inner: SubjectRunner, clock: FakeClock, rng: np.random.Generator) -> None:
         self._inner, self._clock, self._rng = inner, clock, rng
         self.failures = {"reboot": 0, "dead server": 0, "full disk": 0, "lost run": 0}
 
     def has(self, key: str) -> bool:
         return self._inner.has(key)
 
-    def launch(self, key: str, order: Order) -> None:
-        self.maybe("full disk", 0.1, OSError(28, "No space left on device"))
-        self._inner.launch(key, order)
-        self.maybe("reboot", 0.08, Reboot())
+    def launch(self, key: str, trial: Trial) -> None:
+        observes = trial.study == OBSERVING
+        self.maybe("full disk", 0.1 * observes, OSError(28, "No space left on device"))
+        self._inner.launch(key, trial)
+        self.maybe("reboot", 0.08 * observes, Reboot())
 
-    def collect(self, key: str) -> Observation:
-        self.maybe("dead server", 0.15, LaboratoryAway("no server answers"))
-        self._clock.time += 2 * HOUR * self._rng.random()
-        self.maybe("reboot", 0.08, Reboot())
+    def collect(self, key: str) -> Outcome:
         found = self._inner.collect(key)
+        observes = " " in key
+        self.maybe("dead server", 0.15 if observes else 0.02, ServerUnavailable("no server answers"))
+        self._clock.time += (2 if observes else 1) * HOUR * self._rng.random()
+        self.maybe("reboot", 0.08 if observes else 0.02, Reboot())
         if key.endswith(" 1") and self._rng.random() < 0.1:
             self.failures["lost run"] += 1
-            return Observation(found.commit, found.seed, found.share, error="the server died")
+            return Outcome(found.trial, "infra_failed", note="the server died")
         return found
-
-    def runner(self, study: Study) -> Any:
-        inner = self._inner.runner(study)
-        storm = self
-
-        class Stormy:
-            def has(self, key: str) -> bool:
-                return inner.has(key)
-
-            def launch(self, key: str, trial: Any) -> None:
-                inner.launch(key, trial)
-
-            def collect(self, key: str) -> Any:
-                storm.maybe("dead server", 0.02, LaboratoryAway("no server answers"))
-                storm._clock.time += HOUR * storm._rng.random()
-                storm.maybe("reboot", 0.02, Reboot())
-                return inner.collect(key)
-
-        return Stormy()
 
     def maybe(self, name: str, chance: float, error: BaseException) -> None:
         if self._rng.random() < chance:
@@ -163,16 +147,16 @@ def week(planted: Planted, seed: int = 0) -> tuple[bool, Mapping[str, Any]]:
         happened: dict[str, int] = {}
         for starts in range(1, 200):  # noqa: B007  # read after the loop
             repo = MemoryRepo(files)
-            laboratory = StormyLaboratory(WorldLaboratory(repo, files, folder / "launches"), clock, rng)
+            runner = StormyRunner(SubjectRunner(repo, files, folder / "launches"), clock, rng)
             with FullDisk(folder, now=lambda: 0.0) as notebook:
                 notebook.rng = rng
                 try:
-                    ended = Campaign(question, notebook, repo, laboratory, [Strategist()], clock).run()
+                    ended = Campaign(question, notebook, repo, runner, [Strategist()], clock).run()
                 except Reboot:
                     clock.time += 0.2 * HOUR
                     continue
                 finally:
-                    for kind, count in {**laboratory.failures, "full notebook": notebook.full}.items():
+                    for kind, count in {**runner.failures, "full notebook": notebook.full}.items():
                         happened[kind] = happened.get(kind, 0) + count
                 digests = len(notebook.of("digest"))
                 break

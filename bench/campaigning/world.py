@@ -1,9 +1,9 @@
-"""`WorldLaboratory`: runs commits of a subject in NumPy. The subject's own files are executed.
+"""`SubjectRunner`: runs commits of a subject in NumPy. The subject's own files are executed.
 
 `agent.py` plays each episode against a policy (`policy.py`), with its prompt, its arguments and its reward; `judge.py`
 scores; tasks and settings are those of the files. Training is GRPO with the job's rate, group, temperature, length
 limit, KL term and filter. A run depends on its files, its settings and its seed alone, and arms share their random
-numbers. Orders are kept as files, so that a launch outlives its process; a second launch of a key is an error.
+numbers. Launches are kept as files, so that a launch outlives its process; a second launch of a key is an error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.campaign.laboratory import Subjects
-from agentjet.research.campaign.models import Observation, Order, Transcript
-from agentjet.research.models import Outcome, Study, Trial
+from agentjet.research.campaign.models import Subjects
+from agentjet.research.models import Outcome, Transcript, Trial
 from agentjet.research.records import canonical
 from agentjet.types import Reward, Task
 from bench.campaigning.policy import Floats, Policy, Sample
@@ -331,10 +330,11 @@ class Run:
         for name, value in reported.items():
             self.signals.setdefault(name, []).append(value)
 
-    def observation(self, order: Order) -> Observation:
+    def outcome(self, trial: Trial) -> Outcome:
+        """Facts and transcripts are those of a judged subject."""
         tried = sum(number for _, _, number in self.by_task.values()) + self.failed
         if self.failed > EPISODES_FAIL * max(tried, 1):
-            return failed(order, self.error)
+            return Outcome(trial.id, "arm_failed", note=self.error)
         world = self.world
         judged = [world.judge(played.task, played.messages) for played in self.late]
         paid = [played.reward for played in self.late]
@@ -343,30 +343,26 @@ class Run:
         ranked = sorted(range(len(paid)), key=lambda i: paid[i])
         places = (("worst", ranked[0]), ("median", ranked[len(ranked) // 2]), ("best", ranked[-1]))
         held = {canonical(task.payload) for task in world.held_out}
-        return Observation(
-            order.commit,
-            order.seed,
-            order.share,
+        return Outcome(
+            trial.id,
+            "completed",
             score=self.curve[-1],
             curve=tuple(self.curve),
             signals={name: tuple(values) for name, values in self.signals.items()},
             settings=world.settings,
+            facts={
+                "training_reward": float(np.mean(paid)),
+                "judged_reward": float(np.mean(judged)),
+                "rejected": float(np.mean([j > p for j, p in both])),
+                "overpaid": float(np.mean([j < p for j, p in both])),
+                "swapped": self.swapped,
+                "tasks_shared": float(sum(canonical(task.payload) in held for task in world.tasks)),
+            },
             transcripts=tuple(
                 Transcript(place, world.shown(self.late[i].task), tuple(self.late[i].messages), paid[i], judged[i])  # type: ignore[arg-type]
                 for place, i in places
             ),
-            overrides={
-                f"job.{name}": share
-                for name in ("temperature", "max_tokens")
-                if (share := float(np.mean([v or 0.0 for v in self.signals[f"overridden/{name}"]])))
-            },
-            training_reward=float(np.mean(paid)),
-            judged_reward=float(np.mean(judged)),
-            rejected=float(np.mean([j > p for j, p in both])),
-            overpaid=float(np.mean([j < p for j, p in both])),
-            swapped=self.swapped,
             by_task=self.by_task,
-            shared_tasks=sum(canonical(task.payload) in held for task in world.tasks),
         )
 
 
@@ -374,12 +370,8 @@ def spread(rewards: Sequence[float] | Floats) -> bool:
     return len(rewards) > 0 and max(rewards) - min(rewards) > 1e-9
 
 
-def failed(order: Order, error: str) -> Observation:
-    return Observation(order.commit, order.seed, order.share, error=error, subject_fails=True)
-
-
-class WorldLaboratory:
-    """A `Laboratory` in memory, or with a folder, whose orders outlive the process."""
+class SubjectRunner:
+    """A `TrialRunner` in memory, or with a folder that outlives the process. The arm of a trial is a commit."""
 
     def __init__(self, subjects: Subjects, judge_files: Mapping[str, str], folder: Path | None = None) -> None:
         self._subjects, self._folder = subjects, folder
@@ -387,63 +379,36 @@ class WorldLaboratory:
         code = Code(judge_files)
         self.judge = code.function(named["evaluator"])
         self.held_out = read_tasks(judge_files, code, named["held_out"])
-        self.launched: dict[str, Order] = {}
-        self._observed: dict[str, Observation] = {}
+        self.launched: dict[str, Trial] = {}
+        self._ended: dict[str, Outcome] = {}
         if folder:
-            for path in folder.glob("*.order"):
-                self.launched[path.stem] = Order.from_json(json.loads(path.read_text(encoding="utf-8")))
+            for path in folder.glob("*.trial"):
+                self.launched[path.stem] = Trial.from_json(json.loads(path.read_text(encoding="utf-8")))
 
     def has(self, key: str) -> bool:
         return name_of(key) in self.launched
 
-    def launch(self, key: str, order: Order) -> None:
+    def launch(self, key: str, trial: Trial) -> None:
         name = name_of(key)
         assert name not in self.launched, f"{key} is launched twice"
         if self._folder:
-            with (self._folder / f"{name}.order").open("x", encoding="utf-8") as file:
-                file.write(canonical(order.to_json()))
-        self.launched[name] = order
+            with (self._folder / f"{name}.trial").open("x", encoding="utf-8") as file:
+                file.write(canonical(trial.to_json()))
+        self.launched[name] = trial
 
-    def collect(self, key: str) -> Observation:
+    def collect(self, key: str) -> Outcome:
         return self.run(self.launched[name_of(key)])
 
-    def run(self, order: Order, setting: Mapping[str, Any] | None = None) -> Observation:
-        known = canonical([order.to_json(), dict(setting or {})])
-        if known not in self._observed:
+    def run(self, trial: Trial) -> Outcome:
+        known = canonical([trial.arm, trial.seed, trial.fidelity, dict(trial.setting)])
+        if known not in self._ended:
             try:
-                world = World(self._subjects.files(order.commit), self.judge, self.held_out, setting or {})
-                self._observed[known] = Run(world, order.seed, order.share).observation(order)
+                world = World(self._subjects.files(trial.arm), self.judge, self.held_out, trial.setting)
+                self._ended[known] = Run(world, trial.seed, trial.fidelity).outcome(trial)
             except AgentError as error:
-                self._observed[known] = failed(order, str(error))
-        return self._observed[known]
-
-    def runner(self, study: Study) -> WorldStudyRunner:
-        return WorldStudyRunner(self, study)
+                self._ended[known] = Outcome(trial.id, "arm_failed", note=str(error))
+        return replace(self._ended[known], trial=trial.id)
 
 
 def name_of(key: str) -> str:
     return "".join(character if character.isalnum() else "-" for character in key)
-
-
-class WorldStudyRunner:
-    """A `TrialRunner` for the trials of one study."""
-
-    def __init__(self, laboratory: WorldLaboratory, study: Study) -> None:
-        self._laboratory, self._study = laboratory, study
-        self._trials: dict[str, Trial] = {}
-
-    def has(self, key: str) -> bool:
-        return self._laboratory.has(key)
-
-    def launch(self, key: str, trial: Trial) -> None:
-        self._laboratory.launch(key, Order(self._study.arm(trial.arm).code, trial.seed, trial.fidelity))
-        self._trials[key] = trial
-
-    def collect(self, key: str) -> Outcome:
-        order = self._laboratory.launched[name_of(key)]
-        trial = self._trials.get(key)
-        seen = self._laboratory.run(order, trial.setting if trial else None)
-        name = key.rpartition("-")[0]
-        if seen.score is None:
-            return Outcome(name, "diverged", score=0.0, note=seen.error)
-        return Outcome(name, "completed", score=seen.score, curve=seen.curve, signals=dict(seen.signals))

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from agentjet.research.campaign.models import Order
+from agentjet.research.campaign.strategist import overridden
+from agentjet.research.models import Trial
 from bench.campaigning.outcome import gone
 from bench.campaigning.planted import DEVELOPED, TROUBLES, Planted, unseen
 from bench.campaigning.repo import MemoryRepo
-from bench.campaigning.world import WorldLaboratory
+from bench.campaigning.world import SubjectRunner
 
 HEALTHY = Planted("healthy")
 
@@ -29,15 +30,19 @@ def test_the_unseen_subjects_are_drawn_by_seed() -> None:
     assert len(drawn) == 10 and not known & {frozenset(planted.troubles) for planted in drawn}
 
 
-def laboratory(planted: Planted) -> tuple[WorldLaboratory, str]:
+def runner(planted: Planted) -> tuple[SubjectRunner, str]:
     repo = MemoryRepo(planted.files())
-    return WorldLaboratory(repo, planted.files()), repo.first
+    return SubjectRunner(repo, planted.files()), repo.first
+
+
+def trial(commit: str, seed: int) -> Trial:
+    return Trial("s", commit, {}, seed, "explore", 0.1)
 
 
 def test_a_run_depends_on_its_files_and_its_seed() -> None:
-    world, commit = laboratory(HEALTHY)
-    again, _ = laboratory(HEALTHY)
-    first, second, third = (each.run(Order(commit, seed, 0.1)) for each, seed in ((world, 1), (again, 1), (world, 2)))
+    world, commit = runner(HEALTHY)
+    again, _ = runner(HEALTHY)
+    first, second, third = (each.run(trial(commit, seed)) for each, seed in ((world, 1), (again, 1), (world, 2)))
     assert first == second and first.curve != third.curve
     assert (
         first.transcripts[0].task.keys() == {"id", "digits"}
@@ -46,13 +51,14 @@ def test_a_run_depends_on_its_files_and_its_seed() -> None:
 
 
 def test_the_agents_own_arguments_are_noticed() -> None:
-    world, commit = laboratory(replace(HEALTHY, troubles=("agent_temperature",)))
-    assert world.run(Order(commit, 1, 0.1)).overrides == {"job.temperature": 1.0}
+    world, commit = runner(replace(HEALTHY, troubles=("agent_temperature",)))
+    ended = world.run(trial(commit, 1))
+    assert overridden(ended, "temperature") == 1.0 and overridden(ended, "max_tokens") == 0.0
 
 
 def test_an_agent_that_fails_is_named_with_its_line() -> None:
     files = HEALTHY.files()
     files["agent.py"] = files["agent.py"].replace("episode.chat", "episode.talk")
     repo = MemoryRepo(files)
-    seen = WorldLaboratory(repo, files).run(Order(repo.first, 1, 0.1))
-    assert seen.subject_fails and seen.error.startswith("agent.py:") and "talk" in seen.error
+    ended = SubjectRunner(repo, files).run(trial(repo.first, 1))
+    assert ended.end == "arm_failed" and ended.note.startswith("agent.py:") and "talk" in ended.note

@@ -1,9 +1,9 @@
-"""A campaign's laboratory on real servers, with the subject of `agentjet research demo`.
+"""Commits on real servers, with the subject of `agentjet research demo`.
 
-1. A commit is trained and judged as deployed. A longer order continues the shorter one. What ended is known without a
+1. A commit is trained and judged as deployed. A longer trial continues the shorter one. What ended is known without a
    server.
 2. A mended subject scores higher than the given one, with transcripts, overrides and both rewards.
-3. A laboratory that was killed is continued, and launches nothing twice.
+3. A runner that was killed is continued, and launches nothing twice.
 4. A commit whose agent raises is an observation with the error's file and line.
 """
 
@@ -13,16 +13,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentjet.cli import example, load_example
 from agentjet.cli.research.execution import local_slots
-from agentjet.research.campaign.models import Intervention, Order
+from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.strategist import overridden
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.campaign.swarm_laboratory import SwarmLaboratory
+from agentjet.research.models import Trial
+from agentjet.research.swarm_runner import SwarmRunner
 from tests.e2e.server import is_running
 from tests.research.campaign.test_subject_repo import patch_of
 
@@ -38,6 +39,14 @@ def repo(tmp_path: Path) -> SubjectRepo:
     return SubjectRepo.create(tmp_path / "campaign", tmp_path / "given" / "subject.toml")
 
 
+def runner_of(repo: SubjectRepo, local: int) -> SwarmRunner:
+    return SwarmRunner(lambda trial: repo.subject(trial.arm), repo.folder, local_slots(local) if local else [])
+
+
+def trial(commit: str, share: float) -> Trial:
+    return Trial("campaign", commit, {}, 7, "explore", share)
+
+
 def mended(repo: SubjectRepo) -> str:
     """The subject without its two troubles."""
     files = repo.files(repo.first)
@@ -50,19 +59,20 @@ def mended(repo: SubjectRepo) -> str:
 
 def test_commits_are_trained_and_judged_as_deployed(repo: SubjectRepo) -> None:
     better = mended(repo)
-    with SwarmLaboratory(repo, local_slots(2)) as laboratory:
+    with runner_of(repo, 2) as runner:
         for key, commit, share in (("given", repo.first, 1.0), ("half", better, 0.5), ("full", better, 1.0)):
-            laboratory.launch(key, Order(commit, 7, share))
-        given, half, full = (laboratory.collect(key) for key in ("given", "half", "full"))
-    assert given.overrides["job.max_tokens"] > 0.9, "a limit shows only in answers that end there"
-    assert given.training_reward == 0.0 and given.rejected is not None
+            runner.launch(key, trial(commit, share))
+        given, half, full = (runner.collect(key) for key in ("given", "half", "full"))
+    assert overridden(given, "max_tokens") > 0.9, "a limit shows only in answers that end there"
+    assert given.facts["training_reward"] == 0.0 and "rejected" in given.facts
     assert given.signals["groups/zero_variance"] == (1.0,) * 8
-    assert full.training_reward == full.judged_reward and full.rejected == full.overpaid == 0.0
-    assert full.overrides == {} and full.curve[:2] == half.curve[:2] and len(full.curve) == 3
+    assert full.facts["training_reward"] == full.facts["judged_reward"]
+    assert full.facts["rejected"] == full.facts["overpaid"] == overridden(full, "max_tokens") == 0.0
+    assert full.curve[:2] == half.curve[:2] and len(full.curve) == 3
     assert full.score is not None and given.score is not None and full.score > given.score
     assert [one.place for one in full.transcripts] == ["best", "median", "worst"]
     assert full.transcripts[0].messages[-1]["role"] == "assistant" and len(full.by_task) == 8
-    with SwarmLaboratory(repo, []) as later:
+    with runner_of(repo, 0) as later:
         assert later.has("full") and later.collect("full") == full
 
 
@@ -70,25 +80,25 @@ KILLED = """
 import sys
 from pathlib import Path
 from agentjet.cli.research.execution import local_slots
-from agentjet.research.campaign.models import Order
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.campaign.swarm_laboratory import SwarmLaboratory
+from agentjet.research.models import Trial
+from agentjet.research.swarm_runner import SwarmRunner
 repo = SubjectRepo(Path(sys.argv[1]))
-with SwarmLaboratory(repo, local_slots(1)) as laboratory:
-    laboratory.launch("k", Order(repo.first, 7))
+with SwarmRunner(lambda trial: repo.subject(trial.arm), repo.folder, local_slots(1)) as runner:
+    runner.launch("k", Trial("campaign", repo.first, {}, 7, "explore"))
     print("launched", flush=True)
-    laboratory.collect("k")
+    runner.collect("k")
 """
 
 
-def test_a_killed_laboratory_is_continued(repo: SubjectRepo) -> None:
+def test_a_killed_runner_is_continued(repo: SubjectRepo) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, str(repo.folder)], stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"launched\n"
         first.send_signal(signal.SIGKILL)
     assert not is_running(first.pid)
-    with SwarmLaboratory(repo, local_slots(1)) as laboratory:
-        assert laboratory.has("k")
-        assert laboratory.collect("k").score is not None
+    with runner_of(repo, 1) as runner:
+        assert runner.has("k")
+        assert runner.collect("k").score is not None
     assert len(list((repo.folder / "runs").iterdir())) == 1
 
 
@@ -97,8 +107,8 @@ def test_a_commit_that_raises_is_an_observation(repo: SubjectRepo) -> None:
     broken = before.replace("return 1.0 if answer(task, episode).isdigit()", "return 1.0 if task.payload['solution']")
     assert broken != before
     commit = repo.commit(repo.first, Intervention("broken", "agent", patch=patch_of("agent.py", before, broken)))
-    with SwarmLaboratory(repo, local_slots(1)) as laboratory:
-        laboratory.launch("k", replace(Order(commit, 7), share=0.25))
-        found = laboratory.collect("k")
-    assert found.subject_fails and found.score is None
-    assert "KeyError" in found.error and "agent.py:10 in agent" in found.error
+    with runner_of(repo, 1) as runner:
+        runner.launch("k", trial(commit, 0.25))
+        found = runner.collect("k")
+    assert found.end == "arm_failed"
+    assert "KeyError" in found.note and "agent.py:10 in agent" in found.note

@@ -24,8 +24,7 @@ from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
-from agentjet.research.campaign.models import Observation
-from agentjet.research.campaign.swarm_laboratory import observed
+from agentjet.research.judged_episodes import JudgedEpisodes
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.servers import Address
 from agentjet.research.subject import Subject
@@ -94,6 +93,10 @@ def subject(tmp_path: Path) -> Subject:
     return Subject("m", "a", "b", str(tmp_path / "held_out.jsonl"), judge, judged=True, hidden=("answer",))
 
 
+def judged_by(subject: Subject, swarm: Recorder) -> JudgedEpisodes:
+    return JudgedEpisodes(subject, subject.held_out_tasks(), cast(AsyncSwarm, swarm), cast(Arm, swarm))
+
+
 def trial_of(subject: Subject, swarm: Recorder, folder: Path) -> TrialProcess:
     trial = Trial("s", "a", {}, 1, "explore")
     order = TrialOrder(trial, subject, Address("http://127.0.0.1:9", "x"), str(folder), str(folder / "o"))
@@ -103,9 +106,9 @@ def trial_of(subject: Subject, swarm: Recorder, folder: Path) -> TrialProcess:
 EVALS = [("eval", "x", "3", 0.0), ("train", "a", "1", 1.0), ("eval", "y", "5", 9.0), ("eval", "y", "4", 9.0)]
 
 
-def test_the_judge_scores_what_the_server_recorded(subject: Subject, tmp_path: Path) -> None:
+def test_the_judge_scores_what_the_server_recorded(subject: Subject) -> None:
     swarm = Recorder(EVALS)
-    found = asyncio.run(trial_of(subject, swarm, tmp_path)._judged_score(0))
+    found = asyncio.run(judged_by(subject, swarm).score(0, seed=1))
     assert (found.mean, found.least, found.plays) == (0.5, 0.0, 2), "the agent's own rewards do not count"
     assert [task.payload for task in swarm.played] == [
         {"id": "x", "q": 3, "answer": "1"},
@@ -120,7 +123,8 @@ def test_a_task_that_was_not_played_has_no_score(subject: Subject, tmp_path: Pat
 
 def test_an_agent_that_makes_no_call_has_failed(subject: Subject, tmp_path: Path) -> None:
     work = trial_of(subject, Recorder([*EVALS[:2], ("eval", "y", "", 1.0)]), tmp_path)
-    assert asyncio.run(work.run()).end == "infra_failed" and "made no call" in str(work.failed)
+    ended = asyncio.run(work.run())
+    assert (ended.end, ended.note) == ("arm_failed", "held-out task 'y': the agent made no call of the model")
 
 
 def test_a_judge_that_fails_stops_the_work(subject: Subject, tmp_path: Path) -> None:
@@ -131,27 +135,16 @@ def test_a_judge_that_fails_stops_the_work(subject: Subject, tmp_path: Path) -> 
 
 def test_what_is_seen_of_the_training_episodes(subject: Subject, tmp_path: Path) -> None:
     episodes = [("train", "a", "1", 0.0), ("train", "a", "1", 1.0), ("train", "b", "9", 0.5), ("train", "b", "", 0.0)]
-    work = trial_of(subject, Recorder([*EVALS[:1], *EVALS[2:], *episodes]), tmp_path)
-    outcome = asyncio.run(work.run())
-    assert outcome.note == "it does not train"
-    seen = asyncio.run(work.seen())
-    assert seen["by_task"] == {"a": (0.0, 1.0, 2), "b": (0.0, 0.5, 2)} and seen["swapped"] == 0.0
-    signals = {"overridden/temperature": (1.0, None), "reward/mean": (0.1, 0.2)}
-    ended = Outcome("t", "completed", 0.5, (0.1, 0.5), signals, {"job.seed": 1}, {"tasks_shared": 3.0})
-    run = observed(Trial("campaign", "c0", {}, 1, "explore", 0.5), ended, json.loads(json.dumps(seen)))
-    assert (run.training_reward, run.judged_reward) == (pytest.approx(0.5), pytest.approx(2 / 3))
-    assert (run.rejected, run.overpaid) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    judged = judged_by(subject, Recorder([*EVALS[:1], *EVALS[2:], *episodes]))
+    asyncio.run(judged.score(0, seed=1))
+    ended = Outcome("t", "completed", 0.5, (0.1, 0.5), {"reward/mean": (0.1, 0.2)}, facts={"tasks_shared": 3.0})
+    run = asyncio.run(judged.with_training(ended))
+    assert run.by_task == {"a": (0.0, 1.0, 2), "b": (0.0, 0.5, 2)}
+    shares = {"rejected": 1 / 3, "overpaid": 1 / 3, "swapped": 0.0}
+    assert run.facts == pytest.approx({"training_reward": 0.5, "judged_reward": 2 / 3, "tasks_shared": 3.0, **shares})
     assert [(one.place, one.reward) for one in run.transcripts] == [("best", 1.0), ("median", 0.5), ("worst", 0.0)]
-    assert run.settings == {"job.seed": 1} and Observation.from_json(run.to_json()) == run
-    assert run.overrides == {"job.temperature": 0.5} and run.shared_tasks == 3 and run.score == 0.5
-
-
-def test_a_commit_that_cannot_run_is_an_observation() -> None:
-    lost = Outcome("t", "infra_failed", note="the server ended")
-    trial = Trial("campaign", "c0", {}, 1, "explore")
-    own = observed(trial, lost, {"failed": "KeyError (agent.py:3)"})
-    assert (own.error, own.subject_fails, own.score) == ("KeyError (agent.py:3)", True, None)
-    assert (observed(trial, lost, {}).error, observed(trial, lost, {}).subject_fails) == ("the server ended", False)
+    assert run.transcripts[0].task == {"q": 1} and Outcome.from_json(run.to_json()) == run
+    assert (run.score, run.signals) == (ended.score, ended.signals)
 
 
 # ---- the arm's process -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -34,11 +35,12 @@ from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import Arm, ArmFailed
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical
+from agentjet.research.run_record import RunRecord, scoring
 from agentjet.research.run_signals import Signals, held_out_counts
 from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
 from agentjet.research.subject import Subject
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, run_name
-from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
+from agentjet.research.trial_process import TrialOrder, TrialProcess, weight_changes
 
 SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
@@ -171,13 +173,60 @@ def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None
     with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         for key in ("k-1", "k-2"):
             runner.launch(key, TRIAL)
-        said = rf"^--server http://x: no answer\. No trial .* Continue with: agentjet research run {tmp_path}$"
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ServerUnavailable, match=r"^--server http://x: no answer$"):
             runner.collect("k-1")
     assert len(slot.asked) == MAX_SERVINGS, "one trial asked for it, and no other"
     for key in ("k-1", "k-2"):
         assert [path.name for path in (tmp_path / "launches" / key).iterdir()] == ["trial.json"]
     assert (tmp_path / "runs" / run_name(TRIAL) / "trace").exists(), "it may be gone on with"
+
+
+@dataclass
+class Troubled:
+    """A slot without a server or disk space, or that completes its trials with their learning rate as score."""
+
+    trouble: Exception | None
+    name: str = "server"
+    served: list[Setting] = field(default_factory=list)
+
+    @contextmanager
+    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
+        if self.trouble is not None:
+            raise self.trouble
+        self.served.append(settings)
+        for file in run.parent.parent.glob("launches/*/trial.json"):
+            trial = Trial.from_json(json.loads(file.read_text()))
+            ended = Outcome(trial.id, "completed", float(str(settings["job.optimizer.lr"])))
+            file.with_name("draft.json").write_text(canonical(ended.to_json()))
+        raise AgentJetError("over")
+        yield
+
+    def check(self) -> None:
+        if isinstance(self.trouble, AgentJetError):
+            raise ServerUnavailable("--server: no answer")
+
+    def run_finished(self, run: Path) -> None:
+        """It keeps its files."""
+
+
+@pytest.mark.parametrize(
+    "trouble", [AgentJetError("no answer"), OSError(errno.ENOSPC, "No space left on device", "runs")]
+)
+def test_a_later_call_begins_again_after_a_trouble_of_the_machine(trouble: Exception, tmp_path: Path) -> None:
+    """The subject follows from the trial, as in a campaign."""
+    slot = Troubled(trouble)
+
+    def of(trial: Trial) -> Subject:
+        return replace(SUBJECT, settings={"job.optimizer.lr": float(len(trial.arm))}, judged=True)
+
+    with SwarmRunner(of, tmp_path, [slot], notify=lambda line: None) as runner:
+        runner.launch("k 1", replace(TRIAL, arm="c0", setting={}))
+        for _ in range(2):
+            with pytest.raises((ServerUnavailable, OSError), match=r"no answer$|No space left"):
+                runner.collect("k 1")
+        slot.trouble = None
+        assert runner.has("k 1") and runner.collect("k 1").score == 2.0
+    assert len(slot.served) == 1 and slot.served[0]["job.seed"] == TRIAL.seed
 
 
 def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:

@@ -113,13 +113,17 @@ class ChildServer:
                 start_new_session=True,
             )
 
-    def connect(self) -> Swarm:
-        """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
+    def connect(self, check: Callable[[], None] = lambda: None) -> Swarm:
+        """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log.
+
+        `check` is called while the model loads, and may raise to give up.
+        """
         from agentjet.client import Retry, Swarm
 
         with self._progress("starting a server", self._last_line):
             while READY not in (log := self._log_text()):
                 self.check()
+                check()
                 time.sleep(POLL_SECONDS)
         found = ADDRESS.search(log)
         assert found is not None

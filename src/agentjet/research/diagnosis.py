@@ -39,7 +39,7 @@ def diagnose(launcher: TrialLauncher) -> None:
     """
     log = launcher.log
     ended = [(trial, outcome) for trial in log.trials.values() for outcome in log.outcomes[trial.id]]
-    full = [(t, o) for t, o in ended if t.fidelity == 1.0 and o.signals and o.end != "infra_failed"]
+    full = [(t, o) for t, o in ended if t.fidelity == 1.0 and o.signals and o.score is not None]
     equal = equal_runs(full)
     found = [lost_run_diagnosis(outcome) for _, outcome in ended]
     found += [diagnosis_of(trial, outcome) or equal.get(trial.id) for trial, outcome in full]

@@ -20,7 +20,7 @@ from agentjet.research.records import Record, Setting, refuse
 from agentjet.research.subject import Subject
 
 Phase = Literal["explore", "confirm"]
-End = Literal["completed", "diverged", "infra_failed"]
+End = Literal["completed", "diverged", "infra_failed", "arm_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 Origin = Literal["prior", "llm", "human"]
 Sign = Literal["+", "-", "0", "?"]
@@ -160,8 +160,27 @@ class Trial(Record):
 
 
 @dataclass(frozen=True)
+class Transcript(Record):
+    """A training episode at the end of the run."""
+
+    place: Literal["best", "median", "worst"]
+    task: Any
+    """The task's payload, without the keys that only the judge sees."""
+    messages: tuple[Mapping[str, Any], ...]
+    """The conversation of the last call, with the answer."""
+    reward: float
+    """As training paid."""
+    judged: float | None = None
+    """Score of the judge for the same messages."""
+
+
+@dataclass(frozen=True)
 class Outcome(Record):
-    """The end of a trial. A diverged run is a result with a score; an infrastructure failure has no score."""
+    """The end of a trial. A diverged run is a result with a score; an infrastructure failure has no score.
+
+    `arm_failed` has no score either: the arm's own code failed, and a repeat would end the same way. Studies whose
+    evaluator plays do not use it, because an agent also fails if its environment does.
+    """
 
     trial: str
     end: End
@@ -174,14 +193,18 @@ class Outcome(Record):
     settings: Setting = field(default_factory=dict)
     """The settings in effect on the server. Empty if the runner does not report them."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers for the diagnosis: see `agentjet.research.diagnosis`."""
+    """Further numbers: see `agentjet.research.diagnosis`, and for judged subjects `agentjet.research.episode_facts`."""
     note: str = ""
+    transcripts: tuple[Transcript, ...] = ()
+    """Best, median and worst training episodes of a judged subject."""
+    by_task: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
+    """By training task of a judged subject: least and highest reward, and number of episodes."""
 
     def __post_init__(self) -> None:
         refuse(
-            (self.score is None) != (self.end == "infra_failed"),
+            (self.score is None) != (self.end in ("infra_failed", "arm_failed")),
             f"outcome of trial {self.trial}: end = {self.end!r} with score = {self.score}: every run has a score, "
-            "and only an infrastructure failure has none",
+            "and only a failure of the infrastructure or of the arm's code has none",
         )
         refuse(self.score is not None and not math.isfinite(self.score), f"outcome: score = {self.score} is not finite")
 

@@ -81,7 +81,7 @@ SERVER = "server_lost"
 def with_dead_environment(outcome: Outcome) -> Outcome:
     """Returns the outcome, as `infra_failed` if its environment died during the run."""
     dead = dead_environment(Signals(outcome.signals))
-    if dead is None or outcome.end == "infra_failed":
+    if dead is None or outcome.score is None:
         return outcome
     return replace(outcome, end="infra_failed", score=None, curve=(), note=f"{DEAD}: {dead.words}")
 

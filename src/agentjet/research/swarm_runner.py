@@ -6,7 +6,7 @@ shorter one. All state is on disk. A new runner of the folder continues what a k
 step; the processes of a runner end with it.
 
 A lost trial counts only if its slot is still available. An unavailable slot is dropped and its trial goes to another
-slot. Without slots the study stops and can be resumed.
+slot. Without slots `collect` raises `ServerUnavailable`; a later call begins with all slots again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
-import shlex
 import subprocess
 import sys
 import threading
@@ -54,11 +53,9 @@ class SwarmRunner:
         slots: Sequence[ServerSlot],
         notify: Callable[[str], None] = print,
     ) -> None:
-        """Continues the unfinished launches of an earlier runner, in their order. `notify` is called when a slot is
-        dropped. `subject` may depend on the trial.
-        """
+        """`notify` is called when a slot is dropped. `subject` may depend on the trial."""
         self._subject_of: Callable[[Trial], Subject] = (lambda _: subject) if isinstance(subject, Subject) else subject
-        self._folder, self._notify = folder, notify
+        self._slots, self._notify = slots, notify
         self._launches, self._runs = folder / "launches", folder / "runs"
         for made in (self._launches, self._runs):
             made.mkdir(parents=True, exist_ok=True)  # only here: a folder that was moved must not be created again
@@ -66,15 +63,8 @@ class SwarmRunner:
         self._stopping = threading.Event()
         self._ended = threading.Condition()
         self._error: Exception | None = None
-        """The error that ended the study's work."""
-        for trial in sorted(self._launches.glob("*/trial.json"), key=lambda path: path.stat().st_mtime_ns):
-            if not self._outcome_path(trial.parent.name).exists():
-                self._waiting.put(trial.parent.name)
-        self._num_slots = len(slots)
-        """Slots that were not dropped."""
-        self._threads = [threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in slots]
-        for thread in self._threads:
-            thread.start()
+        """The error that ended the work of all slots."""
+        self._threads: list[threading.Thread] = []
 
     # ---- the methods of a `TrialRunner` -----------------------------------------------------------------------------
 
@@ -86,16 +76,33 @@ class SwarmRunner:
         check_changes(trial.setting)
         (self._launches / key).mkdir(exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
-        self._waiting.put(key)
+        if self._threads:
+            self._waiting.put(key)
 
     def collect(self, key: str) -> Outcome:
-        """Raises `ConfigError` for an error that affects the whole study."""
+        """Raises `ServerUnavailable`, `OSError` for the disk, and `ConfigError` for an error that affects the study."""
+        self._start()
         with self._ended:
-            while not self._outcome_path(key).exists():
-                if self._error is not None:
-                    raise self._error
+            while not (has_ended := self._outcome_path(key).exists()) and self._error is None:
                 self._ended.wait(LOOK_SECONDS)
+        if not has_ended:
+            self.close()
+            assert self._error is not None
+            raise self._error
         return Outcome.from_json(read_json(self._outcome_path(key)))
+
+    def _start(self) -> None:
+        """Starts the slots, unless they work. They begin with the unfinished launches, in their order."""
+        if self._threads:
+            return
+        self._stopping, self._waiting, self._error = threading.Event(), queue.Queue(), None
+        for trial in sorted(self._launches.glob("*/trial.json"), key=lambda path: path.stat().st_mtime_ns):
+            if not self._outcome_path(trial.parent.name).exists():
+                self._waiting.put(trial.parent.name)
+        self._num_slots = len(self._slots)
+        self._threads = [threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in self._slots]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""
@@ -104,6 +111,7 @@ class SwarmRunner:
             self._waiting.put(None)
         for thread in self._threads:
             thread.join()
+        self._threads = []
 
     def __enter__(self) -> Self:
         return self
@@ -134,9 +142,7 @@ class SwarmRunner:
                 self._waiting.put(key)
                 self._notify(f"left out from now on: {gone}")
                 return
-            self._error = ServerUnavailable(
-                f"{gone}. No trial was lost. Continue with: agentjet research run {shlex.quote(str(self._folder))}"
-            )
+            self._error = gone
             self._stopping.set()
             self._ended.notify_all()
 
@@ -166,17 +172,18 @@ class SwarmRunner:
         if draft.exists():
             outcome = with_dead_environment(Outcome.from_json(read_json(draft)))
             if outcome.settings:  # those outside the job are the ones that the server was started with
-                outcome = replace(outcome, settings={**self._setting(trial), **outcome.settings})
+                known = {name: value for name, value in self._setting(trial).items() if name != "model.name"}  # a path
+                outcome = replace(outcome, settings={**known, **outcome.settings})
         else:
             outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{slot.name}: {note}"))
-        if outcome.end == "infra_failed":
+        if outcome.score is None:
             draft.unlink(missing_ok=True)  # if the slot is gone, `check` raises and nothing counts
             slot.check()
         write_whole(draft, canonical(outcome.to_json()))
         if not subject.judged:  # a campaign learns from a commit that cannot run
             self._check_first_trial(key, outcome, run)
         lost_run = self._launches / key / "run"
-        if outcome.end == "infra_failed" and not lost_run.exists():
+        if outcome.score is None and not lost_run.exists():
             run.rename(lost_run)  # a repeat starts from the base model
         elif trial.fidelity >= 1.0:
             slot.run_finished(run)
@@ -239,7 +246,7 @@ class SwarmRunner:
 
 def is_result(answer: Path) -> bool:
     """True if a trial ended with a result about its arm."""
-    return Outcome.from_json(read_json(answer)).end != "infra_failed"
+    return Outcome.from_json(read_json(answer)).score is not None
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> int:

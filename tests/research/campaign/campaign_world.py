@@ -1,20 +1,21 @@
-"""A laboratory of formulas: the score follows from the settings of a commit, and launches may leave files."""
+"""A runner of formulas: the score follows from the settings of a commit, and launches may leave files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from agentjet.research.campaign.laboratory import LaboratoryAway
-from agentjet.research.campaign.models import Intervention, Observation, Order, Transcript
-from agentjet.research.models import Outcome, Refused, Study, Trial
+from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.runs import OBSERVING
+from agentjet.research.models import Outcome, Refused, Transcript, Trial
 from agentjet.research.records import canonical
+from agentjet.research.servers import ServerUnavailable
 
 SICK: Mapping[str, Any] = {"job.max_tokens": 10, "job.optimizer.lr": 0.001, "job.temperature": 1.0} | dict.fromkeys(
     ("job.batch_size", "job.group_size"), 8
@@ -64,8 +65,8 @@ def truncating(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 @dataclass
-class FormulaLaboratory:
-    """`Laboratory`. With a folder, launches survive their process; a second launch of a key is an error."""
+class FormulaRunner:
+    """`TrialRunner` of commits. With a folder, launches survive their process; a second launch of a key is an error."""
 
     commits: Commits
     formula: Callable[[Mapping[str, Any]], Mapping[str, float]] = truncating
@@ -77,76 +78,51 @@ class FormulaLaboratory:
     """So many runs are lost, the first ones."""
     error: str = ""
     """The subject's own error, in every run."""
-    launched: dict[str, Any] = field(default_factory=dict)
+    launched: dict[str, Trial] = field(default_factory=dict)
 
     def has(self, key: str) -> bool:
         self._reach()
         return (self.folder / key.replace(" ", "_")).exists() if self.folder else key in self.launched
 
-    def launch(self, key: str, order: Order | Trial) -> None:
+    def launch(self, key: str, trial: Trial) -> None:
         self._reach()
         assert not self.has(key), f"{key} is launched twice"
         if self.folder:
-            (self.folder / key.replace(" ", "_")).write_text(canonical(order.to_json()), encoding="utf-8")
-        self.launched[key] = order
+            (self.folder / key.replace(" ", "_")).write_text(canonical(trial.to_json()), encoding="utf-8")
+        self.launched[key] = trial
 
-    def collect(self, key: str) -> Observation:
+    def collect(self, key: str) -> Outcome:
         self._reach()
-        order = Order.from_json(self.read(key)) if self.folder else self.launched[key]
+        trial = Trial.from_json(self.read(key)) if self.folder else self.launched[key]
         if self.error:
-            return Observation(order.commit, order.seed, order.share, error=self.error, subject_fails=True)
+            return Outcome(trial.id, "arm_failed", note=self.error)
         if self.lost:
             self.lost -= 1
-            return Observation(order.commit, order.seed, order.share, error="the server died")
-        settings = self.commits.settings(order.commit)
-        found = dict(self.formula(settings))
-        score = self.score(order.commit, order.seed)
-        facts = {name: value for name, value in found.items() if name in ("swapped", "rejected", "overpaid")}
-        run = Observation(
-            order.commit,
-            order.seed,
-            order.share,
+            return Outcome(trial.id, "infra_failed", note="the server died")
+        settings = self.commits.settings(trial.arm)
+        found = self.formula(settings)
+        rng = np.random.default_rng([trial.seed, *trial.arm.encode()])
+        score = float(found["score"] + self.noise * rng.normal())
+        signals = {"completion/truncated": (found.get("truncated", 0.0),) * 6, "policy/entropy": (1.0,) * 6}
+        return Outcome(
+            trial.id,
+            "completed",
             score=score,
             curve=(0.1, score),
-            signals={"completion/truncated": (found.get("truncated", 0.0),) * 6, "policy/entropy": (1.0,) * 6},
+            signals={**signals, **({} if trial.study == OBSERVING else {"batch/episodes": (8.0, 8.0)})},
             settings={name: value for name, value in settings.items() if name.startswith("job.")},
+            facts={name: value for name, value in found.items() if name in ("swapped", "rejected", "overpaid")},
             transcripts=(Transcript("best", {"ask": "x"}, ({"role": "user", "content": "x"},), 1.0),),
         )
-        return replace(run, **facts)
-
-    def score(self, commit: str, seed: int) -> float:
-        rng = np.random.default_rng([seed, *commit.encode()])
-        return float(self.formula(self.commits.settings(commit))["score"] + self.noise * rng.normal())
 
     def read(self, key: str) -> object:
         assert self.folder is not None
         return json.loads((self.folder / key.replace(" ", "_")).read_text(encoding="utf-8"))
 
-    def runner(self, study: Study) -> FormulaRunner:
-        return FormulaRunner(self, study)
-
     def _reach(self) -> None:
         if self.away:
             self.away -= 1
-            raise LaboratoryAway("no server answers")
-
-
-@dataclass
-class FormulaRunner:
-    laboratory: FormulaLaboratory
-    study: Study
-
-    def has(self, key: str) -> bool:
-        return self.laboratory.has(key)
-
-    def launch(self, key: str, trial: Trial) -> None:
-        self.laboratory.launch(key, trial)
-
-    def collect(self, key: str) -> Outcome:
-        self.laboratory._reach()
-        trial = Trial.from_json(self.laboratory.read(key)) if self.laboratory.folder else self.laboratory.launched[key]
-        score = self.laboratory.score(self.study.arm(trial.arm).code, trial.seed)
-        return Outcome(trial.id, "completed", score=score, signals={"batch/episodes": (8.0, 8.0)})
+            raise ServerUnavailable("no server answers")
 
 
 @dataclass

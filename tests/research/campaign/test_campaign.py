@@ -15,23 +15,25 @@ from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.checks import OFFLINE
 from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
+from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
-from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaLaboratory, truncating
+from agentjet.research.models import Trial
+from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
 QUESTION = Question("why does it stay low?", Budget(runs=60.0))
 
 
 def campaign(
     folder: Path,
-    laboratory: FormulaLaboratory | None = None,
+    runner: FormulaRunner | None = None,
     question: Question = QUESTION,
     proposers: Sequence[Any] = (),
     clock: FakeClock | None = None,
 ) -> tuple[Any, list[Entry]]:
-    laboratory = laboratory or FormulaLaboratory(Commits())
+    runner = runner or FormulaRunner(Commits())
     with Notebook(folder, now=lambda: 0.0) as notebook:
         done = Campaign(
-            question, notebook, laboratory.commits, laboratory, [*proposers, Strategist()], clock or FakeClock()
+            question, notebook, runner.commits, runner, [*proposers, Strategist()], clock or FakeClock()
         ).run()
         return done, notebook.entries
 
@@ -50,23 +52,24 @@ def test_a_truncated_subject_is_mended(tmp_path: Path) -> None:
 
 
 def test_every_study_is_in_the_notebook_before_its_data(tmp_path: Path) -> None:
-    laboratory = FormulaLaboratory(Commits())
-    seen: list[int] = []
+    runner = FormulaRunner(Commits())
+    seen: list[bool] = []
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:
 
-        class Watching(FormulaLaboratory):
-            def runner(self, study: Any) -> Any:
-                seen.append(sum(entry.content["study"]["seed"] == study.seed for entry in notebook.of("study")))
-                return super().runner(study)
+        class Watching(FormulaRunner):
+            def launch(self, key: str, trial: Trial) -> None:
+                if trial.study != OBSERVING:
+                    seen.append(notebook.known(f"study {trial.study}") is not None)
+                super().launch(key, trial)
 
-        watching = Watching(laboratory.commits)
+        watching = Watching(runner.commits)
         Campaign(QUESTION, notebook, watching.commits, watching, [Strategist()], FakeClock()).run()
     assert seen and all(seen)
 
 
 def test_a_healthy_subject_has_nothing_to_mend(tmp_path: Path) -> None:
     commits = Commits({**SICK, "job.max_tokens": 300})
-    done, entries = campaign(tmp_path, FormulaLaboratory(commits))
+    done, entries = campaign(tmp_path, FormulaRunner(commits))
     assert done["accepted"] == [] and done["base"] == commits.first and "study" not in kinds(entries)
 
 
@@ -87,25 +90,25 @@ def test_hours_are_a_budget(tmp_path: Path) -> None:
 
 
 def test_a_subject_that_cannot_run_ends_with_its_error(tmp_path: Path) -> None:
-    laboratory = FormulaLaboratory(Commits(), error="agent.py:3: NameError: name 'x' is not defined")
-    done, _ = campaign(tmp_path, laboratory)
+    runner = FormulaRunner(Commits(), error="agent.py:3: NameError: name 'x' is not defined")
+    done, _ = campaign(tmp_path, runner)
     assert done["reason"] == "the subject cannot run: agent.py:3: NameError: name 'x' is not defined"
     assert done["accepted"] == []
 
 
 def test_a_lost_run_is_repeated(tmp_path: Path) -> None:
-    done, entries = campaign(tmp_path, FormulaLaboratory(Commits(), lost=2))
+    done, entries = campaign(tmp_path, FormulaRunner(Commits(), lost=2))
     assert done["accepted"] == ["longer answers"]
-    assert [bool(entry.content["observation"]["error"]) for entry in entries if entry.kind == "observed"][:3] == [
+    assert [bool(entry.content["outcome"]["note"]) for entry in entries if entry.kind == "observed"][:3] == [
         True,
         True,
         False,
     ]
 
 
-def test_waits_for_a_laboratory_that_is_away(tmp_path: Path) -> None:
+def test_waits_for_a_runner_that_is_away(tmp_path: Path) -> None:
     clock = FakeClock()
-    done, _ = campaign(tmp_path, FormulaLaboratory(Commits(), away=5), clock=clock)
+    done, _ = campaign(tmp_path, FormulaRunner(Commits(), away=5), clock=clock)
     assert done["accepted"] == ["longer answers"] and clock.slept == [60.0, 120.0, 240.0, 480.0, 960.0]
     assert done["spent"]["hours"] < 0.2
 
@@ -113,20 +116,20 @@ def test_waits_for_a_laboratory_that_is_away(tmp_path: Path) -> None:
 def test_gives_up_after_a_week_and_goes_on_later(tmp_path: Path) -> None:
     commits = Commits()
     with pytest.raises(ConfigError, match="Resume the campaign later"):
-        campaign(tmp_path, FormulaLaboratory(commits, away=10**6))
-    done, _ = campaign(tmp_path, FormulaLaboratory(commits))
+        campaign(tmp_path, FormulaRunner(commits, away=10**6))
+    done, _ = campaign(tmp_path, FormulaRunner(commits))
     assert done["accepted"] == ["longer answers"]
 
 
 def test_no_signal_at_all(tmp_path: Path) -> None:
-    laboratory = FormulaLaboratory(Commits(), lambda _: {"score": 0.0})
-    done, _ = campaign(tmp_path, laboratory)
+    runner = FormulaRunner(Commits(), lambda _: {"score": 0.0})
+    done, _ = campaign(tmp_path, runner)
     assert done["accepted"] == [] and done["reason"] in ("nothing is worth trying",)
 
 
 def test_a_judge_that_leaks_ends_the_campaign(tmp_path: Path) -> None:
-    laboratory = FormulaLaboratory(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
-    done, entries = campaign(tmp_path, laboratory)
+    runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
+    done, entries = campaign(tmp_path, runner)
     assert "the judge pays answers that belong to other tasks" in done["reason"] and "study" not in kinds(entries)
 
 
@@ -135,7 +138,7 @@ def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:
         found = truncating(settings)
         return {**found, "swapped": 0.9 if found["score"] > 0.6 else 0.1}
 
-    done, entries = campaign(tmp_path, FormulaLaboratory(Commits(), formula))
+    done, entries = campaign(tmp_path, FormulaRunner(Commits(), formula))
     assert done["accepted"] == []
     assert any("answers of other tasks" in entry.content["reason"] for entry in entries if entry.kind == "refused")
 
@@ -148,9 +151,9 @@ def test_the_topic_is_a_title_without_a_model(tmp_path: Path) -> None:
 def test_another_question_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     campaign(tmp_path)
     with Notebook(tmp_path / "b", now=lambda: 0.0) as notebook:
-        laboratory = FormulaLaboratory(Commits(), away=10**6)
+        runner = FormulaRunner(Commits(), away=10**6)
         with pytest.raises(ConfigError):
-            Campaign(QUESTION, notebook, laboratory.commits, laboratory, [Strategist()], FakeClock()).run()
+            Campaign(QUESTION, notebook, runner.commits, runner, [Strategist()], FakeClock()).run()
     with pytest.raises(ConfigError, match="another campaign"):
         campaign(tmp_path / "b", question=Question("another", Budget(runs=60.0)))
 
@@ -158,7 +161,7 @@ def test_another_question_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 def test_edited_files_are_noted(tmp_path: Path) -> None:
     commits = Commits()
     commits.changed = ["agent.py"]
-    _, entries = campaign(tmp_path, FormulaLaboratory(commits))
+    _, entries = campaign(tmp_path, FormulaRunner(commits))
     assert "agent.py" in next(entry.content["meaning"] for entry in entries if entry.key == "files changed")
 
 
@@ -219,13 +222,13 @@ def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path) -> N
 def test_a_day_has_a_digest(tmp_path: Path) -> None:
     clock = FakeClock()
 
-    class Slow(FormulaLaboratory):
+    class Slow(FormulaRunner):
         def collect(self, key: str) -> Any:
             clock.time += 90_000
             return super().collect(key)
 
-    laboratory = Slow(Commits())
-    _, entries = campaign(tmp_path, laboratory, clock=clock)
+    runner = Slow(Commits())
+    _, entries = campaign(tmp_path, runner, clock=clock)
     days = [entry.content["day"] for entry in entries if entry.kind == "digest"]
     assert days and days == sorted(days)
 
@@ -247,19 +250,19 @@ def test_killed_at_an_entry_it_ends_the_same(tmp_path: Path, number: int) -> Non
     quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
     for folder in (quiet, stormy):
         (folder / "launches").mkdir(parents=True)
-    _, undisturbed = campaign(quiet, FormulaLaboratory(Commits(), folder=quiet / "launches"))
+    _, undisturbed = campaign(quiet, FormulaRunner(Commits(), folder=quiet / "launches"))
     child = os.fork()
     if child == 0:
         try:
-            laboratory = FormulaLaboratory(Commits(), folder=stormy / "launches")
+            runner = FormulaRunner(Commits(), folder=stormy / "launches")
             with Doomed(stormy, now=lambda: 0.0) as notebook:
                 notebook.number = number
-                Campaign(QUESTION, notebook, laboratory.commits, laboratory, [Strategist()], FakeClock()).run()
+                Campaign(QUESTION, notebook, runner.commits, runner, [Strategist()], FakeClock()).run()
         finally:
             os._exit(1)
     _, how = os.waitpid(child, 0)
     assert os.WIFSIGNALED(how)
-    _, entries = campaign(stormy, FormulaLaboratory(Commits(), folder=stormy / "launches"))
+    _, entries = campaign(stormy, FormulaRunner(Commits(), folder=stormy / "launches"))
     assert [(entry.kind, entry.key) for entry in entries] == [(entry.kind, entry.key) for entry in undisturbed]
     assert sorted(path.name for path in (quiet / "launches").iterdir()) == sorted(
         path.name for path in (stormy / "launches").iterdir()

@@ -14,16 +14,16 @@ from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Entry, Notebook
 from agentjet.research.campaign.report import build, curves_of, gather
 from agentjet.research.campaign.strategist import Strategist
-from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaLaboratory
+from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner
 
 
 def conducted(folder: Path, topic: str = "why <b>low</b>?") -> None:
-    laboratory = FormulaLaboratory(Commits())
+    runner = FormulaRunner(Commits())
     with Notebook(folder, now=lambda: 0.0) as notebook:
         question = Question(topic, Budget(runs=60.0))
         limits = ["code runs without a fence"]
         strategist, clock = [Strategist()], FakeClock()
-        Campaign(question, notebook, laboratory.commits, laboratory, strategist, clock, limits=limits).run()
+        Campaign(question, notebook, runner.commits, runner, strategist, clock, limits=limits).run()
 
 
 def test_the_report_of_a_mended_subject(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_curves_have_equal_steps() -> None:
     """A run that continued a short one was also scored where that ended."""
 
     def run(share: float, seed: int, *curve: float) -> Entry:
-        content = {"observation": {"commit": "c", "share": share, "seed": seed, "curve": curve}}
+        content = {"trial": {"arm": "c", "fidelity": share, "seed": seed}, "outcome": {"curve": curve}}
         return Entry(1, "observed", "k", 0.0, (), content)
 
     observed = [run(1 / 3, 1, 0.1, 0.5), run(1.0, 1, 0.1, 0.5, 0.7, 0.9), run(1.0, 2, 0.2, 0.6, 0.8)]

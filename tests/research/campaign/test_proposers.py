@@ -35,8 +35,9 @@ from agentjet.research.campaign.llm import (
     Reply,
     ToolCall,
 )
-from agentjet.research.campaign.models import Finish, Intervention, Observation, ProposerAway, Transcript
+from agentjet.research.campaign.models import Finish, Intervention, ProposerAway
 from agentjet.research.campaign.notebook import Entry
+from agentjet.research.models import Outcome, Transcript
 
 PROPOSED = {"name": "slower", "kind": "settings", "changes": {"job.optimizer.lr": 1e-5}, "why": "entry 2: it diverges"}
 PROPOSED |= {"predicts": "no divergence", "refutes": "it diverges again", "evidence": [2]}
@@ -51,10 +52,10 @@ class Page:
     base: str = "c0"
     observed: int = 2
     notebook: Sequence[Entry] = (Entry(1, "started", "s", 0.0, (), {"topic": "x"}),)
-    observation: Observation = field(
-        default_factory=lambda: Observation(
-            "c0",
-            1,
+    observation: Outcome = field(
+        default_factory=lambda: Outcome(
+            "t",
+            "completed",
             score=0.5,
             signals={"reward/mean": (0.1, 0.2)},
             transcripts=(Transcript("best", {"q": 1}, ({"role": "assistant", "content": "hi"},), 1.0, 0.0),),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.research.campaign import edits
-from agentjet.research.campaign.models import Observation, Transcript
 from agentjet.research.campaign.strategist import facts_of, signs, table, unseen_fields
+from agentjet.research.models import Outcome, Transcript
 from agentjet.research.signs import SignRule
 
 SUBJECT = 'agent = "agent.py:agent"\ntasks = "tasks.jsonl"\nevaluator = "judge.py:score"\n\n[settings]\n'
@@ -86,8 +86,8 @@ def test_a_diff_applies_with_git(tmp_path: Path) -> None:
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == after
 
 
-def run(**fields: object) -> Observation:
-    return Observation("c", 0, **{"score": 0.5, "curve": (0.1, 0.5), **fields})  # type: ignore[arg-type]
+def run(**fields: object) -> Outcome:
+    return Outcome("t", "completed", **{"score": 0.5, "curve": (0.1, 0.5), **fields})  # type: ignore[arg-type]
 
 
 def test_fields_that_no_prompt_shows() -> None:
@@ -100,8 +100,8 @@ def test_fields_that_no_prompt_shows() -> None:
 
 
 def test_a_leak_is_a_sign() -> None:
-    assert signs(run(score=0.9, swapped=0.85))[0].cause == "leaking_judge"
-    assert not signs(run(score=0.9, swapped=0.7, curve=(0.1, 0.9)))
+    assert signs(run(score=0.9, facts={"swapped": 0.85}))[0].cause == "leaking_judge"
+    assert not signs(run(score=0.9, facts={"swapped": 0.7}, curve=(0.1, 0.9)))
 
 
 SIGNALS = ("groups/zero_variance", "reward/mean", "policy/kl", "policy/entropy", "completion/truncated")
@@ -110,10 +110,7 @@ SETTINGS = ("job.temperature", "job.recipe.kl_coef", "job.optimizer.lr", "job.gr
 
 def test_every_row_refers_to_known_facts() -> None:
     full = run(
-        rejected=0.1,
-        overpaid=0.1,
-        swapped=0.1,
-        overrides={"job.temperature": 1.0, "job.max_tokens": 1.0},
+        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1},
         signals=dict.fromkeys(SIGNALS, (1.0,) * 6),
         settings=dict.fromkeys(SETTINGS, 1.0),
         by_task={"a": (0.0, 1.0, 9)},

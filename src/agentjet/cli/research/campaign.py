@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentjet.research.campaign.notebook import Entry, Notebook
     from agentjet.research.servers import ServerSlot
 
+UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
 Folder = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
 Servers = Annotated[
     list[str] | None,
@@ -119,11 +120,12 @@ def conduct(
 ) -> None:
     """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
     from agentjet.client.threads import raise_on_signals
+    from agentjet.research import fence
     from agentjet.research.campaign.campaign import Campaign, Question
     from agentjet.research.campaign.notebook import Notebook
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
-    from agentjet.research.campaign.swarm_laboratory import SwarmLaboratory
+    from agentjet.research.swarm_runner import SwarmRunner
 
     again = f"agentjet research resume {shlex.quote(str(folder))}"
     repo = SubjectRepo(folder)
@@ -131,13 +133,14 @@ def conduct(
         with (
             raise_on_signals(),
             Notebook(folder, notify=tell) as notebook,
-            SwarmLaboratory(repo, slots, typer.echo) as laboratory,
+            SwarmRunner(lambda trial: repo.subject(trial.arm), folder, slots, typer.echo) as runner,
         ):
-            for limit in laboratory.limits:
+            limits = () if fence.version() else (UNFENCED,)
+            for limit in limits:
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
             proposers = [*proposers, Strategist()]
-            ending = Campaign(asked, notebook, repo, laboratory, proposers, limits=laboratory.limits).run()
+            ending = Campaign(asked, notebook, repo, runner, proposers, limits=limits).run()
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with: {again}", err=True)
         raise typer.Exit(130) from None
@@ -163,8 +166,8 @@ def line_of(entry: Entry) -> str:
         case "started":
             return f"{number} asks: {content['asks']}"
         case "observed":
-            run = content["observation"]
-            score = f"score {run['score']:.3g}" if run["score"] is not None else in_a_line(run["error"])
+            run = content["outcome"]
+            score = f"score {run['score']:.3g}" if run["score"] is not None else in_a_line(run["note"])
             seen = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"])
             return f"{number} observed {content['why']}: {score}{f'; seen: {seen}' if seen else ''}"
         case "hypothesis":

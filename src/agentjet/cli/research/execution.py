@@ -26,7 +26,7 @@ from agentjet.research.models import Finding, Outcome
 from agentjet.research.records import Setting, shortened
 from agentjet.research.report import build
 from agentjet.research.scheduler import conduct
-from agentjet.research.servers import Address, SharedServerSlot
+from agentjet.research.servers import Address, ServerUnavailable, SharedServerSlot, check_not_stopping
 from agentjet.research.swarm_runner import SwarmRunner
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -54,6 +54,9 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with: agentjet research run {shlex.quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
+    except ServerUnavailable as gone:
+        again = f"agentjet research run {shlex.quote(str(folder))}"
+        raise ConfigError(f"{gone}. No trial was lost. Continue with: {again}") from None
     with on_disk(folder):
         report = build(journal, folder)
     typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
@@ -198,7 +201,7 @@ class LocalServerSlot:
         chosen = {"model.threads": self.threads, "job.keep_checkpoints": 1, **settings}
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
         with ChildServer(None, overrides, data_dir, is_one_of_many=True) as server:
-            server.connect().close()
+            server.connect(lambda: check_not_stopping(stopping)).close()
             yield LocalServer(server, Address(server.url, (data_dir / "token").read_text(encoding="utf-8").strip()))
 
     def check(self) -> None:

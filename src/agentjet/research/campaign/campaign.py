@@ -18,12 +18,12 @@ from typing import Any
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.checks import OFFLINE, as_text, checked, storable
-from agentjet.research.campaign.laboratory import Clock, Laboratory, Subjects
-from agentjet.research.campaign.models import Budget, Finish, Intervention, Order, Proposer, ProposerAway
+from agentjet.research.campaign.models import Budget, Finish, Intervention, Proposer, ProposerAway, Subjects
 from agentjet.research.campaign.notebook import Entry, Notebook, stored
-from agentjet.research.campaign.runs import Ending, Runs, Seen, SystemClock, volume
+from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner, SystemClock, volume
 from agentjet.research.campaign.strategist import signs
 from agentjet.research.journal import StudyLog
+from agentjet.research.launcher import TrialRunner
 from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
 from agentjet.research.records import Record, refuse
 from agentjet.research.scheduler import conduct
@@ -111,19 +111,19 @@ class Campaign:
         question: Question,
         notebook: Notebook,
         subjects: Subjects,
-        laboratory: Laboratory,
+        runner: TrialRunner,
         proposers: Sequence[Proposer],
         clock: Clock | None = None,
         tell: Callable[[str], None] = print,
         limits: Sequence[str] = (),
     ) -> None:
-        """`tell` gets a line each time that the campaign waits for a server or a disk. `limits` are sentences about
-        what the laboratory cannot guarantee.
+        """`runner` gets trials whose arms are commits. `tell` gets a line for each wait for a server or a disk.
+        `limits` are sentences about what this machine cannot guarantee.
         """
         self.question, self.notebook, self.subjects = question, notebook, subjects
-        self.laboratory, self.proposers, self.clock = laboratory, proposers, clock or SystemClock()
+        self.runner, self.proposers, self.clock = runner, proposers, clock or SystemClock()
         self.limits = limits
-        self.runs = Runs(notebook, laboratory, question.budget, self.clock, tell)
+        self.runs = Runs(notebook, runner, question.budget, self.clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -132,7 +132,7 @@ class Campaign:
     def run(self) -> Any:
         """Conducts the campaign to its end and returns the content of the entry `ended`.
 
-        Raises `ConfigError` if the folder belongs to another campaign, or the laboratory stays away.
+        Raises `ConfigError` if the folder belongs to another campaign, or the servers stay away.
         """
         known = self.notebook.known("ended")
         if known is not None:
@@ -140,10 +140,10 @@ class Campaign:
         self._start()
         stand = reason = None
         try:
-            first = self.runs.observe([Order(self.subjects.first, seed_of(self.question, 0))], "the subject", [1])[0]
-            if first.run.error:
-                whose = "the subject cannot run" if first.run.subject_fails else "the first run was lost"
-                raise Ending(f"{whose}: {first.run.error}")
+            first = self.runs.observe([self.subjects.first], seed_of(self.question, 0), "the subject", [1])[0]
+            if first.run.score is None:
+                whose = "the subject cannot run" if first.run.end == "arm_failed" else "the first run was lost"
+                raise Ending(f"{whose}: {first.run.note}")
             stand = Stand(first, first)
             for number in range(1, ROUNDS + 1):
                 stand = self._round(number, stand)
@@ -188,7 +188,7 @@ class Campaign:
         """Asks the proposers, checks each proposal, and makes the commits."""
         view = CampaignView(self, stand)
         found: list[Candidate] = []
-        commits = {stand.base.run.commit, stand.tip.run.commit}
+        commits = {stand.base.commit, stand.tip.commit}
         for place, proposer in enumerate(self.proposers):
             last = place == len(self.proposers) - 1
             most = MOST - len(found) if last else max(1, MOST // 2 - len(found))
@@ -207,15 +207,15 @@ class Campaign:
                     made = checked(proposal, self.notebook.entries[: entry.number], stand.tip.run.settings)
                     if made.name in view.tried:
                         raise Refused(f"{made.name!r} was tried; its result is in the notebook")
-                    commit = self.runs.patiently(lambda made=made: self.subjects.commit(stand.tip.run.commit, made))  # type: ignore[misc]
+                    commit = self.runs.patiently(lambda made=made: self.subjects.commit(stand.tip.commit, made))  # type: ignore[misc]
                     if commit in commits:
                         raise Refused("it makes the same files as the base or as another proposal")
                 except Refused as refusal:
                     self._note_refusal(key, proposal, str(refusal), entry)
                     continue
                 commits.add(commit)
-                self.tried.setdefault(stand.tip.run.commit, set()).add(made.name)
-                content = {"origin": proposer.name, "commit": commit, "on": stand.tip.run.commit, **made.to_json()}
+                self.tried.setdefault(stand.tip.commit, set()).add(made.name)
+                content = {"origin": proposer.name, "commit": commit, "on": stand.tip.commit, **made.to_json()}
                 because = [entry.number, *made.evidence]
                 hypothesis = self.runs.note("hypothesis", lambda content=content: content, key, because)  # type: ignore[misc]
                 found.append(Candidate(hypothesis.number, commit, made))
@@ -244,9 +244,8 @@ class Campaign:
         short: dict[str, float] = {}
         if len(alive) > 2 and affordable >= 2:
             alive = alive[: max(2, int((self.runs.left() - self.question.study_cost) / SHORT) - 1)]
-            orders = [Order(commit, seed, SHORT) for commit in (candidate.commit for candidate in alive)]
-            seen = self.runs.observe(orders, f"round {number} screen", because)
-            short = {at.run.commit: at.run.score for at in seen if at.run.score is not None}
+            seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
+            short = {at.commit: at.run.score for at in seen if at.run.score is not None}
             level = stand.base.score_at(SHORT)
             ahead = [each for each in alive[1:] if short.get(each.commit, -inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
@@ -255,7 +254,7 @@ class Campaign:
             else:
                 self._count_failure(alive[0])
             alive = ahead[: min(KEPT, affordable)]
-        full = self.runs.observe([Order(each.commit, seed) for each in alive[:affordable]], f"round {number}", because)
+        full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
         base = stand.base.run.score
         assert base is not None
         found = [
@@ -265,17 +264,17 @@ class Campaign:
         ]
         found.sort(key=lambda screened: -screened.gain)
         content = {
-            "base": {"commit": stand.base.run.commit, "score": base},
-            "tip": stand.tip.run.commit,
+            "base": {"commit": stand.base.commit, "score": base},
+            "tip": stand.tip.commit,
             "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
             "full": [
-                {"name": each.candidate.intervention.name, "commit": each.seen.run.commit, "gain": each.gain}
+                {"name": each.candidate.intervention.name, "commit": each.seen.commit, "gain": each.gain}
                 for each in found
             ],
             "failed": [
-                {"name": each.intervention.name, "error": seen.run.error}
+                {"name": each.intervention.name, "error": seen.run.note}
                 for each, seen in zip(alive, full, strict=False)
-                if seen.run.error
+                if seen.run.score is None
             ],
         }
         entries = [stand.base.entry, *because, *(seen.entry for seen in full)]
@@ -288,13 +287,13 @@ class Campaign:
             return True
         if self.runs.left() < self.question.study_cost + 2:
             raise Ending("the budget that is left does not pay for another study")
-        orders = [Order(seen.run.commit, seed_of(self.question, -1)) for seen in (stand.base, found.seen)]
-        base, changed = self.runs.observe(orders, f"round {number} again", [found.candidate.entry])
+        commits, seed = (stand.base.commit, found.seen.commit), seed_of(self.question, -1)
+        base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
             return False
         again = changed.run.score - base.run.score
         content = {
-            "base": {"commit": stand.base.run.commit, "score": base.run.score},
+            "base": {"commit": stand.base.commit, "score": base.run.score},
             "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
             "failed": [],
         }
@@ -329,7 +328,7 @@ class Campaign:
     def _study(self, number: int, stand: Stand, found: Screened) -> Study:
         made = found.candidate.intervention
         budget = min(self.runs.left(), 2.0 * self.question.looks[-1])
-        arms = (Arm("base", code=stand.base.run.commit), Arm("changed", code=found.candidate.commit))
+        arms = (Arm("base", code=stand.base.commit), Arm("changed", code=found.candidate.commit))
         return Study(
             f"{self.question.topic}: {made.name}",
             self.question.metric,
@@ -348,7 +347,7 @@ class Campaign:
         begun = self.runs.working_time()
 
         def judged() -> tuple[list[Finding], Any]:
-            return conduct(study, StudyLog(), self.laboratory.runner(study))
+            return conduct(study, StudyLog(), StudyRunner(self.runner, study))
 
         [finding], launcher = self.runs.patiently(judged)
         made = found.candidate.intervention
@@ -435,7 +434,7 @@ class Campaign:
         accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]
         return {
             "reason": reason,
-            "base": stand.base.run.commit if stand else self.subjects.first,
+            "base": stand.base.commit if stand else self.subjects.first,
             "accepted": accepted,
             "score": stand.base.run.score if stand else None,
             "signs": [sign.to_json() for sign in signs(stand.base.run)] if stand else [],
@@ -449,7 +448,7 @@ class CampaignView:
     def __init__(self, campaign: Campaign, stand: Stand) -> None:
         self._campaign, self._stand = campaign, stand
         self.topic = campaign.question.topic
-        self.base, self.observation, self.observed = stand.tip.run.commit, stand.tip.run, stand.tip.entry
+        self.base, self.observation, self.observed = stand.tip.commit, stand.tip.run, stand.tip.entry
 
     @property
     def tried(self) -> frozenset[str]:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.campaign.models import KINDS, Finish, Intervention, Proposal, ProposerAway, View
+from agentjet.research.campaign.strategist import facts_of
 from agentjet.research.records import Record, shortened
 
 MAX_TURNS = 40
@@ -151,8 +152,7 @@ class Desk:
         run = self.view.observation
         if name:
             return run.signals.get(name) or f"there is no signal {name!r}; call curves without a name"
-        known = ("score", "curve", "overrides", "training_reward", "judged_reward", "rejected", "overpaid", "by_task")
-        return {"signals": sorted(run.signals), **{key: getattr(run, key) for key in known}}
+        return {"signals": sorted(run.signals), "curve": run.curve, "facts": facts_of(run), "by_task": run.by_task}
 
     def transcripts(self) -> object:
         return [one.to_json() for one in self.view.observation.transcripts]

@@ -1,6 +1,6 @@
-"""The parts of a campaign: interventions, observations, and what a proposer may read.
+"""The parts of a campaign: interventions, the budget, and what a proposer may read.
 
-    Campaign ── Observation      a run of one commit: curve, signals, transcripts
+    Campaign ── Trial, Outcome   a run of one commit: curve, signals, transcripts
        │        └── Intervention   a change of the subject, with its reason and its prediction
        │             └── Study       the judge's comparison of two commits
        └── base commit: the subject with every change that was confirmed
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
+from agentjet.research.models import Outcome
 from agentjet.research.records import Record, Setting, refuse
 
 Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", "tasks"]
@@ -62,79 +63,12 @@ Proposal = Intervention | Finish
 
 
 @dataclass(frozen=True)
-class Order(Record):
-    """A run that the laboratory makes: a commit of the subject, a seed, and a share of the full length."""
-
-    commit: str
-    seed: int
-    share: float = 1.0
-
-
-@dataclass(frozen=True)
 class Sign(Record):
     """A cause that a run shows: see `remedies.toml`."""
 
     cause: str
     seen: str
     evidence: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Transcript(Record):
-    """A training episode at the end of the run."""
-
-    place: Literal["best", "median", "worst"]
-    task: Any
-    """The task's payload, without the keys that only the judge sees."""
-    messages: tuple[Mapping[str, Any], ...]
-    """The conversation of the last call, with the answer."""
-    reward: float
-    """As training paid."""
-    judged: float | None = None
-    """Score of the judge for the same messages."""
-
-
-@dataclass(frozen=True)
-class Observation(Record):
-    """The end of a run. A run that the infrastructure lost has an `error` and no score."""
-
-    commit: str
-    seed: int
-    share: float = 1.0
-    score: float | None = None
-    """The judge's mean over the held-out tasks at the last step, played by the commit's own agent."""
-    curve: tuple[float, ...] = ()
-    """Such scores along the run. The first is from before the first step."""
-    signals: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """Training metrics by name, one value a step, with the names of a server's metrics."""
-    settings: Setting = field(default_factory=dict)
-    """The settings in effect on the server."""
-    transcripts: tuple[Transcript, ...] = ()
-    overrides: Mapping[str, float] = field(default_factory=dict)
-    """By job setting, the share of calls that set another value."""
-    training_reward: float | None = None
-    """Mean training reward of the last steps' episodes."""
-    judged_reward: float | None = None
-    """The judge's mean score of the same episodes."""
-    rejected: float | None = None
-    """Share of the run's first and last episodes that the judge scored higher than training paid."""
-    overpaid: float | None = None
-    """Share of the same that training paid more than the judge's score."""
-    swapped: float | None = None
-    """The judge's mean score of held-out answers that were swapped between tasks, or of all answers in one if that is
-    higher. A sound judge gives chance."""
-    by_task: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
-    """By training task: least and highest reward, and number of episodes."""
-    shared_tasks: int = 0
-    """Held-out tasks that are also trained on."""
-    error: str = ""
-    """Why the infrastructure lost the run, or the subject's first error with its line."""
-    subject_fails: bool = False
-    """True if the error is the subject's own: a repeat would end the same way."""
-
-    def __post_init__(self) -> None:
-        refuse((self.score is None) != bool(self.error), f"observation of {self.commit}: give a score or an error")
-        refuse(self.score is not None and not math.isfinite(self.score), f"observation: score = {self.score}")
 
 
 @dataclass(frozen=True)
@@ -162,6 +96,35 @@ class Budget(Record):
         raise AssertionError
 
 
+class Subjects(Protocol):
+    """The repository of the subject's commits: see `agentjet.research.campaign.subject_repo.SubjectRepo`."""
+
+    @property
+    def first(self) -> str:
+        """The commit of the subject as the user gave it."""
+        ...
+
+    def commit(self, base: str, intervention: Intervention) -> str:
+        """Makes the commit of an intervention on top of `base`. The same arguments give the same commit.
+
+        Raises `Refused` (`agentjet.research.models`) with the reason: it does not apply or import, changes nothing, or
+        touches the judge.
+        """
+        ...
+
+    def files(self, commit: str) -> Mapping[str, str]:
+        """Text files of the commit by path."""
+        ...
+
+    def judge_source(self) -> str:
+        """Source of the evaluator's file if it can be copied as a training reward, else ""."""
+        ...
+
+    def changed_outside(self) -> list[str]:
+        """Files of the user's folder that differ from the campaign's copy."""
+        ...
+
+
 class View(Protocol):
     """The part of a campaign that a proposer may read. Nothing in it comes from held-out tasks."""
 
@@ -173,7 +136,7 @@ class View(Protocol):
         ...
 
     @property
-    def observation(self) -> Observation:
+    def observation(self) -> Outcome:
         """The newest full run of the base."""
         ...
 

@@ -60,7 +60,7 @@ def with_links(page: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 def gather(notebook: Notebook) -> dict[str, Any]:
     """Every fact of the report, each from an entry. Raises `ConfigError` if nothing was observed."""
-    observed = [entry for entry in notebook.of("observed") if entry.content["observation"]["score"] is not None]
+    observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     started, ended = notebook.known("started"), notebook.known("ended")
     if started is None or not observed:
         raise ConfigError(f"{notebook.path}: nothing was observed yet: {end_of(ended)}")
@@ -68,10 +68,10 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     claims = [claim(entry, notebook) for entry in notebook.of("study")]
     accepted = [each for each in claims if each["accepted"]]
     base = accepted[-1]["commit"] if accepted else started.content["first"]
-    whole = [entry for entry in observed if entry.content["observation"]["share"] == 1.0]
+    whole = [entry for entry in observed if entry.content["trial"]["fidelity"] == 1.0]
     first = whole[0] if whole else observed[0]
-    last = next((entry for entry in whole if entry.content["observation"]["commit"] == base), first)
-    usual = len(first.content["observation"]["curve"])
+    last = next((entry for entry in whole if entry.content["trial"]["arm"] == base), first)
+    usual = len(first.content["outcome"]["curve"])
     moments = [("Before", first), *([("After", last)] if last != first else [])]
     return {
         "topic": question["topic"],
@@ -129,7 +129,7 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
 def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | None, sesoi: float) -> tuple[str, str]:
     """Two sentences: what raised the score, and what stays open."""
     accepted = [each for each in claims if each["accepted"]]
-    reason, score = end_of(ended), first.content["observation"]["score"]
+    reason, score = end_of(ended), first.content["outcome"]["score"]
     if accepted:
         before, after = accepted[0], accepted[-1]
         found = (
@@ -155,12 +155,12 @@ def row(entry: Entry) -> dict[str, Any] | None:
         case "started":
             what, result = "began", content["question"]["topic"]
         case "observed":
-            run = content["observation"]
-            if run["share"] < 1 and not run["error"]:
+            trial, run = content["trial"], content["outcome"]
+            if trial["fidelity"] < 1 and run["score"] is not None:
                 return None
             causes = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"]) or "no sign"
-            what = f"observed {run['commit'][:8]} ({content['why']})"
-            result = run["error"] or f"score {number(run['score'])}; shows: {causes}"
+            what = f"observed {trial['arm'][:8]} ({content['why']})"
+            result = run["note"] if run["score"] is None else f"score {number(run['score'])}; shows: {causes}"
         case "hypothesis":
             what = f"proposed by {content['origin']}: {content['name']}"
             result = content["why"] or "no reason was given"
@@ -189,19 +189,20 @@ def curves_of(of: Entry, observed: Sequence[Entry], usual: int) -> list[list[flo
     """The curves of all full observations of a commit, with `usual` scores each. A run that continued a short one was
     also scored where that ended, and other runs were not.
     """
-    runs = [entry.content["observation"] for entry in observed]
-    runs = [run for run in runs if run["commit"] == of.content["observation"]["commit"]]
-    ends = {run["seed"]: len(run["curve"]) - 1 for run in runs if run["share"] < 1}
+    commit = of.content["trial"]["arm"]
+    runs = [each.content for each in observed if each.content["trial"]["arm"] == commit]
+    seeds = [(run["trial"]["seed"], run["trial"]["fidelity"], run["outcome"]["curve"]) for run in runs]
+    ends = {seed: len(curve) - 1 for seed, share, curve in seeds if share < 1}
     return [
-        [score for place, score in enumerate(run["curve"]) if len(run["curve"]) == usual or place != ends[run["seed"]]]
-        for run in runs
-        if run["share"] == 1 and (len(run["curve"]) == usual or run["seed"] in ends)
+        [score for place, score in enumerate(curve) if len(curve) == usual or place != ends[seed]]
+        for seed, share, curve in seeds
+        if share == 1 and (len(curve) == usual or seed in ends)
     ]
 
 
 def evaluation_steps(entry: Entry) -> list[int]:
     """The steps of a run's evaluations; empty if its length is unknown."""
-    run = entry.content["observation"]
+    run = entry.content["outcome"]
     steps, last = run["settings"].get("job.max_steps"), len(run["curve"]) - 1
     return [round(steps * place / last) for place in range(last + 1)] if steps and last > 0 else []
 
@@ -210,7 +211,7 @@ def moment(title: str, entry: Entry) -> dict[str, Any]:
     said = [
         {name: transcript[name] for name in ("place", "reward", "judged")}
         | {"text": "\n".join(f"{each.get('role', '?')}: {each.get('content')}" for each in transcript["messages"])}
-        for transcript in entry.content["observation"]["transcripts"]
+        for transcript in entry.content["outcome"]["transcripts"]
     ]
     return {"title": title, "entry": entry.number, "said": said}
 
@@ -218,7 +219,7 @@ def moment(title: str, entry: Entry) -> dict[str, Any]:
 def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
     """Spending of the whole campaign. A longer run continues the shorter one of its commit and seed."""
     spent = [entry.content for entry in notebook.of("spent")]
-    runs = {(run["commit"], run["seed"]): run for run in (entry.content["observation"] for entry in observed)}
+    runs = {(one["trial"]["arm"], one["trial"]["seed"]): one["outcome"] for one in (e.content for e in observed)}
     seen, learned = volume(run["signals"] for run in runs.values()), notebook.of("learned")
     return {
         "runs": math.fsum(entry["runs"] for entry in spent),
@@ -262,10 +263,9 @@ def notes(notebook: Notebook) -> list[str]:
     found = [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
     if edited:
         found.append(f"{sentence(edited.content['meaning'])} (#{edited.number}).")
-    shared = [entry for entry in notebook.of("observed") if entry.content["observation"]["shared_tasks"]]
-    if shared:
-        count = shared[0].content["observation"]["shared_tasks"]
-        found.append(f"{count} held-out tasks are also trained on, so scores are too high (#{shared[0].number}).")
+    for entry in notebook.of("observed"):
+        if shared := entry.content["outcome"]["facts"].get("tasks_shared"):
+            return [*found, f"{shared:g} held-out tasks are also trained on, so scores are too high (#{entry.number})."]
     return found
 
 

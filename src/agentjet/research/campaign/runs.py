@@ -1,6 +1,6 @@
 """`Runs`: the launches of a campaign, each once, within its budget, and patient while servers or disks are away.
 
-A launch has an `intent` entry first; the laboratory is asked for its key before it launches. A run has an `observed`
+A launch has an `intent` entry first; the runner is asked for its key before it launches. A run has an `observed`
 entry and a `spent` entry. Spending counts the steps that this process has passed, so that a resumed campaign,
 which passes them again, decides the same.
 """
@@ -12,26 +12,38 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.laboratory import Clock, Laboratory, LaboratoryAway
-from agentjet.research.campaign.models import Budget, Observation, Order
+from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
 from agentjet.research.campaign.strategist import causes, facts_of, signs
+from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner
+from agentjet.research.models import Outcome, Study, Trial
+from agentjet.research.servers import ServerUnavailable
 
-ATTEMPTS = 3
-"""Launches of a run that the infrastructure lost."""
+OBSERVING = "campaign"
+"""Name in place of a study for the trials that observe."""
 WAITS = (60.0, 3600.0)
-"""Seconds before the laboratory is asked again: first, and at most."""
+"""Seconds before the servers are asked again: first, and at most."""
 PATIENCE = 7 * 86400.0
-"""Seconds without a laboratory after which the campaign stops, to be resumed."""
+"""Seconds without a server after which the campaign stops, to be resumed."""
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE)
 """Errors of the system that may pass: a full disk, no memory."""
 T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Time, so that a week passes in a test at once."""
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        ...
+
+    def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
@@ -50,10 +62,11 @@ class Ending(Exception):
 
 @dataclass(frozen=True)
 class Seen:
-    """An observation and its entry."""
+    """A run of a commit, and the entry that has it."""
 
     entry: int
-    run: Observation
+    commit: str
+    run: Outcome
 
     @property
     def causes(self) -> frozenset[str]:
@@ -64,53 +77,73 @@ class Seen:
         return float(np.interp(share, np.linspace(0, 1, len(self.run.curve)), self.run.curve))
 
 
+@dataclass(frozen=True)
+class StudyRunner:
+    """A `TrialRunner` for a study whose arms are commits: `runner` gets the commit as the trial's arm."""
+
+    runner: TrialRunner
+    study: Study
+
+    def has(self, key: str) -> bool:
+        return self.runner.has(key)
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self.runner.launch(key, replace(trial, arm=self.study.arm(trial.arm).code))
+
+    def collect(self, key: str) -> Outcome:
+        return replace(self.runner.collect(key), trial=key.rpartition("-")[0])
+
+
 class Runs:
     def __init__(
-        self, notebook: Notebook, laboratory: Laboratory, budget: Budget, clock: Clock, tell: Callable[[str], None]
+        self, notebook: Notebook, runner: TrialRunner, budget: Budget, clock: Clock, tell: Callable[[str], None]
     ) -> None:
-        self.notebook, self.laboratory, self.budget = notebook, laboratory, budget
+        self.notebook, self.runner, self.budget = notebook, runner, budget
         self.clock, self.tell = clock, tell
         self._waited = 0.0
         self._spent = {"runs": 0.0, "hours": 0.0}
         self._reached: dict[tuple[str, int], float] = {}
         """By commit and seed, the share of a full run that was made."""
-        self._under_way: dict[str, Order] = {}
+        self._under_way: dict[str, Trial] = {}
 
-    def observe(self, orders: Sequence[Order], why: str, because: Sequence[int]) -> list[Seen]:
-        """Runs the orders at the same time, each once; lost runs are repeated with the same seed.
+    def observe(
+        self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
+    ) -> list[Seen]:
+        """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
 
         Raises `Ending` before a launch that the budget does not pay for.
         """
-        for order in orders:
-            self._launch(order, 1, because)
-        return [self._observed(order, why, because) for order in orders]
+        trials = [Trial(OBSERVING, commit, {}, seed, "explore", share) for commit in commits]
+        for trial in trials:
+            self._launch(trial, 1, because)
+        return [self._observed(trial, why, because) for trial in trials]
 
-    def _launch(self, order: Order, attempt: int, because: Sequence[int]) -> str:
+    def _launch(self, trial: Trial, attempt: int, because: Sequence[int]) -> str:
         """Launches once, also after a crash in between, and returns the key."""
-        key = f"{order.commit[:16]} {order.seed} {order.share:.4f} {attempt}"
-        if key not in self._under_way and self._cost(order) > self.left():
+        key = f"{trial.arm[:16]} {trial.seed} {trial.fidelity:.4f} {attempt}"
+        if key not in self._under_way and self._cost(trial) > self.left():
             raise Ending("the budget is spent")
-        self._under_way[key] = order
+        self._under_way[key] = trial
         if self.notebook.known(f"observed {key}") is None:
-            self.note("intent", lambda: {"key": key, "order": order.to_json()}, f"intent {key}", because)
-            if not self.patiently(lambda: self.laboratory.has(key)):
-                self.patiently(lambda: self.laboratory.launch(key, order))
+            self.note("intent", lambda: {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
+            if not self.patiently(lambda: self.runner.has(key)):
+                self.patiently(lambda: self.runner.launch(key, trial))
         return key
 
-    def _observed(self, order: Order, why: str, because: Sequence[int]) -> Seen:
-        for attempt in range(1, ATTEMPTS + 1):
-            key = self._launch(order, attempt, because)
+    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> Seen:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            key = self._launch(trial, attempt, because)
 
-            def made(key: str = key, cost: float = self._cost(order)) -> dict[str, Any]:
+            def made(key: str = key, cost: float = self._cost(trial)) -> dict[str, Any]:
                 begun = self.working_time()
-                run = self.patiently(lambda: self.laboratory.collect(key))
+                run = self.patiently(lambda: self.runner.collect(key))
                 hours = (self.working_time() - begun) / 3600
-                facts, shown = (facts_of(run), signs(run)) if not run.error else ({}, [])
                 return {
                     "why": why,
-                    "observation": run.to_json(),
-                    "facts": facts,
-                    "signs": [sign.to_json() for sign in shown],
+                    "trial": trial.to_json(),
+                    "outcome": run.to_json(),
+                    "facts": facts_of(run),
+                    "signs": [sign.to_json() for sign in signs(run)],
                     "cost": cost,
                     "hours": hours,
                 }
@@ -118,17 +151,17 @@ class Runs:
             entry = self.note("observed", made, f"observed {key}", because)
             del self._under_way[key]
             self.spend(f"spent {key}", entry.content["cost"], entry.content["hours"], entry)
-            run = Observation.from_json(entry.content["observation"])
-            if not run.error:
-                reached = self._reached.get((order.commit, order.seed), 0.0)
-                self._reached[order.commit, order.seed] = max(reached, order.share)
-            if not run.error or run.subject_fails:
+            run = Outcome.from_json(entry.content["outcome"])
+            if run.score is not None:
+                reached = self._reached.get((trial.arm, trial.seed), 0.0)
+                self._reached[trial.arm, trial.seed] = max(reached, trial.fidelity)
+            if run.end != "infra_failed":
                 break
-        return Seen(entry.number, run)
+        return Seen(entry.number, trial.arm, run)
 
-    def _cost(self, order: Order) -> float:
-        """Full runs that an order adds: a longer run continues the shorter one of the same commit and seed."""
-        return max(0.0, order.share - self._reached.get((order.commit, order.seed), 0.0))
+    def _cost(self, trial: Trial) -> float:
+        """Full runs that a trial adds: a longer run continues the shorter one of the same commit and seed."""
+        return max(0.0, trial.fidelity - self._reached.get((trial.arm, trial.seed), 0.0))
 
     # ---- budget ------------------------------------------------------------------------------------------------------
 
@@ -164,12 +197,12 @@ class Runs:
         return self.patiently(lambda: self.notebook.once(key, kind, once, because))
 
     def patiently(self, act: Callable[[], T]) -> T:
-        """Calls `act`, again and again while the laboratory or the disk is away. Raises `ConfigError` in the end."""
+        """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
         pause, waited = WAITS[0], 0.0
         while True:
             try:
                 return act()
-            except (LaboratoryAway, OSError, sqlite3.OperationalError) as error:
+            except (ServerUnavailable, OSError, sqlite3.OperationalError) as error:
                 if isinstance(error, OSError) and error.errno not in PASSING:
                     raise
                 if waited >= PATIENCE:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from agentjet.research.campaign.models import (
     Finish,
     Intervention,
     Kind,
-    Observation,
     Proposal,
     Sign,
     View,
 )
+from agentjet.research.models import Outcome
 from agentjet.research.records import Value
+from agentjet.research.run_signals import Signals
 from agentjet.research.signs import SignRule, toml_of
 
 WORTH = 0.03
@@ -78,20 +80,20 @@ def table() -> tuple[tuple[SignRule, ...], tuple[Remedy, ...]]:
     return tuple(map(SignRule.model_validate, content["sign"])), tuple(map(Remedy.model_validate, content["remedy"]))
 
 
-def facts_of(run: Observation) -> dict[str, float]:
+def facts_of(run: Outcome) -> dict[str, float]:
     """The facts of a run that were reported."""
+    if run.score is None:
+        return {}
     found: dict[str, float | None] = {
+        **run.facts,
         "score": run.score,
-        "rejected": run.rejected,
-        "overpaid": run.overpaid,
-        "swapped": run.swapped,
+        "left": 1.0 - run.score,
+        "score_fall": max(run.curve, default=run.score) - run.score,
+        "score_first": run.curve[0] if run.curve else None,
         "unseen_fields": float(len(unseen_fields(run))),
     }
-    if run.score is not None:
-        found |= {"left": 1.0 - run.score, "score_fall": max(run.curve, default=run.score) - run.score}
-        found |= {"score_first": run.curve[0] if run.curve else None}
-        if run.swapped is not None:
-            found["swapped_of_score"] = run.swapped / max(run.score, 1e-9)
+    if "swapped" in run.facts:
+        found["swapped_of_score"] = run.facts["swapped"] / max(run.score, 1e-9)
 
     def early(name: str) -> float | None:
         return third(run, name, 0)
@@ -112,7 +114,7 @@ def facts_of(run: Observation) -> dict[str, float]:
     if first and last is not None:
         found["entropy_kept"] = last / first
     for name in ("temperature", "max_tokens"):
-        found[f"overridden_{name}"] = run.overrides.get(f"job.{name}", 0.0)
+        found[f"overridden_{name}"] = overridden(run, name)
     known = [(least, most) for least, most, number in run.by_task.values() if number >= TRIED]
     if known:
         found["mixed"] = sum(most > least for least, most in known) / len(known)
@@ -123,15 +125,21 @@ def facts_of(run: Observation) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def third(run: Observation, name: str, which: int) -> float | None:
+def third(run: Outcome, name: str, which: int) -> float | None:
     """Mean of a signal's first or last third."""
-    values = np.array([np.nan if value is None else value for value in run.signals.get(name, ())])
+    values = Signals(run.signals)[name]
     part = values[: max(1, len(values) // 3)] if which == 0 else values[-max(1, len(values) // 3) :]
     part = part[np.isfinite(part)]
     return float(part.mean()) if len(part) else None
 
 
-def unseen_fields(run: Observation) -> list[str]:
+def overridden(run: Outcome, name: str) -> float:
+    """Share of the calls that set another value than the job's."""
+    shares = run.signals.get(f"overridden/{name}", (0.0,))
+    return fmean(share or 0.0 for share in shares)
+
+
+def unseen_fields(run: Outcome) -> list[str]:
     """Fields of the tasks that stand in none of the prompts of the transcripts."""
     prompts, payloads = [], []
     for transcript in run.transcripts:
@@ -147,13 +155,13 @@ def unseen_fields(run: Observation) -> list[str]:
     )
 
 
-def signs(run: Observation) -> list[Sign]:
+def signs(run: Outcome) -> list[Sign]:
     """Signs of a run, in the order of the table."""
     facts = facts_of(run)
     return [Sign(rule.cause, rule.meaning, rule.evidence(facts)) for rule in table()[0] if rule.holds(facts)]
 
 
-def causes(run: Observation) -> frozenset[str]:
+def causes(run: Outcome) -> frozenset[str]:
     """The causes of a run that are not noisy: whether they show does not depend on the seed."""
     facts = facts_of(run)
     return frozenset(rule.cause for rule in table()[0] if not rule.noisy and rule.holds(facts))
@@ -232,7 +240,7 @@ def by_cause(pair: tuple[Remedy, Intervention]) -> str:
     return pair[0].cause
 
 
-def filled(text: str, run: Observation) -> str:
+def filled(text: str, run: Outcome) -> str:
     """The text with the run's facts."""
     shown: dict[str, Any] = {name: f"{value:.3g}" for name, value in facts_of(run).items()}
     return text.format(**shown, unseen_names=", ".join(unseen_fields(run)))

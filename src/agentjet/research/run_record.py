@@ -1,0 +1,102 @@
+"""`RunRecord`: the measurements of a run, each on disk at once, so that a resumed run measures nothing twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from agentjet.research.journal import write_whole
+from agentjet.research.run_signals import FAILED, PLAYS
+
+
+class HeldOutScore(NamedTuple):
+    """Mean over the held-out tasks, its standard error and the lowest reward of an episode; and the number of episodes,
+    those that failed and were repeated included.
+    """
+
+    mean: float
+    error: float
+    least: float = math.inf
+    """Older records lack this and the following fields."""
+    plays: int = 0
+    failed: int = 0
+
+
+def scoring(rewards_by_task: Sequence[Sequence[float]]) -> HeldOutScore:
+    means = [statistics.fmean(rewards) for rewards in rewards_by_task]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)))
+
+
+@dataclass
+class RunRecord:
+    """Held-out scores and metrics by step (the policy version), in the file `path`."""
+
+    path: Path
+    scorings: dict[int, HeldOutScore] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> RunRecord:
+        """Reads the file. Returns an empty record if there is none."""
+        if not path.exists():
+            return cls(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        scorings = {int(step): HeldOutScore(*scoring) for step, scoring in content["scorings"].items()}
+        return cls(path, scorings, {int(step): metrics for step, metrics in content["metrics"].items()})
+
+    def reset(self) -> None:
+        """Clears the record if the run restarts at the base model, because its measurements are of other weights."""
+        if self.metrics:
+            self.scorings, self.metrics = {}, {}
+            self._write()
+
+    def add_score(self, step: int, scoring: HeldOutScore) -> None:
+        self.scorings[step] = scoring
+        self._write()
+
+    def add_metrics(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        """Stores the metrics of some steps and replaces known ones."""
+        self.metrics |= {step: dict(of_step) for step, of_step in metrics.items()}
+        self._write()
+
+    def curve(self, end: int) -> tuple[float, ...]:
+        """Held-out scores up to the step `end`, in order."""
+        return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
+
+    def floor(self, declared: float) -> float:
+        """Score of a run whose policy cannot answer any more: the lowest reward it earned, and at most `declared`.
+
+        This rule is fixed before the data, so that rewards below 0 cannot make divergence pay.
+        """
+        return min([declared, *(scoring.least for scoring in self.scorings.values())])
+
+    def is_broken(self) -> bool:
+        """True if the newest step left weights that are not finite, or was skipped because its gradients were not."""
+        newest = self.metrics[max(self.metrics)] if self.metrics else {}
+        return newest.get("weights/finite") == 0 or newest.get("optim/skipped_steps", 0.0) > 0
+
+    def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
+        """By metric, its value at each step from 1 to `end`; None without a finite number."""
+        steps = [self.metrics.get(step, {}) | played(self.scorings.get(step)) for step in range(1, end + 1)]
+        names = sorted({name for of_step in steps for name in of_step})
+        return {
+            name: tuple(
+                value if (value := of_step.get(name)) is not None and math.isfinite(value) else None
+                for of_step in steps
+            )
+            for name in names
+        }
+
+    def _write(self) -> None:
+        write_whole(self.path, json.dumps({"scorings": self.scorings, "metrics": self.metrics}))
+
+
+def played(scoring: HeldOutScore | None) -> dict[str, float]:
+    """Episode counts of an evaluation, as metrics of its step."""
+    return {PLAYS: scoring.plays, FAILED: scoring.failed} if scoring and scoring.plays else {}
