@@ -9,7 +9,8 @@ length with four seeds. A healthy subject counts as mended if it stays healthy, 
 change is accepted; `recovered` leaves the latter out. The hostile proposals are also made to a real repository. Then
 one campaign is killed by SIGKILL at every entry of its notebook, and one lives through a week of reboots, dead servers
 and full disks. `--real FOLDER` adds four subjects on a tiny real model, through real servers (`campaigning/real.py`).
-Prints tables, then one JSON object as the last line. Keys without prefix are those of the unseen subjects.
+The parts run side by side (`--jobs`), or alone (`--only`). Prints tables and the seconds of each part, then one JSON
+object as the last line. Keys without prefix are those of the unseen subjects; `breaches` sums all parts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -94,60 +97,80 @@ def lines() -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
 
+PARTS = ("developed", "hostile", "unseen", "proposals", "kills", "week", "lines", "real")
+KEYS = ("mended", "recovered", "wrong", "cost_ratio", "breaches", "resume_identical", "week_ok", "lines")
+"""The table of the issue, in this order."""
+
+
+def group(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The campaigns of `developed`, `hostile` (the same with a scripted model) or `unseen` subjects."""
+    subjects = unseen(options.unseen) if name == "unseen" else DEVELOPED
+    found = []
+    for planted in subjects[:2] if options.quick else subjects:
+        found.append(conducted(planted, Truth(planted), hostile=name == "hostile"))
+    Console(width=200).print(table_of(name, found))
+    prefix = {"unseen": "", "developed": "developed_", "hostile": "developed_hostile_"}[name]
+    return {f"{prefix}{key}": value for key, value in summary(found).items()} | {"breaches": breaches(found)}
+
+
+def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a part."""
+    match part:
+        case "developed" | "hostile" | "unseen":
+            return group(part, options)
+        case "proposals":
+            through = reached(DEVELOPED[4])
+            return {"breaches": len(through), "through": through}
+        case "kills":
+            identical, kills = resume_identical(DEVELOPED[4], Question("t", Budget(runs=40.0)))
+            return {"resume_identical": identical, "kills": kills}
+        case "week":
+            week_ok, happened = week(DEVELOPED[5])
+            return {"week_ok": week_ok, "week": happened}
+        case "lines":
+            return {"lines": lines(), "exhaustive_cost": exhaustive_cost()}
+    return real.measured(options.real)
+
+
+def timed(part: str, options: argparse.Namespace) -> tuple[dict[str, Any], float]:
+    began = time.monotonic()
+    return measured(part, options), time.monotonic() - began
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
-    console = Console(width=200)
-    drawn = [] if options.unseen is None else unseen(options.unseen)
-    developed = DEVELOPED[:2] if options.quick else DEVELOPED
-    groups = {
-        "developed": [] if options.only_unseen else list(developed),
-        "unseen": drawn[:2] if options.quick else drawn,
-    }
-    result: dict[str, Any] = {}
-    through = reached(DEVELOPED[4])
-    num_breaches = len(through)
-    for group, subjects in groups.items():
-        truths = [Truth(planted) for planted in subjects]
-        for hostile in (False, True) if group == "developed" else (False,):
-            found = [
-                conducted(planted, truth, hostile=hostile) for planted, truth in zip(subjects, truths, strict=True)
-            ]
-            if not found:
-                continue
-            name = f"{group}{', with a scripted model' if hostile else ''}"
-            console.print(table_of(name, found))
-            num_breaches += breaches(found)
-            prefix = ("" if group == "unseen" else "developed_") + ("hostile_" if hostile else "")
-            result |= {f"{prefix}{key}": value for key, value in summary(found).items()}
-    for key in ("mended", "recovered", "wrong", "cost_ratio"):
-        result.setdefault(key, None)
-    identical, kills = (None, 0) if options.quick else resume_identical(DEVELOPED[4], Question("t", Budget(runs=40.0)))
-    week_ok, happened = (None, {}) if options.quick else week(DEVELOPED[5])
-    console.print(f"killed {kills} times: identical = {identical}; a week: {happened}")
-    result |= {
-        "breaches": num_breaches,
-        "through": through,
-        "resume_identical": identical,
-        "kills": kills,
-        "week_ok": week_ok,
-        "week": happened,
-        "lines": lines(),
-        "exhaustive_cost": exhaustive_cost(),
-        "unseen": options.unseen,
-    }
-    if options.real:
-        result |= real.measured(options.real)
+    result: dict[str, Any] = dict.fromkeys(KEYS) | {"unseen": options.unseen, "seconds": {}}
+    with ProcessPoolExecutor(options.jobs) as pool:
+        under_way = {pool.submit(timed, part, options): part for part in options.only}
+        for ended in as_completed(under_way):
+            part, (found, seconds) = under_way[ended], ended.result()
+            if "breaches" in found:
+                found["breaches"] += result["breaches"] or 0
+            result |= found
+            result["seconds"][part] = round(seconds, 1)
+            print(f"{part}: {seconds:.0f} s", flush=True)
+    table = Table("key", "measured")
+    for key in KEYS:
+        table.add_row(key, "not measured" if result[key] is None else f"{result[key]}")
+    Console(width=200).print(table)
     print(json.dumps(result))
     return result
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unseen", type=int, default=None, help="seed of the subjects that were not developed on")
-    parser.add_argument("--only-unseen", action="store_true", help="leave out the subjects that were developed on")
+    parser.add_argument("--unseen", type=int, metavar="SEED", help="also subjects that were not developed on")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts; default: all but `real`")
+    parser.add_argument("--jobs", type=int, default=2, help="parts that run at the same time")
     parser.add_argument("--real", type=Path, metavar="FOLDER", help="also on a tiny real model, with campaigns there")
-    parser.add_argument("--quick", action="store_true", help="two subjects: does it run")
-    return parser.parse_args(arguments)
+    parser.add_argument("--quick", action="store_true", help="two subjects a group: does it run")
+    options = parser.parse_args(arguments)
+    given = {"unseen": options.unseen is not None, "real": options.real is not None}
+    options.only = options.only or [part for part in PARTS if given.get(part, True)]
+    for part in options.only:
+        if not given.get(part, True):
+            parser.error(f"--only {part} needs --{part}")
+    return options
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 1. `new` writes a readable plan, and refuses questions that cannot be studied.
 2. `status` and `report` read a journal at any stage, also while another process writes it.
-3. A shared server is contacted first. Trials of several studies are runs on it at the same time, each open while its
-   trial runs; a run that cannot be ended is named.
+3. A study that stops does not wait for a server to load. A shared server is contacted first. Trials of several studies
+   are runs on it at the same time, each open while its trial runs; a run that cannot be ended is named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from agentjet import Swarm
 from agentjet.cli.main import app
-from agentjet.cli.research.execution import ConsoleLog, carry_out
+from agentjet.cli.research.execution import ConsoleLog, LocalServerSlot, carry_out
 from agentjet.cli.research.study import summary
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
@@ -30,7 +30,7 @@ from agentjet.research.models import Diagnosis
 from agentjet.research.records import Setting
 from agentjet.research.report.view import StudyView
 from agentjet.research.scheduler import conduct
-from agentjet.research.servers import SharedServerSlot
+from agentjet.research.servers import ServerLost, SharedServerSlot
 from tests.research.reported import Told
 from tests.research.world import STUDY, Formula
 from tests.server.serving import ADMIN, Served
@@ -213,6 +213,16 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
         with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; give the address of a server that runs"):
             research("run", "study", "--server", url, "--admin-token-file", "token")
     assert not (here / "study" / "launches").exists()
+
+
+def test_a_server_that_loads_is_given_up_if_the_study_stops(tmp_path: Path) -> None:
+    """A model may load for minutes. Here it does not exist, and a server that was waited for would say so."""
+    stopping = Event()
+    stopping.set()
+    slot = LocalServerSlot(1, threads=1)
+    serving = slot.serve(tmp_path / "run", {"model.name": str(tmp_path / "none")}, stopping)
+    with pytest.raises(ServerLost, match="the study ended before the server was ready"), serving:
+        raise AssertionError("it is not ready")
 
 
 def test_studies_share_a_server(tmp_path: Path, served: Served) -> None:

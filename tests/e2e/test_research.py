@@ -3,7 +3,7 @@
 1. Whatever is killed in the middle of a study, the researcher with all it started, or a server alone: the study ends,
    nothing was launched twice or lost, the ledger says what an undisturbed study's would, and no process is left.
 2. Equal seeds and settings give equal runs. A longer trial goes on from where the shorter one ended.
-3. Ctrl-C ends a study that can be gone on with, and leaves no process.
+3. Ctrl-C and SIGTERM end a study that can be gone on with, and leave no process.
 4. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
 """
 
@@ -57,16 +57,18 @@ def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp
     assert children(second.process.pid) == []
 
 
-def test_ctrl_c_leaves_no_process(subject: Subject, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_process(number: int, code: int, subject: Subject, tmp_path: Path) -> None:
+    """The servers are loading."""
     folder = tmp_path / "study"
     StudyFolder(folder).write(study_of(subject), "")
     researcher = Researcher(folder)
     researcher.until(lambda: len(researcher.servers()) == 2)
     started = children(researcher.process.pid)
-    researcher.process.send_signal(signal.SIGINT)
-    assert researcher.process.wait(LONG) == 130, researcher.log
+    researcher.process.send_signal(number)
+    assert researcher.process.wait(LONG) == code, researcher.log
     assert not any(map(is_running, started))
-    assert f"continue with: agentjet research run {folder}" in researcher.log
+    assert (f"continue with: agentjet research run {folder}" in researcher.log) == (number == signal.SIGINT)
     assert read_log(folder / "study.sqlite").outcomes == {}
 
 

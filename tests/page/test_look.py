@@ -61,7 +61,6 @@ def hostile_study(folder: Path) -> None:
         journal.append("study", json.loads(text))
         for trial in book.trials.values():
             journal.append("intent", {"key": trial.id, "trial": trial.to_json()})
-            journal.append("ack", {"key": trial.id})
             for outcome in book.outcomes.get(trial.id, ()):
                 journal.append("outcome", outcome.to_json())
         for name, content in book.decisions.items():

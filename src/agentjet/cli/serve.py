@@ -122,8 +122,8 @@ class ChildServer:
 
         with self._progress("starting a server", self._last_line):
             while READY not in (log := self._log_text()):
-                self.check()
                 check()
+                self.check()
                 time.sleep(POLL_SECONDS)
         found = ADDRESS.search(log)
         assert found is not None

@@ -184,7 +184,7 @@ def failure(file: Path, error: sqlite3.Error) -> Exception:
 
 # ---- studies --------------------------------------------------------------------------------------------------------
 
-StudyKind = Literal["study", "intent", "ack", "outcome", "decision", "finding", "diagnosis"]
+StudyKind = Literal["study", "intent", "outcome", "decision", "finding", "diagnosis"]
 
 
 class StudyLog(Journal):
@@ -194,8 +194,6 @@ class StudyLog(Journal):
         self.study: Study | None = None
         self.trials: dict[str, Trial] = {}
         """By id, every trial with a launch intent."""
-        self.unacknowledged: dict[str, str] = {}
-        """Launch key to trial id. The intent is recorded; whether the launch happened is unknown."""
         self.attempts: dict[str, int] = {}
         """Number of launches by trial id."""
         self.outcomes: dict[str, list[Outcome]] = {}
@@ -242,10 +240,9 @@ class StudyLog(Journal):
             case "intent":
                 trial = Trial.from_json(body["trial"])
                 self.trials[trial.id] = trial
-                self.unacknowledged[body["key"]] = trial.id
                 self.attempts[trial.id] = self.attempts.get(trial.id, 0) + 1
             case "ack":
-                del self.unacknowledged[body["key"]]
+                pass  # written by earlier versions after a launch
             case "outcome":
                 outcome = Outcome.from_json(body)
                 self.outcomes.setdefault(outcome.trial, []).append(outcome)

@@ -1,8 +1,8 @@
 """`TrialLauncher` launches the trials of a study, each at most once, within its budget.
 
-A launch has two journal entries: the intent before the launch and the acknowledgement after it. For an unacknowledged
-intent the launcher asks the runner whether it has the key, and launches only if not. A trial that the infrastructure
-lost, or whose environment died, is launched again with the same seed and a new key.
+The intent of a launch is in the journal before the launch. For an intent without an outcome the launcher asks the
+runner whether it has the key, and launches only if not. A trial that the infrastructure lost, or whose environment
+died, is launched again with the same seed and a new key.
 
 `Spending` enforces the budget: spending never exceeds it, and tuning never uses the share reserved for confirming. A
 run that continues another costs only what it adds. Spending is derived from the trials and is not stored.
@@ -155,10 +155,8 @@ class TrialLauncher:
         key = launch_key(trial, attempt)
         if self.log.attempts.get(trial.id, 0) < attempt:
             self.log.append("intent", {"key": key, "trial": trial.to_json()})
-        if key in self.log.unacknowledged:
-            if not self.runner.has(key):
-                self.runner.launch(key, trial)
-            self.log.append("ack", {"key": key})
+        if len(self.log.outcomes.get(trial.id, [])) < attempt and not self.runner.has(key):
+            self.runner.launch(key, trial)
 
 
 def launch_key(trial: Trial, attempt: int) -> str:

@@ -23,18 +23,9 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research import fence
 from agentjet.research.campaign.coding_agent import CodingAgent
-from agentjet.research.campaign.llm import (
-    MAX_TURNS,
-    REPAIRS,
-    Desk,
-    Endpoint,
-    LanguageModel,
-    Message,
-    Played,
-    Recorded,
-    Reply,
-    ToolCall,
-)
+from agentjet.research.campaign.desk import REPAIRS, TOOLS, Desk
+from agentjet.research.campaign.llm import MAX_TURNS, LanguageModel
+from agentjet.research.campaign.model_api import Endpoint, Message, Played, Recorded, Reply, Tool, ToolCall
 from agentjet.research.campaign.models import Finish, Intervention, ProposerAway
 from agentjet.research.campaign.notebook import Entry
 from agentjet.research.models import Outcome, Transcript
@@ -76,7 +67,7 @@ class Scripted:
     replies: list[Reply]
     heard: list[list[Message]] = field(default_factory=list)
 
-    def reply(self, messages: Sequence[Message]) -> Reply:
+    def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
         self.heard.append([*messages])
         if len(self.heard) > len(self.replies):
             raise ProposerAway("nothing more")
@@ -230,7 +221,7 @@ def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(lambda request: response)))
     with pytest.raises(ProposerAway, match=message):
-        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}])
+        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], TOOLS)
 
 
 def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +230,7 @@ def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(slow)))
     with pytest.raises(ProposerAway, match=r"took longer than -1 s"):
-        Endpoint("http://127.0.0.1:9/v1", "m", seconds=-1).reply([{"role": "user", "content": "x"}])
+        Endpoint("http://127.0.0.1:9/v1", "m", seconds=-1).reply([{"role": "user", "content": "x"}], TOOLS)
 
 
 def test_a_failed_request_does_not_contain_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +240,7 @@ def test_a_failed_request_does_not_contain_the_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(refuse)))
     for key in ("sk-secret", "sk\\'secret"):
         with pytest.raises(ProposerAway, match=r"\(the key\)") as raised:
-            Endpoint("http://127.0.0.1:9/v1", "m", key).reply([{"role": "user", "content": "x"}])
+            Endpoint("http://127.0.0.1:9/v1", "m", key).reply([{"role": "user", "content": "x"}], TOOLS)
         assert "secret" not in str(raised.value)
 
 

@@ -77,6 +77,13 @@ def test_a_commit_is_a_function_of_its_base_and_its_change(repo: SubjectRepo, tm
     assert repo.commit(repo.first, reason) == first
 
 
+def test_attributes_of_git_hide_nothing(repo: SubjectRepo) -> None:
+    hidden = patch_of(".gitattributes", "", "judge.py export-ignore\n.gitattributes export-ignore\n")
+    changed = patch_of("judge.py", JUDGE, JUDGE.replace("float(", "1.0 or float("))
+    with pytest.raises(Refused, match=r"judge\.py: the judge's files are fixed"):
+        repo.commit(repo.first, Intervention("a patch", "agent", patch=hidden + changed))
+
+
 def test_a_patch_may_have_wrong_numbers_and_no_prefix(repo: SubjectRepo) -> None:
     text = '--- words.py\n+++ words.py\n@@ -7,3 +9,9 @@\n-PROMPT = "Answer with a number."\n+PROMPT = "Say it."'
     commit = repo.commit(repo.first, Intervention("short", "prompt", patch=text))

@@ -280,7 +280,8 @@ def proposers_of(
 ) -> list[Proposer]:
     """The proposers that are asked before the strategist. Raises `ConfigError`."""
     from agentjet.research.campaign.coding_agent import CodingAgent
-    from agentjet.research.campaign.llm import Endpoint, LanguageModel, Played, Recorded, replies_in
+    from agentjet.research.campaign.llm import LanguageModel
+    from agentjet.research.campaign.model_api import Endpoint, Played, Recorded, replies_in
 
     found: list[Proposer] = []
     if papers is not None and not papers.is_dir():

@@ -17,9 +17,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +53,6 @@ MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
 MAX_FILE = 1 << 20
 """Maximum size of a file that an intervention changes."""
-FILE_MODES = {"100644", "100755"}
 WHO = {
     "GIT_AUTHOR_NAME": "agentjet",
     "GIT_AUTHOR_EMAIL": "agentjet@localhost",
@@ -66,16 +67,8 @@ ENVIRONMENT = {
     "LC_ALL": "C",
 }
 """Neither the user's settings nor the time are part of a commit."""
-SAFE = (
-    "-c",
-    f"core.hooksPath={os.devnull}",
-    "-c",
-    "core.autocrlf=false",
-    "-c",
-    "core.attributesFile=",
-    "-c",
-    "gc.auto=0",
-)
+SETTINGS = (f"core.hooksPath={os.devnull}", "core.autocrlf=false", "core.attributesFile=", "gc.auto=0")
+SAFE = tuple(part for setting in SETTINGS for part in ("-c", setting))
 
 Load = Callable[[ArmOrder], list[Task]]
 """Loads an arm's code and returns its training tasks. Raises `ArmFailed`."""
@@ -149,11 +142,9 @@ class SubjectRepo:
 
     def files(self, commit: str) -> dict[str, str]:
         """Text files of a commit by path."""
-        found = {}
-        for path in self._git("ls-tree", "-r", "-z", "--name-only", commit).split("\0"):
-            if path and (text := self._text(commit, path)) is not None:
-                found[path] = text
-        return found
+        return {
+            path: text for path, content in self._files_of(commit).items() if (text := text_of(content)) is not None
+        }
 
     def diff(self, before: str, after: str) -> str:
         """The unified diff between two commits."""
@@ -165,10 +156,7 @@ class SubjectRepo:
         if not place.exists():
             with TemporaryDirectory(dir=self.folder) as scratch:
                 made = Path(scratch) / "files"
-                made.mkdir()
-                index = f"{scratch}/index"
-                self._git("read-tree", commit, index=index)
-                self._git("checkout-index", "--all", "--force", f"--prefix={made}/", index=index)
+                write_files(self._files_of(commit), made)
                 place.parent.mkdir(exist_ok=True)
                 try:
                     made.rename(place)
@@ -209,19 +197,20 @@ class SubjectRepo:
 
     def check_judge(self) -> None:
         """Raises `ConfigError` if a file of the judge's copy changed."""
-        for name, expected in self._files.items():
-            path = self.folder / "judge" / name
-            if not path.is_file() or hash_of({name: path.read_bytes()}) != expected:
-                raise ConfigError(f"{path} was changed, and the judge is fixed: restore it from {self._user_folder}")
+        if changed := self._changed(self.folder / "judge"):
+            path = self.folder / "judge" / changed[0]
+            raise ConfigError(f"{path} was changed, and the judge is fixed: restore it from {self._user_folder}")
 
     def changed_outside(self) -> list[str]:
         """Files of the user's folder that differ from the campaign's copy."""
-        changed = []
-        for name, expected in self._files.items():
-            path = self._user_folder / name
-            if not path.is_file() or hash_of({name: path.read_bytes()}) != expected:
-                changed.append(name)
-        return changed
+        return self._changed(self._user_folder)
+
+    def _changed(self, folder: Path) -> list[str]:
+        return [
+            name
+            for name, expected in self._files.items()
+            if not (folder / name).is_file() or hash_of({name: (folder / name).read_bytes()}) != expected
+        ]
 
     def check_runs(self) -> None:
         """Loads the first commit's code and the judge's. Raises `ConfigError` with the first error and its line."""
@@ -242,36 +231,22 @@ class SubjectRepo:
 
     def _check_changes(self, base: str, tree: str) -> None:
         """Raises `Refused` for a forbidden change between a commit and a tree."""
-        lines = [line for line in self._git("diff-tree", "-r", "-z", "--no-renames", base, tree).split("\0") if line]
-        if not lines:
+        before, after = self._files_of(base), self._files_of(tree)
+        changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
+        if not changed:
             raise Refused("it changes nothing: give another change")
         first = self._subject_file(self.first)
-        for facts, path in zip(lines[::2], lines[1::2], strict=True):
-            _, mode, *_, status = facts.removeprefix(":").split()
+        for path in changed:
             if path in (file_of(first.evaluator), held_out_file(first)):
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
-            if status != "D" and (mode not in FILE_MODES or any(part.startswith(".") for part in Path(path).parts)):
-                raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
-            if status == "A":
-                check_new_name(path)
-            if status != "D":
-                self._check_file(tree, path)
-        given = parse_subject(self._git("show", f"{tree}:{SUBJECT}"), SUBJECT, error=Refused)
+            if path in after:
+                check_file(path, after[path], is_new=path not in before)
+        given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT, error=Refused)
         for key in (key for key in KEYS if key not in ARM_KEYS):
-            before, after = getattr(first, key), getattr(given, key)
-            if before != after:
-                raise Refused(f"{SUBJECT}: {key} = {after!r}: it is the judge's, and stays {before!r}")
+            fixed, wanted = getattr(first, key), getattr(given, key)
+            if fixed != wanted:
+                raise Refused(f"{SUBJECT}: {key} = {wanted!r}: it is the judge's, and stays {fixed!r}")
         check_settings(given.settings)
-
-    def _check_file(self, tree: str, path: str) -> None:
-        if int(self._git("cat-file", "-s", f"{tree}:{path}")) > MAX_FILE:
-            raise Refused(f"{path}: more than {MAX_FILE} bytes")
-        text = self._text(tree, path)
-        if path.endswith(".py"):
-            try:
-                compile(text or "", path, "exec")
-            except (SyntaxError, ValueError) as error:
-                raise Refused(f"{path} line {getattr(error, 'lineno', '?')}: {one_line(error)}") from None
 
     def _check_imports(self, commit: str) -> None:
         """Loads the agent and the training tasks behind the fence. Raises `Refused`."""
@@ -309,16 +284,20 @@ class SubjectRepo:
 
     def _subject_file(self, commit: str) -> Subject:
         if commit not in self._subjects:
-            self._subjects[commit] = parse_subject(self._git("show", f"{commit}:{SUBJECT}"), SUBJECT)
+            self._subjects[commit] = parse_subject(self.files(commit)[SUBJECT], SUBJECT)
         return self._subjects[commit]
 
-    def _text(self, tree: str, path: str) -> str | None:
-        """A file of a tree; None if it is not text."""
-        content = git_bytes(self.folder / "subject", "show", f"{tree}:{path}")
-        try:
-            return None if b"\0" in content else content.decode("utf-8")
-        except UnicodeDecodeError:
-            return None
+    def _files_of(self, tree: str) -> dict[str, bytes]:
+        """The files of a commit or a tree by path. Raises `Refused` for a link."""
+        content = git_bytes(self.folder / "subject", "archive", "--format=tar", tree)
+        found = {}
+        with tarfile.open(fileobj=BytesIO(content)) as archive:
+            for member in archive:
+                if member.issym():
+                    raise Refused(f"{member.name}: give a regular file whose name does not begin with a dot")
+                if (file := archive.extractfile(member)) is not None:
+                    found[member.name] = file.read()
+        return found
 
     def _git(self, *arguments: str, text: str = "", index: str = "") -> str:
         return git(self.folder / "subject", *arguments, text=text, index=index)
@@ -368,6 +347,29 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+
+
+def text_of(content: bytes) -> str | None:
+    """The text of a file; None if it is binary."""
+    try:
+        return None if b"\0" in content else content.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def check_file(path: str, content: bytes, is_new: bool) -> None:
+    """Raises `Refused` for a file that an intervention must not add or change."""
+    if any(part.startswith(".") for part in Path(path).parts):
+        raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
+    if is_new:
+        check_new_name(path)
+    if len(content) > MAX_FILE:
+        raise Refused(f"{path}: more than {MAX_FILE} bytes")
+    if path.endswith(".py"):
+        try:
+            compile(text_of(content) or "", path, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise Refused(f"{path} line {getattr(error, 'lineno', '?')}: {one_line(error)}") from None
 
 
 def check_new_name(path: str) -> None:
