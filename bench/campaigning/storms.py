@@ -15,7 +15,6 @@ import numpy as np
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
-from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.servers import ServerUnavailable
@@ -91,27 +90,28 @@ class Reboot(BaseException):
 
 
 class StormyRunner:
-    """A runner whose runs take hours, and whose calls fail by chance; in studies less often, because they have more."""
+    """A runner whose runs take hours, and whose calls fail by chance."""
 
-    def __init__(self, inner: SubjectRunner, clock: FakeClock, rng: np.random.Generator) -> None:
-        self._inner, self._clock, self._rng = inner, clock, rng
+    def __init__(self, inner: SubjectRunner, clock: FakeClock, rng: np.random.Generator, ended: set[str]) -> None:
+        """`ended` are the keys of runs that took their time before a reboot."""
+        self._inner, self._clock, self._rng, self._ended = inner, clock, rng, ended
         self.failures = {"reboot": 0, "dead server": 0, "full disk": 0, "lost run": 0}
 
     def has(self, key: str) -> bool:
         return self._inner.has(key)
 
     def launch(self, key: str, trial: Trial) -> None:
-        observes = trial.study == OBSERVING
-        self.maybe("full disk", 0.1 * observes, OSError(28, "No space left on device"))
+        self.maybe("full disk", 0.15, OSError(28, "No space left on device"))
         self._inner.launch(key, trial)
-        self.maybe("reboot", 0.08 * observes, Reboot())
+        self.maybe("reboot", 0.05, Reboot())
 
     def collect(self, key: str) -> Outcome:
+        self.maybe("dead server", 0.15, ServerUnavailable("no server answers"))
+        if key not in self._ended:
+            self._clock.time += 6 * HOUR * self._rng.random()
+            self._ended.add(key)
+            self.maybe("reboot", 0.1, Reboot())
         found = self._inner.collect(key)
-        observes = " " in key
-        self.maybe("dead server", 0.15 if observes else 0.02, ServerUnavailable("no server answers"))
-        self._clock.time += (2 if observes else 1) * HOUR * self._rng.random()
-        self.maybe("reboot", 0.08 if observes else 0.02, Reboot())
         if key.endswith(" 1") and self._rng.random() < 0.1:
             self.failures["lost run"] += 1
             return Outcome(found.trial, "infra_failed", note="the server died")
@@ -137,7 +137,7 @@ class FullDisk(Notebook):
 
 
 def week(planted: Planted, seed: int = 0) -> tuple[bool, Mapping[str, Any]]:
-    """True if a campaign with a budget of a week ends within it, in spite of everything; and what happened."""
+    """True if a campaign with a budget of a week ends within it after each kind of trouble; and what happened."""
     rng, clock = np.random.default_rng([seed, 77]), FakeClock()
     question = Question("a week", Budget(hours=WEEK / HOUR))
     files = planted.files()
@@ -145,9 +145,10 @@ def week(planted: Planted, seed: int = 0) -> tuple[bool, Mapping[str, Any]]:
         folder = Path(name)
         (folder / "launches").mkdir()
         happened: dict[str, int] = {}
+        ended_runs: set[str] = set()
         for starts in range(1, 200):  # noqa: B007  # read after the loop
             repo = MemoryRepo(files)
-            runner = StormyRunner(SubjectRunner(repo, files, folder / "launches"), clock, rng)
+            runner = StormyRunner(SubjectRunner(repo, files, folder / "launches"), clock, rng, ended_runs)
             with FullDisk(folder, now=lambda: 0.0) as notebook:
                 notebook.rng = rng
                 try:
@@ -162,4 +163,5 @@ def week(planted: Planted, seed: int = 0) -> tuple[bool, Mapping[str, Any]]:
                 break
         spent = ended["spent"]["hours"]
         facts = {**happened, "starts": starts, "hours": spent, "digests": digests, "accepted": ended["accepted"]}
-        return spent <= WEEK / HOUR and bool(ended["accepted"]) and starts > 1, facts
+        troubled = all(happened[kind] for kind in ("reboot", "dead server", "full disk", "full notebook"))
+        return spent <= WEEK / HOUR and bool(ended["accepted"]) and troubled, facts

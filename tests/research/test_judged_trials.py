@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -48,18 +47,10 @@ class Recorder:
     played: list[Task] = field(default_factory=list)
     tasks: tuple[Task, ...] = (Task("a", payload={"q": 1, "answer": "1"}), Task("b", payload={"q": 2, "answer": "2"}))
 
-    @property
-    def connection(self) -> Recorder:
-        return self
-
-    async def request(self, method: str, path: str) -> Mapping[str, Any]:
-        wanted = dict(parse_qsl(urlsplit(path).query))
-        found = [
-            {"episode_id": str(number), "task_id": task, "task_set": "", "reward": reward}
-            for number, (mode, task, _, reward) in enumerate(self.recorded)
-            if mode == wanted["mode"] and number > int(wanted.get("before", -1))
-        ][:2]
-        return {"episodes": found, "next": found[-1]["episode_id"] if len(found) == 2 else None}
+    async def all_episodes(self, *, status: str, mode: str, **filters: object) -> AsyncIterator[SimpleNamespace]:
+        for number, (of, task, _, reward) in enumerate(self.recorded):
+            if of == mode:
+                yield SimpleNamespace(episode_id=str(number), task_id=task, task_set="", reward=reward)
 
     async def episode_tree(self, episode: str) -> SimpleNamespace:
         answer = self.recorded[int(episode)][2]

@@ -15,11 +15,10 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlencode
 
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
@@ -33,8 +32,6 @@ MAX_JUDGED = 32
 """Maximum training episodes that the judge scores, for comparison with the training reward."""
 MAX_COUNTED = 4000
 """Maximum training episodes that are counted by task."""
-PAGE = 1000
-"""Episodes of a request."""
 
 
 class NotScorable(AgentJetError):
@@ -58,8 +55,10 @@ class JudgedEpisodes:
             subject.as_deployed(self._held_out, self._arm.tasks), subject.repeats, version, seed
         )
         found: dict[tuple[str, str], list[str]] = {}
-        async for episode in self._episodes(mode="eval", sort="oldest", min_version=version, max_version=version):
-            found.setdefault((episode["task_set"], episode["task_id"]), []).append(episode["episode_id"])
+        async for episode in self._swarm.all_episodes(
+            status="finished", mode="eval", sort="oldest", min_version=version, max_version=version
+        ):
+            found.setdefault((episode.task_set, episode.task_id), []).append(episode.episode_id)
         rewards, conversations = [], []
         for task in self._held_out:
             of_task = found.get((task.task_set, task.id), [])[: subject.repeats]
@@ -87,11 +86,12 @@ class JudgedEpisodes:
         newest: list[dict[str, Any]] = []
         tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
         counted = 0
-        async for episode in self._episodes(mode="train"):
-            reward, task = float(episode["reward"]), tasks.get((episode["task_set"], episode["task_id"]))
-            least, most, number = by_task.get(episode["task_id"], (reward, reward, 0))
-            by_task[episode["task_id"]] = min(least, reward), max(most, reward), number + 1
-            if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode["episode_id"])):
+        async for episode in self._swarm.all_episodes(status="finished", mode="train"):
+            assert episode.reward is not None, "a finished episode has a reward"
+            reward, task = episode.reward, tasks.get((episode.task_set, episode.task_id))
+            least, most, number = by_task.get(episode.task_id, (reward, reward, 0))
+            by_task[episode.task_id] = min(least, reward), max(most, reward), number + 1
+            if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode.episode_id)):
                 judged = None
                 with suppress(ConfigError):  # a judge may need what training tasks lack
                     judged = await self._judgement(task, messages)
@@ -123,17 +123,6 @@ class JudgedEpisodes:
 
     async def _conversation(self, episode_id: str) -> list[Message]:
         return conversation(await self._swarm.episode_tree(episode_id))
-
-    async def _episodes(self, **wanted: object) -> AsyncIterator[dict[str, Any]]:
-        """Yields finished episodes by the filters of `GET /episodes`."""
-        query: dict[str, object] = {"status": "finished", "limit": PAGE, **wanted}
-        while True:
-            answer = await self._swarm.connection.request("GET", f"/episodes?{urlencode(query)}")
-            for episode in answer["episodes"]:
-                yield episode
-            if not answer["next"]:
-                return
-            query["before"] = answer["next"]
 
     def _shown(self, task: Task) -> Any:
         """A training task's payload without hidden keys."""

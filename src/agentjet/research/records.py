@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import cached_property
@@ -47,6 +47,15 @@ class Record:
         except ValidationError as error:
             raise ConfigError(f"{cls.__name__}: {mistake(error)}") from None
         return checked
+
+
+def dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the settings of nested tables by their dotted names."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def canonical(content: object) -> str:

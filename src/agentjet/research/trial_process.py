@@ -17,11 +17,10 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
 from agentjet.research.journal import write_whole
 from agentjet.research.judged_episodes import JudgedEpisodes, NotScorable
 from agentjet.research.models import End, Outcome, Trial
-from agentjet.research.records import Record, Value, canonical, shortened
+from agentjet.research.records import Record, Value, canonical, dotted, shortened
 from agentjet.research.run_record import RunRecord, scoring
 from agentjet.research.servers import Address
 from agentjet.research.subject import Subject
@@ -169,7 +168,10 @@ class TrialProcess:
             facts |= {"held_out_before": known[0].mean, "held_out_after": known[last].mean}
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
         facts |= weight_changes(run_signals.Signals(outcome.signals))
-        outcome = replace(outcome, settings=dict(flat("job", (await self._swarm.job()).job)), facts=facts)
+        settings = {
+            name: value for name, value in dotted((await self._swarm.job()).job, "job.") if isinstance(value, Value)
+        }
+        outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 
 
@@ -180,15 +182,6 @@ def weight_changes(signals: run_signals.Signals) -> dict[str, float]:
     sides = np.array([run_signals.last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
     learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
-
-
-def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
-    """Yields settings with their full dotted names."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flat(f"{prefix}.{name}", value)
-        elif isinstance(value, Value):
-            yield f"{prefix}.{name}", value
 
 
 async def carry_out(order: TrialOrder) -> None:

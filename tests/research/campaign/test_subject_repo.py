@@ -69,7 +69,6 @@ def test_a_commit_is_a_function_of_its_base_and_its_change(repo: SubjectRepo, tm
     second = repo.commit(first, patch("agent.py", AGENT, warm))
     assert repo.subject(second).settings["job.optimizer.lr"] == 1e-3
     assert (repo.worktree(second) / "agent.py").read_text() == warm
-    assert "-    return 1.0 if ask(episode, PROMPT, temperature=0.1)" in repo.diff(repo.first, second)
     other = SubjectRepo.create(tmp_path / "elsewhere", tmp_path / "user" / "subject.toml", loads)
     assert other.commit(other.first, SLOWER) == first
     assert other.commit(first, patch("agent.py", AGENT, warm)) == second

@@ -21,7 +21,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
 from agentjet.research.campaign.strategist import causes, facts_of, signs
-from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner
+from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.models import Outcome, Study, Trial
 from agentjet.research.servers import ServerUnavailable
 
@@ -102,8 +102,7 @@ class Runs:
         self.clock, self.tell = clock, tell
         self._waited = 0.0
         self._spent = {"runs": 0.0, "hours": 0.0}
-        self._reached: dict[tuple[str, int], float] = {}
-        """By commit and seed, the share of a full run that was made."""
+        self._reached: dict[str, float] = {}
         self._under_way: dict[str, Trial] = {}
 
     def observe(
@@ -153,15 +152,14 @@ class Runs:
             self.spend(f"spent {key}", entry.content["cost"], entry.content["hours"], entry)
             run = Outcome.from_json(entry.content["outcome"])
             if run.score is not None:
-                reached = self._reached.get((trial.arm, trial.seed), 0.0)
-                self._reached[trial.arm, trial.seed] = max(reached, trial.fidelity)
+                added_cost(self._reached, trial)
             if run.end != "infra_failed":
                 break
         return Seen(entry.number, trial.arm, run)
 
     def _cost(self, trial: Trial) -> float:
-        """Full runs that a trial adds: a longer run continues the shorter one of the same commit and seed."""
-        return max(0.0, trial.fidelity - self._reached.get((trial.arm, trial.seed), 0.0))
+        """Full runs that a trial adds to those that were made."""
+        return added_cost(dict(self._reached), trial)
 
     # ---- budget ------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.records import refuse, unknown_key
+from agentjet.research.records import dotted, refuse, unknown_key
 from agentjet.research.subject import Subject
 
 REQUIRED = {
@@ -97,15 +95,6 @@ def steps_as(given: Subject, first: Subject) -> int:
 def episodes(given: Subject) -> float:
     """Training episodes of a batch."""
     return float(given.settings.get("job.batch_size", 8)) * float(given.settings.get("job.group_size", 8))
-
-
-def dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the settings of nested tables by their dotted names."""
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def flat_toml(given: Subject) -> str:

@@ -146,10 +146,6 @@ class SubjectRepo:
             path: text for path, content in self._files_of(commit).items() if (text := text_of(content)) is not None
         }
 
-    def diff(self, before: str, after: str) -> str:
-        """The unified diff between two commits."""
-        return self._git("diff", "--no-color", "--no-ext-diff", before, after)
-
     def worktree(self, commit: str) -> Path:
         """The folder with the files of a commit."""
         place = self.folder / "arms" / commit
