@@ -1,6 +1,6 @@
 """The frame of the page: it loads, signs in with a code, shows the run, and navigates.
 
-1. A one-time code opens the page, leaves the URL, and is used up.
+1. A one-time code opens the page, leaves the URL, and is used up. What the Overview shows is requested once.
 2. Every view of the navigation opens. The table of the policies fits on a phone.
 3. Without a session, the page says how to get one, and a token opens one.
 4. A view that was not loaded is loaded at the next try, and does not disturb the others. Views of stored runs name
@@ -8,6 +8,8 @@
 """
 
 from __future__ import annotations
+
+from urllib.parse import urlsplit
 
 from playwright.sync_api import expect
 
@@ -17,11 +19,16 @@ from tests.server.serving import VIEWER
 
 
 def test_a_code_opens_the_page_and_is_used_up(new_tab: Tab, site: Site) -> None:
-    code = site.code()
+    code, asked = site.code(), list[str]()
+    new_tab.page.on("request", lambda sent: asked.append(urlsplit(sent.url).path.rpartition("/")[2]))
     new_tab.page.goto(f"{site.url}/#code={code}")
     expect(new_tab.page.locator("main h1")).to_have_text("Overview")
     expect(new_tab.page.locator("header.top .engine")).to_have_text("sampling")
     expect(new_tab.page.locator(".connection")).to_have_text("● Live")
+    expect(new_tab.page.locator(".newest li").first).to_be_visible()
+    for name in ("exchange", "status", "waiting", "health", "steps", "evaluations", "episodes"):
+        assert asked.count(name) == 1, f"{name}: first.js begins it, and its response is taken"
+    assert asked.index("exchange") < asked.index("status")
     assert "code" not in new_tab.page.url and code not in new_tab.page.content()
 
 
