@@ -1,7 +1,8 @@
 """The server of the long run, as a process: `python -m bench.face.serve DATA_DIR`.
 
 All of `agentjet serve` except the worker: uvicorn on loopback, keys, page, renderer, trees, journal on disk. Prints its
-address when it is ready, and ends on SIGTERM. Adds `GET /cpu`: CPU seconds of the process.
+address when it is ready, and ends on SIGTERM. Adds `GET /cpu`, the CPU seconds of the process, and `GET /empty`, a page
+without a script.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import uvicorn
+from starlette.responses import HTMLResponse
 
 from agentjet.config import ServeConfig
 from agentjet.gateway.runs import Runs
@@ -21,6 +23,7 @@ from bench.face import history
 from tests.fakes import ScriptedCompute, make_model_info, saying
 
 ANSWER = "Look at row 42 next"
+EMPTY = "<!doctype html><html lang=en><title>Empty</title><p>Empty"
 
 
 async def serve(data_dir: Path) -> None:
@@ -30,6 +33,7 @@ async def serve(data_dir: Path) -> None:
     runs = Runs(config, ScriptedCompute(card, saying(lambda prompt: ANSWER), piece=64))
     app = create_app(runs, Keys.open(data_dir))
     app.add_api_route("/cpu", lambda: time.process_time())
+    app.add_api_route("/empty", lambda: HTMLResponse(EMPTY))
     with listen("127.0.0.1", 0, backlog=4096) as listener:
         await runs.start()
         await runs.default.ready()

@@ -52,6 +52,8 @@ def broken(run: Broken, folder: Path) -> Iterator[Swarm]:
     """Trains such a run for `STEPS` batches in a new folder, and serves it."""
     overrides = [f"job.{name}={value}" for name, value in JOB.items()]
     with ChildServer(None, overrides, folder) as server, server.connect() as swarm:
-        swarm.train(run.agent, training_tasks(), steps=STEPS, concurrency=16, seed=7, progress=False)
+        token = (folder / "token").read_text().strip()
+        with Swarm(server.url, token, client_id="agent-host") as client:  # By default its name has that of the machine.
+            client.train(run.agent, training_tasks(), steps=STEPS, concurrency=16, seed=7, progress=False)
         yield swarm
         server.stop()

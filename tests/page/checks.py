@@ -129,3 +129,9 @@ def overflow(page: Page) -> int:
     """Returns the pixels by which the page is wider than its window."""
     width: int = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     return width
+
+
+def hidden_width(page: Page, table: str) -> int:
+    """Returns the pixels of a table beyond its box, which one must scroll to see."""
+    width: int = page.get_by_role("region", name=table).evaluate("(one) => one.scrollWidth - one.clientWidth")
+    return width

@@ -1,7 +1,7 @@
 """The frame of the page: it loads, signs in with a code, shows the run, and navigates.
 
-1. A one-time code opens the page, leaves the URL, and is used up.
-2. Every view of the navigation opens.
+1. A one-time code opens the page, leaves the URL, and is used up. What the Overview shows is requested once.
+2. Every view of the navigation opens. The table of the policies fits on a phone.
 3. Without a session, the page says how to get one, and a token opens one.
 4. A view that was not loaded is loaded at the next try, and does not disturb the others. Views of stored runs name
    the command that shows them.
@@ -9,18 +9,26 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from playwright.sync_api import expect
 
+from tests.page.checks import hidden_width
 from tests.page.chromium import Site, Tab
 from tests.server.serving import VIEWER
 
 
 def test_a_code_opens_the_page_and_is_used_up(new_tab: Tab, site: Site) -> None:
-    code = site.code()
+    code, asked = site.code(), list[str]()
+    new_tab.page.on("request", lambda sent: asked.append(urlsplit(sent.url).path.rpartition("/")[2]))
     new_tab.page.goto(f"{site.url}/#code={code}")
     expect(new_tab.page.locator("main h1")).to_have_text("Overview")
     expect(new_tab.page.locator("header.top .engine")).to_have_text("sampling")
     expect(new_tab.page.locator(".connection")).to_have_text("● Live")
+    expect(new_tab.page.locator(".newest li").first).to_be_visible()
+    for name in ("exchange", "status", "waiting", "health", "steps", "evaluations", "episodes"):
+        assert asked.count(name) == 1, f"{name}: first.js begins it, and its response is taken"
+    assert asked.index("exchange") < asked.index("status")
     assert "code" not in new_tab.page.url and code not in new_tab.page.content()
 
 
@@ -42,10 +50,14 @@ def test_the_views_of_the_navigation_open(new_tab: Tab) -> None:
         page.click(f"nav >> text={name}")
         expect(page.locator("nav [aria-current]")).to_have_text(name)
         expect(page.locator("main h1")).to_be_visible()
+        if name == "Swarm":
+            page.set_viewport_size({"width": 390, "height": 844})
+            assert hidden_width(page, "Policies") == 0
 
 
 def test_a_view_that_was_not_loaded_is_tried_again(new_tab: Tab) -> None:
     page = new_tab.open()
+    expect(page.locator(".connection")).to_have_text("● Live")  # A change to live would load the view, too.
     page.route("**/views/swarm.js", lambda route: route.abort())
     page.click("nav >> text=Swarm")
     expect(page.get_by_role("alert")).to_contain_text("The view was not loaded")

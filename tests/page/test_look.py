@@ -30,7 +30,7 @@ from agentjet.client.threads import LoopThread
 from agentjet.protocol import BeginRequest, EvaluationRequest
 from agentjet.research.journal import StudyLog
 from tests.fakes import running
-from tests.page.checks import DEFINE_PWNED, overflow, unexpected_elements, violations, wrong_facts
+from tests.page.checks import DEFINE_PWNED, hidden_width, overflow, unexpected_elements, violations, wrong_facts
 from tests.page.chromium import arrive, loaded, served_site
 from tests.page.looking import LookSite, look_site
 from tests.research.reported import VERDICTS, rich_book
@@ -184,7 +184,7 @@ def test_a_study(look: LookSite) -> None:
 def test_runs_are_chosen_compared_and_opened(look: LookSite) -> None:
     page = look.open("/runs")
     expect(page.locator("tbody tr").nth(2)).to_contain_text("journal schema 999")
-    assert page.get_by_role("region", name="Runs").evaluate("(one) => one.scrollWidth - one.clientWidth") == 0
+    assert hidden_width(page, "Runs") == 0
     for box in page.get_by_role("checkbox").all():
         box.check()
     page.get_by_role("link", name="Compare the 2 chosen runs").click()
@@ -211,6 +211,12 @@ def test_a_phone_shows_why_a_run_cannot_be_read(browser: Browser, places: list[P
         shown = page.locator("div.prose").bounding_box()
         assert shown is not None and shown["x"] + shown["width"] <= 390
         expect(page.get_by_role("columnheader", name="model")).to_be_hidden()
+        for view, tables in (("/runs", ["Runs"]), ("/studies", ["Studies"]), ("/studies/hostile", ["Arms", "Trials"])):
+            page = site.open(view)
+            for details in page.locator("main > details, main .panel > details").all():
+                details.evaluate("(one) => { one.open = true; }")
+            for name in tables:
+                assert hidden_width(page, name) == 0, name
         box = site.open("/studies/digits").get_by_role("columnheader", name="verdict").first.bounding_box()
         assert box is not None and box["x"] + box["width"] <= 390
 

@@ -1,7 +1,7 @@
 """The view Overview, over answers that the test changes.
 
 1. Batches that could teach nothing: an example with its answers, and what to look at.
-2. A health rule that is not ok shows its remedy.
+2. A health rule that is not ok shows its remedy. After a fall of the rewards the rule has the example, too.
 3. Episodes that were no longer needed are not drawn as failures. Evaluations are marked.
 4. The counts have every end of an episode.
 5. The live episode that is longest without a call has its countdowns; one in a call is not named.
@@ -38,25 +38,26 @@ def test_batches_that_teach_nothing_are_shown_with_advice(tab: Tab, site: Site) 
     assert unexpected_elements(page) == []
 
 
-def test_a_rule_has_its_remedy(tab: Tab, site: Site) -> None:
-    text = "Take `job.group_size` up: see `docs/recipes.md`. <i>"
-    rule = {"name": "groups", "level": "bad", "text": "no gradient", "docs": "docs/health.md#groups", "remedy": text}
-    answering(tab.page, {"/health": lambda query: {**site.get("/health"), "rules": [rule]}})
-    page = tab.open("/episodes")
-    page.reload()
-    tab.open().get_by_text("What to do: groups").click()
-    shown = page.locator(".rules details")
-    expect(shown).to_contain_text("Take job.group_size up: see docs/recipes.md. <i>")
-    assert shown.locator("code").all_inner_texts() == ["job.group_size", "docs/recipes.md"]
-
-
-def test_the_counts_have_every_end(tab: Tab, site: Site) -> None:
-    status = site.get("/status")
+def test_a_rule_has_its_remedy_and_after_a_fall_of_the_rewards_the_example(tab: Tab, site: Site) -> None:
+    answers = [ScoredAnswer(answer="aaa", reward=0.0, count=4)]
+    found = ZeroVariance(batches=4, truncated=0, task_id="sum-1", prompt="8 + 9", answers=answers, rewards_fell=True)
+    status = {**site.get("/status"), "zero_variance": found.model_dump()}
     status["episodes"] = {**status["episodes"], "aborted": 5, "expired": 0, "not_needed": 16}
-    answering(tab.page, {"/status": lambda query: status})
+    text = "Take `job.group_size` up: see `docs/recipes.md`. <i>"
+    rule = {"name": "reward", "level": "bad", "text": "rewards fell", "docs": "docs/health.md#reward", "remedy": text}
+    health = {**site.get("/health"), "rules": [rule]}
+    answering(tab.page, {"/status": lambda query: status, "/health": lambda query: health})
     page = tab.open("/episodes")
     page.reload()
-    counts = tab.open().locator(".counts-line")
+    rules = tab.open().locator(".rules").first
+    expect(rules).to_contain_text("rewards fell")
+    expect(rules).to_contain_text("For example task sum-1: 8 + 9")
+    expect(rules).to_contain_text("reward 0, 4 times: aaa")
+    expect(page.get_by_text("Nothing to learn from")).to_have_count(0)
+    page.get_by_text("What to do: reward").click()
+    expect(rules.locator("details")).to_contain_text("Take job.group_size up: see docs/recipes.md. <i>")
+    assert rules.locator("code").all_inner_texts() == ["job.group_size", "docs/recipes.md"]
+    counts = page.locator(".counts-line")
     expect(counts).to_contain_text("5 aborted")
     expect(counts).to_contain_text("16 not needed")
     expect(counts).not_to_contain_text("expired")
@@ -77,8 +78,11 @@ def test_the_longest_without_a_call_has_its_countdowns(tab: Tab, site: Site) -> 
     expect(page.locator(".waiting")).not_to_contain_text("Longest without a call")
     cells.append({**hung, "ends_in": 7199.0})
     page.reload()
+    task = waiting["groups"][0]["task_id"]
     expect(page.locator(".waiting")).to_contain_text(
-        re.compile("Longest without a call: hung, 2 h.*; its lease ends in 59 min.*, the episode in 1 h 59 min")
+        re.compile(
+            f"Longest without a call: hung of task {task}, 2 h.*; its lease ends in 59 min.*, the episode in 1 h 59 min"
+        )
     )
 
 

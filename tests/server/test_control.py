@@ -86,6 +86,7 @@ async def test_a_retried_begin_is_one_episode(tmp_path: Path) -> None:
         ('{"reward": 1e999}', "reward"),
         ('{"reward": "good"}', "reward"),
         ('{"reward": 1, "metrics": {"a": NaN}}', "metrics.a"),
+        ('{"reward": 1, "metrics": {"": 1}}', "metrics"),
         ('{"reward": 1, "rewards": 2}', "rewards"),
         ("{}", "reward"),
     ],
@@ -180,10 +181,10 @@ async def test_a_client_that_leaves_while_it_waits_gets_no_episode(tmp_path: Pat
         await served.begin(task_id="b")
         async with httpx.AsyncClient(verify=False, base_url=served.url, headers=served.http.headers) as gone:
             waiting = asyncio.create_task(gone.post("/swarm/v1/episodes", json={"task_id": "c", "wait": 30}))
-            await asyncio.sleep(0.1)
+            await served.run.until(lambda: bool(served.run.gateway._waiters._waiting))
             waiting.cancel()
             await asyncio.wait([waiting])
-        await asyncio.sleep(0.1)
+        await served.run.until(lambda: not served.run.gateway._waiters._waiting)
         await served.http.post(f"/swarm/v1/episodes/{first['episode_id']}/abort")
         await asyncio.sleep(0.05)
         assert served.run.gateway.status().episodes["live"] == 1

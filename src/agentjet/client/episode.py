@@ -271,6 +271,8 @@ def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
     for field_name, numbers in named:
         for key, value in numbers.items():
             _checked_number(value, f"{prefix}{field_name}[{key!r}]")
+    if "" in returned.metrics:
+        raise _invalid_reward(f"{prefix}metrics has an empty name: give each metric a name", f"{prefix}metrics")
     for role, rewards in _turns(returned).items():
         for turn, value in enumerate(rewards):
             _checked_number(value, f"{prefix}by_turn[{role!r}][{turn}]")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.client.connection import Connection
-from agentjet.client.inputs import build_request
+from agentjet.client.inputs import build_request, check_counts
 from agentjet.client.progress import CROSS_ENTROPY, progress_for
 from agentjet.client.report import Step
 from agentjet.client.training import target_version
@@ -152,6 +152,12 @@ class Sft:
     policy: str
     seed: int
     progress: bool
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for an argument out of range."""
+        check_counts(1, epochs=self.epochs, batch_size=self.batch_size)
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr = {self.lr!r}: it is a number above 0")
 
     async def run(self) -> SftReport:
         """See `AsyncSwarm.sft`."""

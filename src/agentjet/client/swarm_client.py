@@ -39,12 +39,6 @@ from agentjet.types import DEFAULT_RUN, Mode, Task
 T = TypeVar("T")
 
 
-def _query(path: str, given: Mapping[str, Any]) -> str:
-    """The path with its parameters. Those that are None or empty are left out."""
-    values = {name: value for name, value in given.items() if value not in (None, "", [])}
-    return f"{path}?{httpx.QueryParams(values)}" if values else path
-
-
 SCALE_WAIT = 60.0
 """Longest wait for the answer of `scale`: a cluster is asked for its free GPUs."""
 
@@ -276,11 +270,6 @@ class AsyncSwarm:
         Raises `ValueError` or `InvalidRequest` for a wrong demonstration, before anything is learned. Raises
         `InvalidRequest` if the job ends before the batches, and `Conflict` if the engine is stopped or has failed.
         """
-        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: it is an integer of 1 or more")
-        if lr is not None and not 0 < lr < float("inf"):
-            raise ValueError(f"lr = {lr!r}: it is a number above 0")
         given, client_id = checked_demonstrations(demonstrations), self._settings.client_id
         return await Sft(self._connection, client_id, given, epochs, batch_size, lr, policy, seed, progress).run()
 
@@ -296,7 +285,7 @@ class AsyncSwarm:
         `NotFound` if there is no episode `before`.
         """
         wanted = build_request(protocol.EpisodeQuery, limit=limit, before=before, **filters)
-        return await self._send(protocol.EpisodeList, "GET", _query("/episodes", wanted.model_dump(exclude_unset=True)))
+        return await self._read(protocol.EpisodeList, "/episodes", **wanted.model_dump(exclude_unset=True))
 
     async def all_episodes(self, **filters: Unpack[protocol.EpisodeFilters]) -> AsyncGenerator[protocol.EpisodeView]:
         """All episodes that match every filter, read page by page. Arguments and errors are those of `episodes`."""
@@ -310,24 +299,24 @@ class AsyncSwarm:
     async def episode_tree(self, episode_id: str) -> protocol.EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""
         path = f"/episodes/{quote(episode_id, safe='')}"
-        return await self._send(protocol.EpisodeTree, "GET", path)
+        return await self._read(protocol.EpisodeTree, path)
 
     async def group(self, group_id: int) -> protocol.GroupView:
         """A group with its episodes and their advantages. Raises `NotFound`."""
-        return await self._send(protocol.GroupView, "GET", f"/groups/{group_id}")
+        return await self._read(protocol.GroupView, f"/groups/{group_id}")
 
     async def batches(self, limit: int = 100, *, before: int | None = None) -> protocol.BatchList:
         """A page of batches, newest first: the newest `limit`, or those before batch `before`.
 
         `next` of a page is `before` of the page that follows it.
         """
-        return await self._send(protocol.BatchList, "GET", _query("/batches", {"limit": limit, "before": before}))
+        return await self._read(protocol.BatchList, "/batches", limit=limit, before=before)
 
     async def batch(self, batch_id: int) -> protocol.BatchView:
         """A batch with its groups, rewards and advantages, the episodes that were lost before it, and the job settings
         that changed. Raises `NotFound`.
         """
-        return await self._send(protocol.BatchView, "GET", f"/batches/{batch_id}")
+        return await self._read(protocol.BatchView, f"/batches/{batch_id}")
 
     async def steps(
         self, after: int | None = None, limit: int = 1000, *, metrics: Sequence[str] = ()
@@ -336,8 +325,7 @@ class AsyncSwarm:
 
         `metrics` are the names of those to return, by default all.
         """
-        given = {"limit": limit, "after": after, "metric": list(metrics)}
-        return await self._send(protocol.StepList, "GET", _query("/steps", given))
+        return await self._read(protocol.StepList, "/steps", limit=limit, after=after, metric=list(metrics))
 
     async def status(self) -> protocol.StatusResponse:
         """The server's present status."""
@@ -345,11 +333,11 @@ class AsyncSwarm:
 
     async def health(self) -> HealthView:
         """The trend of the training reward, and the health rules with their results."""
-        return await self._send(HealthView, "GET", "/health")
+        return await self._read(HealthView, "/health")
 
     async def waiting(self) -> WaitingView:
         """The groups that fill the present batch, with the state of each episode."""
-        return await self._send(WaitingView, "GET", "/waiting")
+        return await self._read(WaitingView, "/waiting")
 
     def events(self, after: int = 0) -> AsyncGenerator[protocol.Event]:
         """The server's events numbered above `after`, without end, across restarts of the server."""
@@ -357,7 +345,7 @@ class AsyncSwarm:
 
     async def job(self) -> protocol.JobBody:
         """The job's settings and their revision."""
-        return await self._send(protocol.JobBody, "GET", "/job")
+        return await self._read(protocol.JobBody, "/job")
 
     async def set_job(self, job: Mapping[str, Any], *, revision: int) -> protocol.JobBody:
         """Replace the job's settings if they are still those of `revision`, else raise `Conflict`. Needs the admin
@@ -379,7 +367,7 @@ class AsyncSwarm:
 
     async def evaluations(self) -> list[protocol.EvaluationView]:
         """The evaluations recorded on the server, oldest first."""
-        return await self._send(list[protocol.EvaluationView], "GET", "/evaluations")
+        return await self._read(list[protocol.EvaluationView], "/evaluations")
 
     async def start(self) -> protocol.StatusResponse:
         """Resume training. Needs the admin token."""
@@ -391,7 +379,7 @@ class AsyncSwarm:
 
     async def cluster(self) -> protocol.ClusterView:
         """The processes that host the weights of the run."""
-        return await self._send(protocol.ClusterView, "GET", "/cluster")
+        return await self._read(protocol.ClusterView, "/cluster")
 
     async def scale(self, samplers: int | str, *, policy: str = "") -> protocol.ClusterView:
         """Change the number of sampler replicas of a policy, or its bounds: `"2..8"`. New ones start in the background.
@@ -404,7 +392,7 @@ class AsyncSwarm:
     async def runs(self) -> list[protocol.RunView]:
         """The runs of the server, the default run first. Needs the server's admin token, as do `start_run` and
         `end_run`."""
-        return (await self._send(protocol.RunList, "GET", "/runs")).runs
+        return (await self._read(protocol.RunList, "/runs")).runs
 
     async def start_run(
         self,
@@ -450,7 +438,7 @@ class AsyncSwarm:
 
     async def checkpoints(self) -> list[protocol.CheckpointInfo]:
         """The checkpoints on the server's disk, oldest first."""
-        return await self._send(list[protocol.CheckpointInfo], "GET", "/checkpoints")
+        return await self._read(list[protocol.CheckpointInfo], "/checkpoints")
 
     async def checkpoint(self) -> protocol.CheckpointInfo:
         """Save a checkpoint of the present policy, between two batches."""
@@ -480,6 +468,11 @@ class AsyncSwarm:
         """A one-time code that opens the page of the run within a minute: `SERVER/#code=CODE`."""
         body = protocol.SessionRequest(role=role)
         return await self._send(protocol.SessionCode, "POST", "/sessions", body=body)
+
+    async def _read(self, view: type[T], path: str, **query: Any) -> T:
+        """The answer to a read. Parameters that are None or empty are left out."""
+        given = httpx.QueryParams({name: value for name, value in query.items() if value not in (None, "", [])})
+        return await self._send(view, "GET", f"{path}?{given}" if given else path)
 
     async def _send(
         self, view: type[T], method: str, path: str, *, body: BaseModel | None = None, server_wait: float = 0.0

@@ -157,7 +157,7 @@ class Gateway:
         self._admits = self._admission()
         self.versions = PolicyVersions(parts, self.engine)
         self._calls = CallPath(parts, self.engine, clock=clock)
-        self.overview = Overview(parts, self.engine, self.reader, clock, self.waiting_for)
+        self.overview = Overview(parts, self.engine, self.reader, clock, partial(self.waiting_for, names_silent=False))
         self._lease_task: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -382,11 +382,14 @@ class Gateway:
         """Waits until all changes are on disk, so that no reader relies on one that is lost later. Raises `Later`."""
         await self._commits.durable()
 
-    def waiting_for(self) -> str:
-        """Returns a phrase for the thing that training waits for."""
+    def waiting_for(self, *, names_silent: bool = True) -> str:
+        """Returns a phrase for the thing that training waits for. It names the episode that is silent for long."""
         hosts = [self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names]
         process = next(filter(None, map(views.waiting_for_process, hosts)), "")
-        return views.waiting_for(self.swarm, self.engine.state, self.engine.reason, process, self.doing())
+        engine = self.engine
+        return views.waiting_for(
+            self.swarm, engine.state, engine.reason, process, self.doing(), names_silent=names_silent
+        )
 
     def doing(self) -> str:
         """Returns a phrase about slow work of the run, with its progress, or ''."""

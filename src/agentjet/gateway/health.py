@@ -8,11 +8,9 @@ are not tests.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
-from math import prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -20,6 +18,7 @@ from typing import NamedTuple
 from agentjet.config import JobConfig
 from agentjet.gateway.learning import REWARD, held_out_fall, learning
 from agentjet.gateway.observability import divergence
+from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import REPORTED_BATCHES, EvaluationView, HealthRuleView, HealthView, Level, duration
 from agentjet.types import EngineState
 
@@ -303,41 +302,24 @@ def refused(facts: Facts) -> Finding | None:
     return Finding(graded(share, 0.05, 0.5), text)
 
 
-UNLIKELY = 0.01
-"""Probability below which chance is ruled out."""
-CHANGES = (("completion/tokens", 2.0, "tokens an answer"), ("policy/entropy", 4.0, "nats of entropy a token"))
-"""Metrics, and the ratio at which each shows a broken policy. Sound runs have at most half of it: see the
-documentation."""
-CODE = re.compile(r"code/(.+)/reward_mean")
-
-
 def reward(facts: Facts) -> Finding | None:
     """Judges rewards that were higher and are now all the same, as after an update that broke the policy."""
-    known = [(i, step) for i, step in enumerate(facts.steps) if REWARD in step]
-    if not known:
+    newest = next((step[REWARD] for step in reversed(facts.steps) if REWARD in step), None)
+    if newest is None:
         return None
-    now = known[-1][1][REWARD]
-    equal = sum(1 for _ in takewhile(lambda one: _all_equal(one[1], now), reversed(known)))
-    before, newest = [step for _, step in known[: len(known) - equal]], [step for _, step in known[-equal:]]
-    highest = max((step[REWARD] for step in before), default=now)
-    if not equal or highest <= now:
-        return Finding("ok", f"the newest mean reward is {now:.3g}")
-    last = facts.versions[known[len(before) - 1][0]]
-    signs = [*_other_answers(before, newest), *_new_code(before[-1], newest[0])]
-    is_chance = not signs and _chance(facts, before, newest) >= UNLIKELY
-    if is_chance and equal < REPORTED_BATCHES:
-        return Finding("ok", f"all rewards of the newest step are {now:.3g}; they were up to {highest:.3g}")
+    fall = find_fall(facts.steps, facts.job.batch_size if facts.job is not None else 0)
+    if fall is None:
+        return Finding("ok", f"the newest mean reward is {newest:.3g}")
+    if fall.is_chance and fall.num_steps < REPORTED_BATCHES:
+        return Finding("ok", f"all rewards of the newest step are {fall.now:.3g}; they were up to {fall.highest:.3g}")
+    last = facts.versions[fall.last]
     question = f"did the update of step {last} break the policy? Lower job.optimizer.lr and {_way_back(facts, last)}"
-    if _new_code(before[-1], newest[0]):
+    if fall.new_code:
         question = f"does the new code, a tool or a reward function fail? Or {question}"
     else:
         question += "; or did the agent, its tools or its rewards change then?"
-    return Finding(
-        "warn" if is_chance else "bad",
-        f"rewards were up to {highest:.3g} until step {last}, and all are {now:.3g} since"
-        + "".join(f"; {sign}" for sign in signs)
-        + f": {question}",
-    )
+    text = f"rewards were up to {fall.highest:.3g} until step {last}, and all are {fall.now:.3g} since"
+    return Finding("warn" if fall.is_chance else "bad", f"{'; '.join([text, *fall.signs])}: {question}")
 
 
 def _way_back(facts: Facts, step: int) -> str:
@@ -348,32 +330,6 @@ def _way_back(facts: Facts, step: int) -> str:
     if older:
         return f"go back to the checkpoint of version {max(older)} (agentjet checkpoints rollback {max(older)})"
     return "start again, because no checkpoint is older than that step"
-
-
-def _all_equal(step: Mapping[str, float], value: float) -> bool:
-    return step[REWARD] == value and step.get("reward/std") == 0.0
-
-
-def _other_answers(before: Sequence[Mapping[str, float]], newest: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """Phrases about answers that became unlike those before."""
-    for metric, ratio, noun in CHANGES:
-        old, new = ([step[metric] for step in steps if step.get(metric)] for steps in (before[-NEWEST:], newest))
-        if old and new and not 1 / ratio < median(new) / median(old) < ratio:
-            yield f"{median(new):.3g} {noun} instead of {median(old):.3g}"
-
-
-def _new_code(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """A phrase if another version of the agent's code played the batch."""
-    old, new = ({found[1] for name in step if (found := CODE.fullmatch(name))} for step in (before, after))
-    return [f"the agent's code changed to {', '.join(sorted(new))}"] if old and new and not old & new else []
-
-
-def _chance(facts: Facts, before: Sequence[Mapping[str, float]], newest: Sequence[Mapping[str, float]]) -> float:
-    """Probability that chance leaves groups with different rewards to the steps `before` (Fisher's exact test)."""
-    size = facts.job.batch_size if facts.job is not None else 0
-    earlier, total = size * len(before), size * (len(before) + len(newest))
-    mixed = round(sum(size * (1 - step.get("groups/zero_variance", 1.0)) for step in before))
-    return prod((earlier - i) / (total - i) for i in range(mixed))
 
 
 def truncated(values: list[float], facts: Facts) -> Finding | None:

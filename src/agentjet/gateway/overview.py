@@ -52,7 +52,7 @@ class Overview:
     def __init__(
         self, run: OpenRun, engine: Engine, reader: Reader, clock: Callable[[], float], waiting_for: Callable[[], str]
     ) -> None:
-        """`waiting_for` returns the phrase of the status."""
+        """`waiting_for` returns the phrase of the status, without the silent episode, which is one of the cells."""
         self._run = run
         self._engine = engine
         self._reader = reader

@@ -96,7 +96,9 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
     )
 
 
-def waiting_for(swarm: SwarmState, state: EngineState, reason: str, process: str, doing: str = "") -> str:
+def waiting_for(
+    swarm: SwarmState, state: EngineState, reason: str, process: str, doing: str = "", *, names_silent: bool = True
+) -> str:
     """Returns the cause that training waits for, or ''. `process`: see `waiting_for_process`; `doing`: slow work."""
     if swarm.store.file.refusal:
         return f"the disk. {swarm.store.file.refusal}"
@@ -108,7 +110,7 @@ def waiting_for(swarm: SwarmState, state: EngineState, reason: str, process: str
         return reason or WAITING_FOR[state]
     if state == "sampling" and process:
         return process
-    return divergence(swarm.last_step) or swarm.queries.waiting_for()
+    return divergence(swarm.last_step) or swarm.queries.waiting_for(names_silent=names_silent)
 
 
 def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:

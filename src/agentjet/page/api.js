@@ -1,6 +1,7 @@
-// Requests to the server: `get`, `send`, and the `Problem` that both throw.
+// Requests to the server: `get`, `send`, and the `Problem` that both throw; and the session in which they are sent.
+import { take } from "./first.js";
 import { session, signedOut } from "./store.js";
-import { DEFAULT_RUN, route } from "./route.js";
+import { DEFAULT_RUN, go, route } from "./route.js";
 
 export class Problem extends Error {
   constructor(status, code, detail) {
@@ -41,9 +42,9 @@ export async function request(method, target, { body, signal, key = session.peek
   if (body !== undefined) given["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(target, {
+    response = await (take(String(target)) ?? fetch(target, {
       method, signal, headers: given, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
-    });
+    }));
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem(0, "unreachable", UNREACHABLE);
@@ -63,4 +64,76 @@ export async function send(method, path, body, { once = crypto.randomUUID?.(), s
   const headers = once && method === "POST" ? { "Idempotency-Key": once } : {};
   const response = await request(method, url(path), { body, signal, headers });
   return response.status === 204 ? null : response.json();
+}
+
+// ---- the session of this tab: from the one-time code of `agentjet open`, from another tab, or from a token
+
+const STORED = "agentjet.session";
+const ASK_MS = 150;
+const channel = new BroadcastChannel("agentjet/session");
+
+channel.onmessage = ({ data }) => {
+  const held = session.peek();
+  if (data.ask && held) channel.postMessage({ session: held });
+};
+
+function keep(held) {
+  sessionStorage.setItem(STORED, JSON.stringify(held));
+  session.value = held;
+  signedOut.value = "";
+}
+
+function stored() {
+  try {
+    return JSON.parse(sessionStorage.getItem(STORED)); // The server knows whether it has ended.
+  } catch {
+    return null;
+  }
+}
+
+// Returns the session of another tab of this server, or null.
+function fromAnotherTab() {
+  return new Promise((done) => {
+    const ask = new BroadcastChannel("agentjet/session");
+    const end = (held) => { ask.close(); done(held); };
+    ask.onmessage = ({ data }) => { if (data.session) end(data.session); };
+    ask.postMessage({ ask: true });
+    setTimeout(end, ASK_MS, null);
+  });
+}
+
+async function exchange(code) {
+  const response = await request("POST", url("/sessions/exchange", {}, DEFAULT_RUN), { body: { code }, key: "" });
+  keep(await response.json());
+}
+
+// Opens a session with a token of the run: the page does not keep the token. Throws `Problem`.
+export async function signIn(token, role, run) {
+  const response = await request("POST", url("/sessions", {}, run), { body: { role }, key: token.trim() });
+  await exchange((await response.json()).code);
+}
+
+export function signOut() {
+  sessionStorage.removeItem(STORED);
+  session.value = null;
+}
+
+// Takes the code out of the URL, or finds a session. Call it once, before anything else reads the route.
+export async function open() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const code = given.get("code");
+  if (!code) {
+    session.value = stored() ?? (await fromAnotherTab());
+    return;
+  }
+  const path = given.get("to") ?? "/";
+  go(path, {}, { replace: true }); // The code is used up now; it must not stay in the history.
+  try {
+    await exchange(code);
+    go(path, {}, { replace: true, run: session.peek().run });
+  } catch (error) {
+    session.value = stored();
+    if (!(error instanceof Problem)) throw error;
+    signedOut.value = error.detail;
+  }
 }

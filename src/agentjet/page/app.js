@@ -2,14 +2,12 @@
 import { html, render, useEffect, useErrorBoundary, useRef, useSignal } from "./vendor/ui.js";
 import { href, go, route } from "./route.js";
 import { connection, session, signedOut, status } from "./store.js";
-import { signOut } from "./session.js";
-import { opened } from "./start.js";
-import { togglePause } from "./stream.js";
+import { open, signOut } from "./api.js";
+import { start, togglePause } from "./stream.js";
 import { keysOn, setKeys, shortcuts, useKeys } from "./keys.js";
 import { Dialog } from "./parts/dialog.js";
 import { Failed, Loading } from "./parts/panel.js";
-import { Fact } from "./parts/format.js";
-import { Text } from "./parts/text.js";
+import { Fact, Text } from "./parts/format.js";
 import { SignInView } from "./views/sign_in.js";
 import { OverviewView } from "./views/overview.js";
 
@@ -158,6 +156,7 @@ function App() {
 
 setTheme(localStorage.getItem(THEME) ?? "auto");
 const imported = importView(route.peek().name).catch(() => {}); // The view reports it.
-await opened;
+await open();
+start();
 await imported;
 render(html`<${App} />`, document.getElementById("page"));

@@ -18,6 +18,12 @@ def _not_too_cold(temperature: float) -> float:
     return temperature
 
 
+def _without_empty_name(metrics: dict[str, float]) -> dict[str, float]:
+    if "" in metrics:
+        raise ValueError(f"the name of a metric is empty: give each metric a name of 1 to {MAX_NAME} characters")
+    return metrics
+
+
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_not_too_cold)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Range of integers in SQLite and in the messages to the worker."""
@@ -25,7 +31,8 @@ Name = Annotated[str, Field(max_length=MAX_NAME)]
 LARGEST = 1e12
 """Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
-MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
+NumberMap = Annotated[dict[Name, Finite], Field(max_length=64)]
+MetricMap = Annotated[NumberMap, AfterValidator(_without_empty_name)]
 MAX_CALL_REWARDS = 4096
 CallRewards = Annotated[list[Finite], Field(max_length=MAX_CALL_REWARDS)]
 

@@ -17,6 +17,7 @@ from agentjet.protocol.base import (
     Int64,
     MetricMap,
     Name,
+    NumberMap,
     Request,
     Response,
     Temperature,
@@ -89,7 +90,7 @@ class FinishRequest(Request):
     is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`."""
 
     reward: Finite
-    by_role: MetricMap = Field(default_factory=dict)
+    by_role: NumberMap = Field(default_factory=dict)
     by_call: Annotated[dict[Name, Finite], Field(max_length=MAX_CALL_REWARDS)] = Field(default_factory=dict)
     """Rewards of single calls, by the `id` of their answers."""
     by_turn: Annotated[dict[Name, CallRewards], Field(max_length=64)] = Field(default_factory=dict)

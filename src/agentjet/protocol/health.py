@@ -78,7 +78,7 @@ class WaitingView(Response):
     """The groups that training waits for."""
 
     text: str
-    """As `waiting_for` of the status."""
+    """As `waiting_for` of the status, without the silent episode: `silent_seconds` of the cells show it."""
     needed: int
     """Complete groups that make a batch."""
     places: int

@@ -41,7 +41,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-FIRST_MODULES = ("start.js", "app.js")
+FIRST_MODULES = ("first.js", "app.js")
 """Modules of the first load. They import others, among them the Overview; other views are loaded when they open."""
 IMPORTED = re.compile(r'(?:from|import)\s*"(\.{1,2}/[^"]+)"')
 

@@ -220,8 +220,8 @@ class Queries:
         """The oldest `limit` events numbered above `after`."""
         return self._journal.events(after, limit)
 
-    def waiting_for(self) -> str:
-        """A phrase for the thing that training waits for."""
+    def waiting_for(self, *, names_silent: bool = True) -> str:
+        """A phrase for the thing that training waits for, which names the episode that is silent for long."""
         store, job = self._store, self._store.job
         if store.pending is not None:
             return f"the worker, to learn batch {store.pending.id}"
@@ -241,7 +241,7 @@ class Queries:
             wanted += f" of {sets}"
         return (
             f"{wanted}: {self.num_groups('complete')} of {job.batch_size} groups are complete, "
-            f"{self.num_groups('open')} open, {live} episodes live{self._silent()}"
+            f"{self.num_groups('open')} open, {live} episodes live{self._silent() if names_silent else ''}"
         )
 
     def _silent(self) -> str:

@@ -4,7 +4,7 @@ import { html, useRef, useState } from "../vendor/ui.js";
 import { send } from "../api.js";
 import { may, session, status } from "../store.js";
 import { Confirm } from "./dialog.js";
-import { visible } from "./text.js";
+import { visible } from "./format.js";
 
 // A button that opens a question. `action` sends the change, `done(answer)` returns the text about the answer.
 export function Action({ role, label, title = label, verb = label, action, done, danger = false, children }) {

@@ -1,5 +1,5 @@
 // A call of `GET /episodes/{id}?form=runs`, with one entry a token in each array, and joined calls: a timeline.
-import { visible } from "./text.js";
+import { visible } from "./format.js";
 
 const LINE_END = /\n/g;
 

@@ -1,10 +1,9 @@
 // A line chart: a figure with a sentence, a legend with the values at the cursor, and the same values as a table.
 
-import { html, signal, useEffect, useMemo, useRef, useSignal, useSignalEffect, useState } from "../vendor/ui.js";
+import { html, signal, useEffect, useLayoutEffect, useMemo, useRef, useSignal, useSignalEffect, useState } from "../vendor/ui.js";
 import { newest, sentence, smoothed } from "./curve.js";
-import { Fact, number } from "./format.js";
+import { Fact, number, Text, visible } from "./format.js";
 import { Plot } from "./plot.js";
-import { Text, visible } from "./text.js";
 
 const TONES = 6;
 const TABLE_ROWS = 200;
@@ -45,7 +44,7 @@ export function Chart({
   const open = useRef(onOpen);
   open.current = onOpen;
 
-  useEffect(() => {
+  useLayoutEffect(() => { // The first frame has the curves.
     if (!inView) return undefined;
     plot.current = new Plot(box.current, {
       whole, colour, onCursor: (index) => { at.value = index; }, onOpen: (index) => open.current?.(index),
@@ -55,7 +54,7 @@ export function Chart({
     resized.observe(box.current);
     return () => resized.disconnect();
   }, [inView]);
-  useEffect(() => plot.current?.show(x, curves, markers), [inView, x, curves, markers, theme.value]);
+  useLayoutEffect(() => plot.current?.show(x, curves, markers), [inView, x, curves, markers, theme.value]);
   useSignalEffect(() => {
     const index = at.value;
     plot.current?.point(index);

@@ -49,3 +49,22 @@ export function running(values) {
   let sum = 0;
   return values.map((value) => (sum += value ?? 0));
 }
+
+// Returns the first step of each code version: [{ x: version, name }].
+export function codeMarkers(steps) {
+  return Object.entries(steps.metrics).flatMap(([name, values]) => {
+    const code = name.match(/^code\/(.*)\/reward_mean$/s)?.[1];
+    const first = values.findIndex((value) => value !== null);
+    return code === undefined || first <= 0 ? [] : [{ x: steps.versions[first], name: `code ${code}` }];
+  });
+}
+
+// Returns the least of 1, 2 or 5 times a power of ten that is at least `width`.
+export function roundUp(width) {
+  const power = 10 ** Math.floor(Math.log10(width));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= width * (1 - 1e-9));
+}
+
+export function tidy(value) {
+  return Number(value.toPrecision(12));
+}

@@ -31,12 +31,3 @@ export function matching(names, text) {
     return { names, problem: error.message };
   }
 }
-
-// Returns the first step of each code version: [{ x: version, name }].
-export function codeMarkers(steps) {
-  return Object.entries(steps.metrics).flatMap(([name, values]) => {
-    const code = name.match(/^code\/(.*)\/reward_mean$/s)?.[1];
-    const first = values.findIndex((value) => value !== null);
-    return code === undefined || first <= 0 ? [] : [{ x: steps.versions[first], name: `code ${code}` }];
-  });
-}

@@ -1,6 +1,6 @@
 // The causes of forks in words.
-import { visible } from "./text.js";
 import { tokenText } from "./call.js";
+import { visible } from "./format.js";
 
 const CAUSES = {
   template: "the chat template writes the known history differently, for example without the reasoning",

@@ -1,4 +1,5 @@
-// Numbers and times as people read them. `Fact` is a number with its place in the API.
+// Numbers, times and texts as people read them. `Fact` is a number with its place in the API.
+// Without Intl: its first use takes as long as drawing a view.
 import { html } from "../vendor/ui.js";
 
 const MISSING = "–";
@@ -7,7 +8,7 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 // A number with four significant digits at most; "–" for null, NaN and infinity.
 export function number(value) {
   if (!isNumber(value)) return MISSING;
-  if (Number.isInteger(value)) return Math.abs(value) < 1e15 ? value.toLocaleString("en") : value.toExponential(3);
+  if (Number.isInteger(value)) return Math.abs(value) < 1e15 ? String(value).replace(/\B(?=(\d{3})+$)/g, ",") : value.toExponential(3);
   const size = Math.abs(value);
   if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
   return String(Number(value.toPrecision(size >= 1000 ? 5 : 4)));
@@ -36,7 +37,9 @@ export function clock(unix) {
   if (!isNumber(unix)) return MISSING;
   const time = new Date(unix * 1000);
   const today = time.toDateString() === new Date().toDateString();
-  return today ? time.toLocaleTimeString("en-GB") : `${time.toLocaleDateString("sv")} ${time.toLocaleTimeString("en-GB")}`;
+  const two = (part) => String(part).padStart(2, "0");
+  const shown = [time.getHours(), time.getMinutes(), time.getSeconds()].map(two).join(":");
+  return today ? shown : `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())} ${shown}`;
 }
 
 // The end of a long episode id: episodes that began together have the same beginning.
@@ -48,4 +51,41 @@ export const plural = (count, one, many = `${one}s`) => `${number(count)} ${coun
 // `/steps#metrics["reward/mean"][41]`: the tests read the same place and compare `value` and the shown text.
 export function Fact({ path, value, format = number }) {
   return html`<data data-fact=${path} value=${String(value)}>${format(value)}</data>`;
+}
+
+// An episode that ended without a reward because its work was no longer wanted: not a failure.
+const UNWANTED = ["surplus", "stale", "not needed", "replaced"];
+const isUnwanted = ({ reason }) => UNWANTED.some((start) => reason?.startsWith(`${start}:`));
+
+// The colour of an episode's status.
+export function toneOf(episode) {
+  if (!["aborted", "expired"].includes(episode.status)) return "";
+  return isUnwanted(episode) ? "muted" : "bad";
+}
+
+// ---- text that a model, an agent or a user wrote: control, bidi and other invisible characters are shown, not obeyed
+
+// C0 (`controls`) and C1 controls, zero-width and bidi characters, line separators, tags, lone surrogates.
+const hidden = (controls) => new RegExp(
+  `([${controls}` + "\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f" +
+  "\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\uffa0\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]|\\p{Cs})", "u",
+);
+const HIDDEN = hidden("\\u0000-\\u0008\\u000b-\\u001f"); // Without tab and newline.
+const HIDDEN_IN_NAMES = hidden("\\u0000-\\u001f");
+
+export const codePoint = (char) => `U+${char.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+
+// Returns the text with invisible characters written as ⟨U+202E⟩: for titles, labels and canvas text.
+export function visible(text) {
+  return String(text).split(HIDDEN).map((part, i) => (i % 2 ? `⟨${codePoint(part)}⟩` : part)).join("");
+}
+
+// `value` as text in an isolated direction. Texts above `limit` characters end with their length. Only a text with
+// `lines` has tabs and newlines.
+export function Text({ value, limit = Infinity, lines = false }) {
+  const text = String(value ?? "");
+  const parts = text.slice(0, limit).split(lines ? HIDDEN : HIDDEN_IN_NAMES);
+  const shown = parts.map((part, i) => (i % 2 ? html`<span class="hidden-char">⟨${codePoint(part)}⟩</span>` : part));
+  const more = text.length > limit ? html`<span class="muted"> … ${text.length} characters</span>` : null;
+  return html`<bdi class="text">${shown}${more}</bdi>`;
 }

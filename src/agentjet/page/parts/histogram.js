@@ -1,9 +1,8 @@
 // A histogram whose bins are links to what they count.
 
 import { html } from "../vendor/ui.js";
-import { extent } from "./curve.js";
-import { number } from "./format.js";
-import { visible } from "./text.js";
+import { extent, roundUp, tidy } from "./curve.js";
+import { number, visible } from "./format.js";
 
 const MAX_BINS = 12;
 
@@ -56,14 +55,4 @@ export function Histogram({ label, values, bins = binsOf(values), href, noun = "
 
 function named([low, high]) {
   return low === high ? number(low) : `${number(low)} to ${number(high)}`;
-}
-
-// Returns the least of 1, 2 or 5 times a power of ten that is at least `width`.
-export function roundUp(width) {
-  const power = 10 ** Math.floor(Math.log10(width));
-  return power * [1, 2, 5, 10].find((factor) => factor * power >= width * (1 - 1e-9));
-}
-
-export function tidy(value) {
-  return Number(value.toPrecision(12));
 }

@@ -2,7 +2,7 @@
 
 import { html, useMemo, useState } from "../vendor/ui.js";
 import { Panel } from "./panel.js";
-import { Text } from "./text.js";
+import { Text } from "./format.js";
 
 // Returns [[key, value], ...] with the keys of nested sections joined by dots. An empty section is a value.
 export function flattened(section, prefix = "") {

@@ -4,9 +4,8 @@ import { html, useEffect, useState } from "../vendor/ui.js";
 import { href } from "../route.js";
 import { pulse, waiting } from "../store.js";
 import { AbortButton } from "./actions.js";
-import { duration, number, plural, shortId } from "./format.js";
+import { duration, number, plural, shortId, Text } from "./format.js";
 import { Panel, useLoad } from "./panel.js";
-import { Text } from "./text.js";
 
 const LIMIT = 200;
 

@@ -1,7 +1,6 @@
 // Messages of a conversation as text: no Markdown, no links, no images from what a model or an agent wrote.
 import { html, useSignal } from "../vendor/ui.js";
-import { plural } from "./format.js";
-import { Text } from "./text.js";
+import { plural, Text } from "./format.js";
 
 const SHOWN_LINES = 40;
 const SHOWN_CHARACTERS = 4000;

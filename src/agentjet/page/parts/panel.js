@@ -1,5 +1,5 @@
 // A part of a view that shows the answer of a request, and its four other states: loading, empty, gone, failed.
-import { html, useEffect, useRef, useSignal } from "../vendor/ui.js";
+import { html, useLayoutEffect, useRef, useSignal } from "../vendor/ui.js";
 import { get } from "../api.js";
 import { href } from "../route.js";
 import { connection, session } from "../store.js";
@@ -15,7 +15,7 @@ export function useLoad(path, query = {}, again = 0) {
     shown.current = path;
     state.value = { path, data: null, problem: null, loading: true };
   }
-  useEffect(() => {
+  useLayoutEffect(() => { // Requests before the browser paints.
     if (path === null) return undefined;
     const stopped = new AbortController();
     state.value = { ...state.peek(), loading: true };

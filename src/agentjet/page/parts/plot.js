@@ -1,7 +1,6 @@
 // Draws curves on a canvas. The parts of `Chart` that are text or react to keys are in chart.js.
-import { extent } from "./curve.js";
+import { extent, roundUp, tidy } from "./curve.js";
 import { number } from "./format.js";
-import { roundUp, tidy } from "./histogram.js";
 
 const BELOW = 20;   // Height of the labels of x, in pixels.
 const MARGIN = 8;

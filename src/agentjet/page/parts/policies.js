@@ -3,11 +3,13 @@
 import { html, useMemo } from "../vendor/ui.js";
 import { pulse, status, steps } from "../store.js";
 import { newest } from "./curve.js";
-import { Fact, number, plural } from "./format.js";
+import { Fact, number, plural, Text } from "./format.js";
 import { Panel, useLoad } from "./panel.js";
-import { Text } from "./text.js";
 
-const FIGURES = [["reward/mean", "mean reward"], ["policy/entropy", "entropy"], ["optim/grad_norm", "gradient norm"], ["optim/lr", "learning rate"]];
+const FIGURES = [
+  ["reward/mean", "mean reward", "num"], ["policy/entropy", "entropy", "num wide-only"],
+  ["optim/grad_norm", "gradient norm", "num wide-only"], ["optim/lr", "learning rate", "num wide-only"],
+];
 const EPISODES = 200;
 
 export function Policies() {
@@ -16,13 +18,13 @@ export function Policies() {
   return html`<${Panel} title="Policies" load=${load}>
     ${({ processes, samplers }) => html`<div class="wide" tabindex="0" role="region" aria-label="Policies"><table>
       <thead><tr>
-        <th scope="col">policy</th>${FIGURES.map(([, title]) => html`<th scope="col" class="num">${title}</th>`)}
+        <th scope="col">policy</th>${FIGURES.map(([, title, kind]) => html`<th scope="col" class=${kind}>${title}</th>`)}
         <th scope="col">processes</th>
       </tr></thead>
       <tbody>${names.map((name) => html`<tr key=${name}>
         <th scope="row"><${Text} value=${name || status.value.model || "the policy"} /></th>
-        ${FIGURES.map(([metric]) => html`<td class="num"><${Newest} metric=${name ? `${name}/${metric}` : metric} /></td>`)}
-        <td><${Processes} found=${processes.filter((one) => !name || one.policy === name)} samplers=${samplers[name]} /></td>
+        ${FIGURES.map(([metric, , kind]) => html`<td class=${kind}><${Newest} metric=${name ? `${name}/${metric}` : metric} /></td>`)}
+        <td class="prose"><${Processes} found=${processes.filter((one) => !name || one.policy === name)} samplers=${samplers[name]} /></td>
       </tr>`)}</tbody>
     </table></div>
     <${Roles} />`}

@@ -1,12 +1,12 @@
 // A study: its claims with their intervals at each look, its arms with the outcome of each seed, its budget and trials.
 
 import { html } from "../vendor/ui.js";
-import { Fact, percent } from "./format.js";
-import { Text } from "./text.js";
+import { Fact, percent, Text } from "./format.js";
 
 const WIDTH = 240;
 const HEIGHT = 20;
 const TONES = { supported: "ok", refuted: "bad", practically_equivalent: "warn", inconclusive: "muted", open: "muted" };
+const NARROW = ["trial", "arm", "end", "score"]; // Columns of the trials on a phone.
 const SIGNS = { completed: "✓", diverged: "✗", "infra failed": "lost", unfinished: "running" };
 
 // `path` is the place of the study in the API.
@@ -85,14 +85,15 @@ function Arms({ study, path }) {
   const trials = new Map(study.trials.map((one, index) => [one.name, { ...one, place: `${path}.trials[${index}]` }]));
   const scores = [...trials.values()].map((one) => one.score).filter((score) => score !== null);
   const range = [Math.min(...scores), Math.max(...scores)];
-  const names = [["scored", "scored"], ["diverged", "diverged"], ["lost", "lost"], ["mean", "mean"], ["deviation", "deviation"], ["worst", "worst"], ["best", "best"]];
+  const names = ["scored", "diverged", "lost", "mean", "deviation", "worst", "best"];
+  const kind = (name) => `num ${name === "mean" ? "" : "wide-only"}`;
   return html`<div class="wide" tabindex="0" role="region" aria-label="Arms"><table>
-    <thead><tr><th scope="col">arm</th><th scope="col">changes</th><th scope="col">chosen setting</th>
-      ${names.map(([, title]) => html`<th scope="col" class="num">${title}</th>`)}</tr></thead>
+    <thead><tr><th scope="col">arm</th><th scope="col">changes</th><th scope="col" class="wide-only">chosen setting</th>
+      ${names.map((name) => html`<th scope="col" class=${kind(name)}>${name}</th>`)}</tr></thead>
     <tbody>${study.arms.map((arm, index) => html`<tr class="arm">
       <th scope="row" rowspan="2"><${Text} value=${arm.name} /></th>
-      <td class="prose"><${Text} value=${arm.changes} limit=${400} /></td><td class="prose"><${Text} value=${arm.setting || "–"} limit=${400} /></td>
-      ${names.map(([name]) => html`<td class="num"><${Number} of=${arm} name=${name} path=${`${path}.arms[${index}]`} /></td>`)}
+      <td class="prose"><${Text} value=${arm.changes} limit=${400} /></td><td class="prose wide-only"><${Text} value=${arm.setting || "–"} limit=${400} /></td>
+      ${names.map((name) => html`<td class=${kind(name)}><${Number} of=${arm} name=${name} path=${`${path}.arms[${index}]`} /></td>`)}
     </tr><tr>
       <td colspan=${names.length + 2}>${arm.runs.length === 0 ? html`<span class="muted">No seed of the test yet.</span>` : html`
         <ul class="seeds" aria-label="Score of each seed">${arm.runs.map((name) => html`<${Seed} trial=${trials.get(name)} range=${range} />`)}</ul>`}</td>
@@ -111,14 +112,15 @@ function Seed({ trial, range: [low, high] }) {
 
 function Trials({ trials, path }) {
   return html`<div class="wide" tabindex="0" role="region" aria-label="Trials"><table>
-    <thead><tr>${["trial", "arm", "setting", "phase", "seed", "length", "end", "score", "note"].map((title) => html`<th scope="col">${title}</th>`)}</tr></thead>
+    <thead><tr>${["trial", "arm", "setting", "phase", "seed", "length", "end", "score", "note"].map((title) => html`
+      <th scope="col" class=${NARROW.includes(title) ? "" : "wide-only"}>${title}</th>`)}</tr></thead>
     <tbody>${trials.map((one, index) => html`<tr>
       <th scope="row">${one.name}</th>
-      ${["arm", "setting", "phase", "seed"].map((name) => html`<td><${Text} value=${String(one[name])} limit=${400} /></td>`)}
-      <td>${percent(one.fidelity)}</td>
+      ${["arm", "setting", "phase", "seed"].map((name) => html`<td class=${NARROW.includes(name) ? "" : "wide-only"}><${Text} value=${String(one[name])} limit=${400} /></td>`)}
+      <td class="wide-only">${percent(one.fidelity)}</td>
       <td>${SIGNS[one.end]} ${one.end}</td>
       <td class="num"><${Number} of=${one} name="score" path=${`${path}.trials[${index}]`} /></td>
-      <td class="prose"><${Text} value=${one.note} limit=${400} /></td>
+      <td class="prose wide-only"><${Text} value=${one.note} limit=${400} /></td>
     </tr>`)}</tbody>
   </table></div>`;
 }

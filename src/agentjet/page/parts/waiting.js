@@ -1,8 +1,7 @@
 // The groups that training waits for, as a picture: one row a group, one cell a place.
 import { html, useEffect, useRef, useSignal } from "../vendor/ui.js";
 import { href } from "../route.js";
-import { duration, Fact, number } from "./format.js";
-import { Text, visible } from "./text.js";
+import { duration, Fact, number, Text, visible } from "./format.js";
 
 const MAX_ROWS = 40;
 const MAX_CELLS = 64;
@@ -67,9 +66,11 @@ function Silent({ groups, age }) {
   const found = mostSilent(groups);
   if (!found) return null;
   const { cell } = found;
+  const group = groups[found.group];
   const left = (seconds) => html`<b>${duration(Math.max(0, seconds - age))}</b>`;
   return html`<p class=${cell.expires_in != null && cell.expires_in - age < 15 ? "warn" : ""}>
-    Longest without a call: <a href=${href(`/episodes/${encodeURIComponent(cell.episode_id)}`)}><${Text} value=${cell.episode_id} /></a>,
+    Longest without a call: <a href=${href(`/episodes/${encodeURIComponent(cell.episode_id)}`)}><${Text} value=${cell.episode_id} /></a>
+    ${" "}of task <${Text} value=${group.task_id} limit=${60} />,
     ${" "}${duration(cell.silent_seconds + age)}${cell.expires_in != null && html`; its lease ends in ${left(cell.expires_in)}`}${
       cell.ends_in != null && html`, the episode in ${left(cell.ends_in)}`}.
   </p>`;

@@ -3,9 +3,8 @@
 import { html, useEffect, useState } from "../vendor/ui.js";
 import { Problem, get, send } from "../api.js";
 import { Action } from "./actions.js";
-import { number, percent } from "./format.js";
+import { number, percent, Text, visible } from "./format.js";
 import { Failed, Loading, useLoad } from "./panel.js";
-import { Text, visible } from "./text.js";
 
 const OTHERS = "*"; // The weight of every set that has none.
 

@@ -5,12 +5,22 @@ import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
 import { pulse, status } from "../store.js";
 import { families } from "../parts/families.js";
-import { Fact, number, plural } from "../parts/format.js";
+import { Fact, number, plural, Text, visible } from "../parts/format.js";
 import { Histogram, binsOf } from "../parts/histogram.js";
 import { Panel, useLoad } from "../parts/panel.js";
-import { droppedBecause } from "../parts/reasons.js";
-import { Text, visible } from "../parts/text.js";
 
+// Why a group was dropped, in words. A reason that is not here is one of a recipe.
+const DROPPED = {
+  zero_variance: "all rewards of the group were equal, so there was nothing to compare",
+  too_few: "fewer episodes finished than job.min_group_size",
+  no_tokens: "its episodes sampled nothing",
+  no_members: "all its episodes ended without a reward",
+  stalled: "its task set finished nothing while others waited for it",
+  surplus: "the batch was full without it",
+  stale: "its tokens were older than job.max_staleness",
+  poisoned: "workers crashed on it",
+  rolled_back: "the run went back to an earlier version",
+};
 const SHOWN_CAUSES = 20;
 const SHOWN_EPISODES = 20;
 const SIGNED = new Intl.NumberFormat("en", { signDisplay: "exceptZero", maximumSignificantDigits: 3 });
@@ -188,4 +198,8 @@ function written(value) {
 
 function escaped(name) {
   return name.replace(/[.*+?^${}()|[\]\\/]/g, "\\$&");
+}
+
+function droppedBecause(reason) {
+  return Object.hasOwn(DROPPED, reason) ? DROPPED[reason] : "the recipe refused it";
 }

@@ -5,11 +5,10 @@ import { get } from "../api.js";
 import { go, href } from "../route.js";
 import { pulse, steps } from "../store.js";
 import { Chart, Markers } from "../parts/chart.js";
-import { running } from "../parts/curve.js";
-import { codeMarkers, families, matching } from "../parts/families.js";
-import { Fact, clock, number } from "../parts/format.js";
+import { codeMarkers, running } from "../parts/curve.js";
+import { families, matching } from "../parts/families.js";
+import { clock, Fact, number, Text } from "../parts/format.js";
 import { Empty, Panel, Unread, useLoad } from "../parts/panel.js";
-import { Text } from "../parts/text.js";
 
 const NEWEST = 5;
 const PAGE = 50;

@@ -4,9 +4,8 @@ import { html, useEffect, useMemo, useSignal } from "../vendor/ui.js";
 import { get } from "../api.js";
 import { go, href } from "../route.js";
 import { Chart, Swatch } from "../parts/chart.js";
-import { Fact } from "../parts/format.js";
+import { Fact, Text } from "../parts/format.js";
 import { Failed, Loading, Panel, useLoad } from "../parts/panel.js";
-import { Text } from "../parts/text.js";
 
 const MOST = 8;
 const REWARD = "reward/mean";

@@ -7,12 +7,10 @@ import { AbortButton } from "../parts/actions.js";
 import { leastLikely, readCall } from "../parts/call.js";
 import { continuation, difference } from "../parts/forks.js";
 import { Forest, rowsOfCalls } from "../parts/forest.js";
-import { clock, duration, Fact, number, plural } from "../parts/format.js";
+import { clock, duration, Fact, number, plural, Text, toneOf, visible } from "../parts/format.js";
 import { Conversation } from "../parts/messages.js";
 import { callTone, OVERLAYS, overlayNamed, untrainedEpisode } from "../parts/overlays.js";
-import { Failed, Gone, Loading, Panel, useLoad } from "../parts/panel.js";
-import { toneOf } from "../parts/reasons.js";
-import { Text, visible } from "../parts/text.js";
+import { Failed, Gone, Loading, useLoad } from "../parts/panel.js";
 import { OverlayBar, TokenPanel, Tokens } from "../parts/tokens.js";
 
 const REFRESH_MS = 5000;

@@ -4,11 +4,9 @@ import { get } from "../api.js";
 import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
 import { pulse, run, session } from "../store.js";
-import { clock, duration, Fact, number, shortId } from "../parts/format.js";
+import { clock, duration, Fact, number, shortId, Text, toneOf, visible } from "../parts/format.js";
 import { Failed, Loading } from "../parts/panel.js";
 import { Table } from "../parts/table.js";
-import { toneOf } from "../parts/reasons.js";
-import { Text, visible } from "../parts/text.js";
 
 const PAGE = 200;
 const REFRESH = 50;

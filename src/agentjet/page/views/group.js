@@ -5,11 +5,9 @@ import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
 import { lastCalls, partOf, readCall, sharedCount, timelineOf } from "../parts/call.js";
 import { Forest, rowsOfTimelines, sharing } from "../parts/forest.js";
-import { Fact, number, percent, plural, shortId } from "../parts/format.js";
+import { Fact, number, percent, plural, shortId, Text, toneOf, visible } from "../parts/format.js";
 import { advantageTone, OVERLAYS, overlayNamed } from "../parts/overlays.js";
 import { Failed, Loading, useLoad } from "../parts/panel.js";
-import { toneOf } from "../parts/reasons.js";
-import { Text, visible } from "../parts/text.js";
 import { OverlayBar, TokenPanel, Tokens } from "../parts/tokens.js";
 
 const MOST_MEMBERS = 32;

@@ -5,17 +5,16 @@ import { useKeys } from "../keys.js";
 import { DEFAULT_RUN, go, href } from "../route.js";
 import { health, pulse, run, session, status, steps, waiting } from "../store.js";
 import { Chart } from "../parts/chart.js";
-import { codeMarkers } from "../parts/families.js";
-import { clock, duration, Fact, percent, plural } from "../parts/format.js";
+import { codeMarkers } from "../parts/curve.js";
+import { clock, duration, Fact, percent, plural, Text, toneOf } from "../parts/format.js";
 import { Loading, Panel, Unread, useLoad } from "../parts/panel.js";
-import { toneOf } from "../parts/reasons.js";
-import { Text } from "../parts/text.js";
 import { Waiting } from "../parts/waiting.js";
 
 const REWARD = "reward/mean";
 const TIMES = { sample: "time/sample", wait: "time/wait", learn: "time/learn" };
 const TIMED_STEPS = 10;
 const ANSWERS = { yes: "ok", no: "warn", falls: "bad", too_early: "muted" };
+const NO_VARIANCE = "/status#zero_variance";
 const MARKS = { ok: ["✓", "fine"], warn: ["!", "look"], bad: ["✗", "bad"] };
 
 function Learning() {
@@ -38,10 +37,12 @@ function Learning() {
 }
 
 function Rule({ rule }) {
+  const fallen = rule.name === "reward" && status.value?.zero_variance?.rewards_fell && status.value.zero_variance;
   const [mark, spoken] = MARKS[rule.level];
   return html`<li class=${rule.level}>
     <span class="mark" aria-hidden="true">${mark}</span><span class="visually-hidden">${spoken}: </span>
     <b>${rule.name}</b> <${Text} value=${rule.text} limit=${400} />
+    ${fallen && html`<${Example} found=${fallen} />`}
     ${rule.remedy && html`<details><summary>What to do<span class="visually-hidden">: ${rule.name}</span></summary>
       ${rule.remedy.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part))}</details>`}
   </li>`;
@@ -64,14 +65,19 @@ function Health() {
   </section>`;
 }
 
-// The newest batches could teach nothing: one group as an example, and what to change.
-function NoVariance({ found, path = "/status#zero_variance" }) {
+// A group whose rewards are all equal.
+function Example({ found }) {
+  return html`<p>For example task <${Text} value=${found.task_id} limit=${120} />${found.prompt && html`: <q><${Text} value=${found.prompt} limit=${400} lines /></q>`}</p>
+    <ul>${found.answers.map((one, i) => html`<li>reward <${Fact} path=${`${NO_VARIANCE}.answers[${i}].reward`} value=${one.reward} />,
+      ${` ${plural(one.count, "time")}`}${one.answer && html`: <q><${Text} value=${one.answer} limit=${400} lines /></q>`}</li>`)}</ul>`;
+}
+
+// The newest batches could teach nothing: an example, and what to change. After a fall of the rewards the rule has both.
+function NoVariance({ found }) {
   return html`<section class="panel bad-edge" role="status"><header><h2>Nothing to learn from</h2></header>
-    <p class="answer bad"><${Fact} path=${`${path}.batches`} value=${found.batches} />
+    <p class="answer bad"><${Fact} path=${`${NO_VARIANCE}.batches`} value=${found.batches} />
       ${` ${found.batches === 1 ? "batch" : "batches"} in a row could teach nothing: in every group all rewards were equal.`}</p>
-    <p>For example task <${Text} value=${found.task_id} limit=${120} />${found.prompt && html`: <q><${Text} value=${found.prompt} limit=${400} lines /></q>`}</p>
-    <ul>${found.answers.map((one, i) => html`<li>reward <${Fact} path=${`${path}.answers[${i}].reward`} value=${one.reward} />,
-      ${` ${plural(one.count, "time")}`}${one.answer && html`: <q><${Text} value=${one.answer} limit=${400} lines /></q>`}</li>`)}</ul>
+    <${Example} found=${found} />
     <p>Look at:</p>
     <ul>${found.advice.map((one) => html`<li><${Text} value=${one} /></li>`)}</ul>
   </section>`;
@@ -163,7 +169,7 @@ export function OverviewView() {
   const begun = Object.values(now.episodes).some(Boolean) || steps.value.versions.length > 0;
   return html`<h1>Overview</h1>
     ${begun && html`<${Facts} />`}
-    ${now.zero_variance && html`<${NoVariance} found=${now.zero_variance} />`}
+    ${now.zero_variance && !now.zero_variance.rewards_fell && html`<${NoVariance} found=${now.zero_variance} />`}
     ${begun ? html`<div class="two"><${Learning} /><${Health} /></div>` : html`<${FirstRun} />`}
     <section class="panel"><header><h2>What is it waiting for?</h2></header>
       ${waiting.value ? html`<${Waiting} waiting=${waiting.value} />` : html`<p class="answer"><${Text} value=${now.waiting_for} /></p>`}

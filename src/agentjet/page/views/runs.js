@@ -2,9 +2,8 @@
 
 import { html, useSignal } from "../vendor/ui.js";
 import { href } from "../route.js";
-import { Fact, clock } from "../parts/format.js";
+import { clock, Fact, Text, visible } from "../parts/format.js";
 import { Panel, useLoad } from "../parts/panel.js";
-import { Text, visible } from "../parts/text.js";
 
 const MOST = 8;
 
@@ -23,7 +22,7 @@ export function RunsView() {
           : html`<span class="muted">Choose 2 to ${MOST} runs to compare them.</span>`}</p>
         <div class="wide" tabindex="0" role="region" aria-label="Runs"><table>
           <thead><tr>
-            <td></td><th scope="col">run</th><th scope="col" class="wide-only">model</th><th scope="col" class="num">version</th>
+            <td></td><th scope="col">run</th><th scope="col" class="wide-only">model</th><th scope="col" class="num wide-only">version</th>
             <th scope="col" class="num">newest reward</th><th scope="col" class="num wide-only">trained</th>
             <th scope="col" class="num wide-only">aborted</th><th scope="col" class="wide-only">newest batch</th><th scope="col" class="wide-only">read from</th><th scope="col">waits for</th>
           </tr></thead>
@@ -46,7 +45,7 @@ function Row({ one, path, chosen, choose }) {
       onChange=${(event) => choose(one.name, event.currentTarget.checked)} /></td>
     <th scope="row">${name}</th>
     <td class="wide-only"><${Text} value=${one.model} limit=${80} /></td>
-    ${number("policy_version", one.policy_version)}
+    ${number("policy_version", one.policy_version, "wide-only")}
     ${number("reward", one.reward)}
     ${number("episodes.trained", one.episodes.trained, "wide-only")}
     ${number("episodes.aborted", one.episodes.aborted, "wide-only")}

@@ -1,7 +1,7 @@
 // Shown without a session: how to get one.
 import { html, useSignal } from "../vendor/ui.js";
 import { run } from "../store.js";
-import { signIn } from "../session.js";
+import { signIn } from "../api.js";
 
 const ROLES = [
   ["viewer", "Read only"],

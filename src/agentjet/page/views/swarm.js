@@ -4,12 +4,11 @@ import { html } from "../vendor/ui.js";
 import { href } from "../route.js";
 import { may, pulse, session, status } from "../store.js";
 import { CheckpointButton, ExportButton } from "../parts/actions.js";
-import { Fact, clock, duration, percent } from "../parts/format.js";
+import { clock, duration, Fact, percent, Text, visible } from "../parts/format.js";
 import { Job } from "../parts/job.js";
 import { Leases } from "../parts/leases.js";
 import { Empty, Panel, Unread, useLoad } from "../parts/panel.js";
 import { Policies } from "../parts/policies.js";
-import { Text, visible } from "../parts/text.js";
 import { SetName, WeightsButton, askedShares } from "../parts/weights.js";
 
 export function SwarmView() {
