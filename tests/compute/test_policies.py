@@ -6,7 +6,7 @@
 4. adapters of a worker share one base model and one cache; another base is refused, and `remove` frees memory;
 5. operations are numbered per policy;
 6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
-   only run that it sampled for; its policies recover independently of each other;
+   only run that it sampled for; its policies recover independently of each other (thorough);
 7. a worker whose completions wait for a `publish` is not taken for one that hangs.
 """
 
@@ -318,6 +318,7 @@ async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.thorough
 def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
     model, far = model_of(tiny_folder), PolicyId("other", "far")
