@@ -1,5 +1,7 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each sets up .venv first, once.
 
+unexport PYTHONDONTWRITEBYTECODE  # Each of many processes would compile the same files again.
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -6,6 +6,7 @@ inherit it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import settings
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # What is started in the background has it ignored, for good.
@@ -22,6 +25,9 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Typer would build all commands again for every test of one: half of the time of such a test.
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 # Of tests that set no number of their own. `--hypothesis-profile=thorough` takes about half an hour of one core.
 settings.register_profile("default", max_examples=25, deadline=None)
@@ -51,7 +57,7 @@ def clients_of_agents_are_closed() -> Iterator[None]:
     """An agent has one HTTP client, which lives as long as its process: here, as long as the session."""
     yield
     for name, module in list(sys.modules.items()):
-        if name.startswith(("agentjet.", "examples.")):
-            for client in ("OPENAI", "ANTHROPIC"):
+        if name.startswith(("agentjet_example_", "examples.")):
+            for client in ("OPENAI", "ANTHROPIC", "HTTP"):
                 if hasattr(vars(module).get(client), "close"):
                     vars(module)[client].close()

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,14 @@ def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     found: list[Import] = []
 
     def visit(node: ast.AST, lazy: bool) -> None:
         for child in ast.iter_child_nodes(node):
             inside = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
                 inside = True
             found.extend(Import(module, child.lineno, inside) for module in imported_modules(child, path))
             visit(child, inside)
@@ -124,6 +126,7 @@ def imported_modules(node: ast.AST, path: Path) -> Iterator[str]:
         yield from (defining_module(node.module or "", alias.name) for alias in node.names)
 
 
+@cache
 def defining_module(module: str, name: str) -> str:
     """Returns the module that defines `name` of `from module import name`."""
     if module.split(".")[0] != "agentjet":
@@ -199,6 +202,7 @@ def test_the_rule_itself(package: str, line: str, problem: str | None, tmp_path:
     assert (len(found) == 1 and problem in found[0]) if problem else not found
 
 
+@cache
 def loaded_by(module: str) -> set[str]:
     """Top-level packages in a fresh interpreter after importing `module`."""
     program = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"

@@ -15,7 +15,7 @@ from agentjet.research.statistics import nominal_level, read
 from bench.error_rates import ALPHA, CLAIMS, INTERESTS, LOOKS, UNEQUAL, called, draw, looked_at, main, single, worst
 
 DOC = Path(__file__).parents[2] / "docs" / "research.md"
-SCORES = draw(40_000, seed=1)
+SCORES = draw(20_000, seed=1)
 """Other draws than those of the page."""
 
 

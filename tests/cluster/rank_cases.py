@@ -183,10 +183,10 @@ def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
     return errors
 
 
-def publish_adapter(group: Group, model: Path, sharding: Sharding) -> Any:
+def publish_adapter(group: Group, model: Path) -> Any:
     """Publish `policy_of("lora")`; returns the publication and the weights in its file, by name."""
     server = WeightsServer("127.0.0.1", b"secret") if group.rank == 0 else None
-    learner = RankLearner(policy_of("lora", model), group, sharding)
+    learner = RankLearner(policy_of("lora", model), group, "sharded")
     publication = RankPolicyHost(learner, group, server, has_hot_adapter=True).publish(1)
     if server is None or publication is None:
         return None
@@ -202,4 +202,5 @@ def all_work(
         gradients_of_ranks(group, models, cases),
         save_and_replay(group, models, folder, replays),
         refuse(group, models, folder),
+        publish_adapter(group, models["lora"]),
     )

@@ -36,6 +36,8 @@ from agentjet.types import CheckpointStamp, Op, PolicyId
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.thorough
+
 POLICY = PolicyId()
 COMMAND = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
 
@@ -138,6 +140,5 @@ def test_two_processes_learn_publish_save_and_end_together(tmp_path: Path) -> No
     asyncio.run(life_of_a_group(tmp_path))
 
 
-@pytest.mark.thorough
 def test_a_rank_that_is_stopped_ends_its_group(tmp_path: Path) -> None:
     asyncio.run(a_rank_that_is_stopped(tmp_path))

@@ -4,12 +4,14 @@
    and set of `test_locks`, within 1e-6 in float32 and 1e-12 in float64, in both modes; so are the metrics;
 2. a replay from a checkpoint is equal bit by bit on the same number of ranks;
 3. a checkpoint restores equal bits on another number of ranks (4 to 2 to 1), and in the other backend;
-4. an exported folder and the published weights are the policy, adapters folded in;
+4. an exported folder and the published weights are the policy, adapters folded in; an adapter is published whole, also
+   if each rank holds a part of it;
 5. what one rank cannot do fails on all of them, and none waits.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from agentjet.compute.cluster.learner import Sharding
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ModelConfig
 from bench.scaling.spawn import spawn
 from tests.cluster import rank_cases
@@ -74,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The folder of the ranks, and what each found: its gradients, replays and errors. Their start takes seconds."""
+    """The folder of the ranks, and what each found: gradients, replays, errors, an adapter. A start takes seconds."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return folder, spawn(2, rank_cases.all_work, models, folder, GRADIENTS, REPLAYS)
 
@@ -97,7 +100,7 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
 def test_two_ranks_have_the_gradient_of_one(
     kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]], models: dict[str, Path]
 ) -> None:
-    found, _, _ = two_ranks[1][0]
+    found = two_ranks[1][0][0]
     check_gradients(kind, found[kind, sharding], models, GRADIENTS[kind, sharding])
 
 
@@ -116,8 +119,8 @@ def test_any_number_of_ranks_has_the_gradient_of_one(num_ranks: int, tmp_path: P
 def test_a_replay_is_equal_and_its_files_are_the_policy(
     kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]], models: dict[str, Path]
 ) -> None:
-    folder, ((_, found, _), _) = two_ranks
-    check_replay(kind, folder / f"{kind}-{sharding}", found[kind, sharding], models)
+    folder, (first, _) = two_ranks
+    check_replay(kind, folder / f"{kind}-{sharding}", first[1][kind, sharding], models)
 
 
 @pytest.mark.thorough
@@ -193,8 +196,21 @@ def test_a_checkpoint_reshards(counts: tuple[int, ...], models: dict[str, Path],
         path = target
 
 
+def test_ranks_publish_the_whole_adapter(two_ranks: tuple[Path, list[Any]], models: dict[str, Path]) -> None:
+    from peft import get_peft_model_state_dict
+
+    publication, weights = two_ranks[1][0][3]
+    policy = policy_of("lora", models["lora"])
+    expected = get_peft_model_state_dict(policy.model)
+    assert set(weights) == set(expected)
+    assert all(np.array_equal(weights[key], tensor.detach().numpy()) for key, tensor in expected.items())
+    assert json.loads(publication.adapter)["r"] == 4 and publication.num_bytes < 50_000
+    probe = score(policy, np.array(publication.probe_tokens, np.int32), 0)
+    assert publication.probe_logprobs == pytest.approx([one.logprob for one in probe], abs=1e-5)
+
+
 def test_an_error_of_one_rank_is_raised_on_all(two_ranks: tuple[Path, list[Any]]) -> None:
-    first, second = (errors for _, _, errors in two_ranks[1])
+    first, second = (errors for _, _, errors, _ in two_ranks[1])
     assert first == second
     assert "could not be written" in first[0]
     assert "does not see" in first[1] and "server.data_dir must be on a file system" in first[1]

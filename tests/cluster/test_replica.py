@@ -48,7 +48,7 @@ from tests.tiny import make_model
 PYTHON = sampler_python()
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(PYTHON is None, reason="no environment with vLLM: set AGENTJET_SAMPLER_PYTHON"),
 ]
 

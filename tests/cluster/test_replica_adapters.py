@@ -2,13 +2,11 @@
 
 1. after a publish all tokens have the new adapter's log-probabilities, in running completions, too;
 2. nothing that was computed with an old adapter is used again for the same prompt;
-3. ranks publish the whole adapter, also if each holds a part of it;
-4. settings that vLLM cannot hold as an adapter publish merged weights.
+3. settings that vLLM cannot hold as an adapter publish merged weights.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +16,14 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
-from peft import get_peft_model, get_peft_model_state_dict
+from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentjet.compute.cluster.adapters import ARCHITECTURES, publishes_adapter
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ComputeConfig, LoraConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
 from bench.scaling.replicas import LocalReplica, Wanted, publish, sampler_python
-from bench.scaling.spawn import spawn
-from tests.cluster import rank_cases
 from tests.cluster.test_replica import CONTEXT, TOLERANCE, World, check, prompt
 from tests.tiny import make_model
 
@@ -50,18 +45,6 @@ LORA = LoraConfig(rank=4, alpha=16)
 def test_what_publishes_an_adapter(lora: LoraConfig, architecture: str, expected: bool) -> None:
     assert publishes_adapter(lora, [architecture]) == expected
     assert not publishes_adapter(lora, None)
-
-
-def test_ranks_publish_the_whole_adapter(tmp_path: Path) -> None:
-    name = make_model(tmp_path / "tiny")
-    publication, weights = spawn(2, rank_cases.publish_adapter, name, "sharded")[0]
-    policy = rank_cases.policy_of("lora", name)
-    expected = get_peft_model_state_dict(policy.model)
-    assert set(weights) == set(expected)
-    assert all(np.array_equal(weights[key], tensor.detach().numpy()) for key, tensor in expected.items())
-    assert json.loads(publication.adapter)["r"] == 4 and publication.num_bytes < 50_000
-    probe = score(policy, np.array(publication.probe_tokens, np.int32), 0)
-    assert publication.probe_logprobs == pytest.approx([one.logprob for one in probe], abs=1e-5)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

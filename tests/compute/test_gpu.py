@@ -33,6 +33,7 @@ from agentjet.config import JobConfig, ModelConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
+from bench import gpu
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative, row_logprobs
 from tests.compute.conftest import make_policy, run, sampled_rows, tokens
@@ -121,10 +122,11 @@ def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_script_refuses(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["bash", str(SCRIPT), str(tmp_path / "out")], env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "needs a CUDA GPU" in done.stderr
+def test_without_a_gpu_the_script_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "out")])
+    assert gpu.main() == 2 and "needs a CUDA GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -42,7 +42,8 @@ from tests.compute.conftest import make_policy, tokens
 LOSSES = ("clip", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL = (0.0, 0.1)
-KINDS = ("llama", "qwen3", "gemma", "gemma3")
+KINDS = ("llama", "qwen3", pytest.param("gemma", marks=pytest.mark.thorough), "gemma3")
+"""Gemma 3 has all that Gemma changes."""
 PERMUTATIONS = 4
 
 

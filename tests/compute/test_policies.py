@@ -6,7 +6,7 @@
 4. adapters of a worker share one base model and one cache; another base is refused, and `remove` frees memory;
 5. operations are numbered per policy;
 6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
-   only run that it sampled for; its policies recover independently of each other;
+   only run that it sampled for; its policies recover independently of each other (thorough);
 7. a worker whose completions wait for a `publish` is not taken for one that hangs.
 """
 
@@ -318,6 +318,7 @@ async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.thorough
 def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
     model, far = model_of(tiny_folder), PolicyId("other", "far")
@@ -361,14 +362,23 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
 
 
 @pytest.mark.e2e
-def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: Path) -> None:
-    config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
+def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy_alone(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = ServeConfig.model_validate(
+        {"server": {"data_dir": tmp_path, "worker_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
+    )
 
     async def scenario() -> None:
         compute = EmbeddedCompute(config)
         await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
-        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 0), None, None))
+        await learn(compute, Op.of(A, 0), batch, JobConfig())
+        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
+        await asyncio.sleep(2)
+        await compute.publish(A, 1)
+        assert (await completion).policy_version == 1
+        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 2), None, None))
         waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
         failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
         assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
@@ -428,25 +438,5 @@ def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) 
         await asyncio.sleep(0)
         assert process._reason(-9, channel).during == "default/a"
         scoring.cancel()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.e2e
-def test_completions_that_wait_for_a_publish_are_no_hang(tiny_folder: Path, tmp_path: Path) -> None:
-    config = ServeConfig.model_validate(
-        {"server": {"data_dir": tmp_path, "worker_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
-    )
-
-    async def scenario() -> None:
-        compute = EmbeddedCompute(config)
-        await compute.add(A, model_of(tiny_folder))
-        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
-        await learn(compute, Op.of(A, 0), batch, JobConfig())
-        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
-        await asyncio.sleep(2)
-        await compute.publish(A, 1)
-        assert (await completion).policy_version == 1
-        await compute.close()
 
     asyncio.run(scenario())

@@ -4,7 +4,7 @@
 2. operations are idempotent: a gap, or another body under the same number, is refused;
 3. a killed worker is reported at once to every caller, and restarts from a checkpoint to the same weights, bit by
    bit; so does one that was stopped (SIGSTOP), after `server.worker_timeout`;
-4. a failed checkpoint keeps the last good one and removes its partial folder; without a gateway the worker ends;
+4. a failed checkpoint keeps the last good one and removes its partial folder;
 5. `model.dtype = "auto"` is timed once: later workers get the result.
 """
 
@@ -14,10 +14,7 @@ import asyncio
 import os
 import resource
 import signal
-import subprocess
 import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +47,6 @@ from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import EVERYTHING
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.conftest import tokens
-from tests.e2e.server import environment, is_running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -280,32 +276,3 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(policy: Policy, tmp_path: Pa
 def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder, nor a Hugging Face id"):
         load_policy(config(tmp_path / "nowhere", tmp_path).model)
-
-
-def test_a_vanished_parent_leaves_no_orphan(tiny_folder: Path, tmp_path: Path) -> None:
-    script = textwrap.dedent(
-        """
-        import asyncio, os, sys
-        from agentjet.compute.embedded import EmbeddedCompute
-        from agentjet.config import ServeConfig
-        from agentjet.types import PolicyId
-
-        async def main():
-            settings = ServeConfig.model_validate_json(sys.argv[1])
-            compute = EmbeddedCompute(settings)
-            await compute.add(PolicyId(), settings.model)
-            print(compute.pid(PolicyId()), flush=True)
-            os._exit(0)
-
-        asyncio.run(main())
-        """
-    )
-    settings = config(tiny_folder, tmp_path).model_dump_json()
-    done = subprocess.run(
-        [sys.executable, "-c", script, settings], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    pid = int(done.stdout)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and is_running(pid):
-        time.sleep(0.05)
-    assert not is_running(pid)

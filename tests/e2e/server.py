@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 from openai import OpenAI
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parents[2]
 READY = "agentjet status"
@@ -136,6 +138,13 @@ class Server:
                 model=episode["model"], messages=[{"role": "user", "content": text}], **options
             )
 
+    def exported(self) -> dict[str, Any]:
+        """The weights of the policy, by name. The folder is removed: the server would not write it a second time."""
+        folder = Path(self.post("/exports")["path"])
+        weights = dict(load_file(folder / "model.safetensors"))
+        shutil.rmtree(folder)
+        return weights
+
     def batch(self) -> None:
         """Fill a batch and wait until it is learned. Members of a group get the rewards 0 and 1."""
         version = self.get("/status")["policy_version"]
@@ -144,6 +153,11 @@ class Server:
             self.ask(episode, f"hello {member // 2}")
             self.post(f"/episodes/{episode['episode_id']}/finish", reward=member % 2)
         self.until(lambda: self.get("/status")["policy_version"] == version + 1)
+
+
+def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two policies have the same weights, bit by bit."""
+    return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
 def is_running(pid: int) -> bool:

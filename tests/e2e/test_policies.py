@@ -18,7 +18,7 @@ from agentjet.client import Retry, TrainReport
 from tests.e2e.server import Server
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 STEPS = 3
 POLICIES = ("digits", "letters")

@@ -1,52 +1,20 @@
-"""Recipes on a real server that is killed: a replay gives equal weights.
+"""Recipes with state, values, teachers, rollouts or a bug on a real server that is killed: the weights are equal.
 
-A recipe of another package is installed as a wheel would be: a folder on the path with the module and its entry point.
+`test_serve.py` does this with a recipe of another package.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.e2e.server import Server, environment, serve_command
+from tests.e2e.server import Server, are_equal, environment, serve_command
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.e2e
-PLUGIN = Path(__file__).parents[1] / "plugins" / "median_grpo.py"
-
-
-def install(folder: Path) -> Path:
-    """Installs the plug-in, with the entry point by which servers find it."""
-    information = folder / "median_grpo-1.0.dist-info"
-    information.mkdir(parents=True)
-    shutil.copy(PLUGIN, folder)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: median-grpo\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[agentjet.recipes]\nmedian_grpo = median_grpo:MedianGrpo\n")
-    return folder
-
-
-def test_a_plug_in_trains_and_replays(tmp_path: Path) -> None:
-    assert len(PLUGIN.read_text().splitlines()) <= 40
-    model, site = make_model(tmp_path / "model"), install(tmp_path / "site")
-    settings = {"job__recipe": "median_grpo", "job__recipe__scale": 0.5, "job__optimizer__lr": 1e-2}
-    with Server(model, tmp_path / "data", paths=[site], **settings) as server:
-        assert server.get("/job")["job"]["recipe"]["scale"] == 0.5
-        server.batch()
-        server.batch()
-        before = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
-        server.kill()
-    start = load_file(model / "model.safetensors")
-    assert any((before[name] != start[name]).any() for name in before), "it learned nothing"
-    with Server(model, tmp_path / "data", paths=[site], **settings) as server:
-        server.until(lambda: server.get("/status")["policy_version"] == 2)
-        after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
-        assert all((before[name] == after[name]).all() for name in before)
-
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 BROKEN = """
 from agentjet.recipes.policy_gradient import PolicyGradient
@@ -92,11 +60,6 @@ def another(folder: Path) -> Path:
     return folder
 
 
-def exported(server: Server) -> dict[str, Any]:
-    return dict(load_file(Path(server.post("/exports")["path"]) / "model.safetensors"))
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adaptive_kl", "ppo", "archer", "digirl", "distill"])
 def test_state_values_and_teachers_survive_a_kill(tmp_path: Path, name: str) -> None:
     """The checkpoint has the state or the heads; the second batch is learned again from there."""
@@ -107,18 +70,16 @@ def test_state_values_and_teachers_survive_a_kill(tmp_path: Path, name: str) -> 
     with Server(model, tmp_path / "data", **settings) as server:
         server.batch()
         server.post("/checkpoints")
-        first = exported(server)
+        first = server.exported()
         server.batch()
-        before = exported(server)
+        before = server.exported()
         server.kill()
-    assert any((before[key] != first[key]).any() for key in before), "it learned nothing"
+    assert not are_equal(before, first), "it learned nothing"
     with Server(model, tmp_path / "data", **settings) as server:
         server.until(lambda: server.get("/status")["policy_version"] == 2)
-        after = exported(server)
-        assert all((before[key] == after[key]).all() for key in before)
+        assert are_equal(server.exported(), before)
 
 
-@pytest.mark.thorough
 def test_the_rollouts_that_a_recipe_chose_survive_a_kill(tmp_path: Path) -> None:
     """DART limits turns by earlier successes: 9 before the first, then ceil(1.2 x 1)."""
     model = make_model(tmp_path / "model")
@@ -128,10 +89,9 @@ def test_the_rollouts_that_a_recipe_chose_survive_a_kill(tmp_path: Path) -> None
         server.batch()
         begun = server.begin(task_id="t0")
         assert (begun["max_turns"], server.begin(task_id="new")["max_turns"]) == (2, 9)
-        before = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
+        before = server.exported()
         server.kill()
     with Server(model, tmp_path / "data", **settings) as server:
         server.until(lambda: server.get("/status")["policy_version"] == 2)
         assert server.begin(task_id="t0")["max_turns"] == 2, "it joins its group"
-        after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
-        assert all((before[name] == after[name]).all() for name in before)
+        assert are_equal(server.exported(), before)

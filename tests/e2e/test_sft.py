@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 
-from tests.e2e.server import Server, environment
+from tests.e2e.server import Server, are_equal, environment
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
@@ -31,10 +30,9 @@ def test_the_command_trains_and_a_kill_changes_nothing(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         assert report["policy_version"] == 5 and report["last_loss"] < report["first_loss"] - 1
-        before = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
+        before = server.exported()
         server.kill()
     with Server(model, tmp_path / "data", job__checkpoint_every=2) as server:
         server.until(lambda: server.get("/status")["state"] == "sampling")
         assert server.get("/status")["policy_version"] == 5
-        after = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
-    assert all((before[name] == after[name]).all() for name in before)
+        assert are_equal(server.exported(), before)

@@ -134,6 +134,7 @@ def test_a_model_that_does_not_call_earns_nothing_and_is_not_asked_again(served:
 
 
 @pytest.mark.e2e
+@pytest.mark.thorough
 def test_the_run_shortened(tmp_path: Path) -> None:
     sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=2, batch_size=2, group_size=2)
     out = tmp_path / "out"

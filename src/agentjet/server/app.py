@@ -30,12 +30,9 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
         exception_handlers=dict.fromkeys(HANDLED, respond_to_error),
     )
     app.state.deps = served.default
-    app.include_router(inference.router)  # Routes are tried in this order: the most frequent ones come first.
-    app.include_router(routes.router)
-    app.include_router(records.router)
-    app.include_router(sessions.router)
-    app.include_router(health.router)
-    app.include_router(monitoring.router)
-    app.include_router(page.router)
+    # Routes are tried in this order: the most frequent ones come first. They are shared, because `include_router` would
+    # build all of them again at the first request.
+    for module in (inference, routes, records, sessions, health, monitoring, page):
+        app.routes.extend(module.router.routes)
     app.add_middleware(Entry, runs=served, allowed=allowed_hosts(server))
     return app
