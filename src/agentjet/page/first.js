@@ -1,6 +1,6 @@
 // Begins the first requests while the browser still loads the other modules: the session of a one-time code, and what
 // the page then reads. `api.js` takes the responses instead of sending the same requests.
-const FRESH_MS = 5000;
+const FRESH_MS = 15_000; // Before the first quiet tick: see stream.js.
 const READS = ["status", "waiting", "health", "steps"];
 const OF_OVERVIEW = ["evaluations", "episodes?limit=10"];
 const begun = new Map(); // From the URL of a request to its response.
