@@ -5,12 +5,12 @@ const READS = ["status", "waiting", "health", "steps"];
 const OF_OVERVIEW = ["evaluations", "episodes?limit=10"];
 const begun = new Map(); // From the URL of a request to its response.
 
-function begin(path, options) {
+// The response is there for others after `use` has seen it.
+function begin(path, options, use = async () => {}) {
   const url = new URL(path, document.baseURI).href;
-  const response = fetch(url, { cache: "no-store", ...options });
+  const response = fetch(url, { cache: "no-store", ...options }).then((one) => use(one).then(() => one));
   response.catch(() => {}); // Who takes it reports it.
   begun.set(url, response);
-  return response;
 }
 
 // Returns the response to a request that was begun here, once; else undefined.
@@ -20,11 +20,8 @@ export function take(url) {
   return performance.now() < FRESH_MS ? response : undefined;
 }
 
-async function beginAll(code, path) {
-  const headers = { "Content-Type": "application/json" };
-  const response = await begin("swarm/v1/sessions/exchange", { method: "POST", headers, body: JSON.stringify({ code }) });
-  if (!response.ok) return;
-  const { key, run } = await response.clone().json();
+async function beginReads(exchanged, path) {
+  const { key, run } = await exchanged.clone().json();
   const root = run === "default" ? "swarm/v1" : `runs/${encodeURIComponent(run)}/swarm/v1`;
   for (const name of path === "/" ? [...READS, ...OF_OVERVIEW] : READS) {
     begin(`${root}/${name}`, { headers: { Authorization: `Bearer ${key}` } });
@@ -32,4 +29,9 @@ async function beginAll(code, path) {
 }
 
 const given = new URLSearchParams(location.hash.slice(1));
-if (given.has("code")) beginAll(given.get("code"), given.get("to") || "/").catch(() => {});
+if (given.has("code")) {
+  const headers = { "Content-Type": "application/json" };
+  const body = JSON.stringify({ code: given.get("code") });
+  begin("swarm/v1/sessions/exchange", { method: "POST", headers, body },
+    async (response) => { if (response.ok) await beginReads(response, given.get("to") || "/"); });
+}
