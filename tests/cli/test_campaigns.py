@@ -1,7 +1,8 @@
 """The commands of campaigns.
 
 1. Options that contradict each other, and folders that do not fit, are refused before anything runs, with the way out.
-2. `status` and `digest` print what the notebook holds, also while a campaign works.
+2. `status` and `digest` print what the notebook holds, also while a campaign works. A proposer that does not answer is
+   named at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
+from agentjet.cli.research.campaign import line_of
 from agentjet.research.campaign.notebook import Notebook
 from tests.research.campaign.subjects import SUBJECT, write_subject
 
@@ -86,4 +88,19 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
         output = research("digest", tmp_path)
         assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
         found = json.loads(research("status", tmp_path, "--json"))
-    assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"]
+    assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"] and "away" not in found
+
+
+def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    question = {"topic": "why?", "budget": {"runs": 20.0, "hours": None}}
+    away = {"proposals": [], "away": "http://127.0.0.1:9/v1: Connection refused"}
+    with Notebook(tmp_path) as notebook:
+        notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
+        notebook.entry("intent", {"proposals": [], "finish": "", "all": 0}, key="round 1 asked strategist")
+        for number in (1, 2):
+            notebook.entry("intent", away, key=f"round {number} asked llm")
+        lines = [line for entry in notebook.entries if (line := line_of(entry))]
+        said = "llm did not answer: http://127.0.0.1:9/v1: Connection refused; the next proposer goes on"
+        assert lines[1:] == [f"   3 {said}", f"   4 {said}"]
+        assert research("digest", tmp_path).count(said) == 2, "once, and as the newest entry"
+        assert json.loads(research("status", tmp_path, "--json"))["away"] == [said]

@@ -209,7 +209,7 @@ def test_a_sound_proposal_is_tried(tmp_path: Path) -> None:
     assert done["accepted"][0] in ("thirty tokens", "longer answers")
 
 
-def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path) -> None:
+def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Away(Scripted):
         def propose(self, view: View, most: int) -> Sequence[object]:
             raise ProposerAway("no answer in 60 s")
@@ -217,6 +217,7 @@ def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path) -> N
     done, entries = campaign(tmp_path, proposers=[Away()])
     assert done["accepted"] == ["longer answers"]
     assert any("no answer in 60 s" in str(entry.content) for entry in entries if entry.kind == "intent")
+    assert {*capsys.readouterr().out.splitlines()} == {"asking model, which may take minutes"}
 
 
 def test_a_day_has_a_digest(tmp_path: Path) -> None:

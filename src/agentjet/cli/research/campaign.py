@@ -165,6 +165,9 @@ def line_of(entry: Entry) -> str:
     match entry.kind:
         case "started":
             return f"{number} asks: {content['asks']}"
+        case "intent" if content.get("away"):
+            who = entry.key.rpartition(" ")[2]
+            return f"{number} {who} did not answer: {in_a_line(content['away'])}; the next proposer goes on"
         case "observed":
             run = content["outcome"]
             score = f"score {run['score']:.3g}" if run["score"] is not None else in_a_line(run["note"])
@@ -204,6 +207,7 @@ def standing(notebook: Notebook) -> dict[str, Any]:
     )
     ended = notebook.known("ended")
     decisions = [line for entry in notebook.entries if (line := line_of(entry))]
+    away = [line_of(entry).split(None, 1)[1] for entry in notebook.of("intent") if entry.content.get("away")]
     return {
         "topic": question.topic,
         "stage": f"ended: {ended.content['reason']}" if ended else "working, or interrupted",
@@ -211,6 +215,7 @@ def standing(notebook: Notebook) -> dict[str, Any]:
         "found": [one["meaning"] for one in learned if one["accepted"]],
         "ruled out": [one["meaning"] for one in learned if not one["accepted"]],
         "refused": len(notebook.of("refused")),
+        **({"away": list(dict.fromkeys(away))} if away else {}),
         "newest": decisions[-1].strip() if decisions else "",
         "spent": f"{done['runs']:.1f} full runs, {done['hours']:.1f} h",
         "left": f"{max(0.0, (most or 0.0) - done[unit]):.1f} {unit}",

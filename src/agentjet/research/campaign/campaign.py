@@ -122,7 +122,7 @@ class Campaign:
         """
         self.question, self.notebook, self.subjects = question, notebook, subjects
         self.runner, self.proposers, self.clock = runner, proposers, clock or SystemClock()
-        self.limits = limits
+        self.limits, self._tell = limits, tell
         self.runs = Runs(notebook, runner, question.budget, self.clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
@@ -222,6 +222,8 @@ class Campaign:
         return found
 
     def _ask(self, proposer: Proposer, view: CampaignView, most: int) -> dict[str, Any]:
+        if proposer is not self.proposers[-1]:
+            self._tell(f"asking {proposer.name}, which may take minutes")
         try:
             answers = list(proposer.propose(view, most))
         except ProposerAway as away:
