@@ -69,6 +69,12 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     assert "there is no campaign" in " ".join(research("digest", tmp_path / "none").split())
 
 
+def test_a_report_of_a_campaign_is_not_checked(tmp_path: Path) -> None:
+    with Notebook(tmp_path):
+        assert "only reports of studies are checked" in " ".join(research("report", tmp_path, "--check", "r").split())
+    assert not (tmp_path / "report.md").exists()
+
+
 def test_a_demo_writes_over_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("")

@@ -13,6 +13,7 @@ import typer
 from agentjet.cli import Json
 from agentjet.cli.research import campaign, study
 from agentjet.cli.research.study import Local, new
+from agentjet.errors import ConfigError
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
 NOTEBOOK = "notebook.sqlite"
@@ -66,6 +67,10 @@ def report(
 ) -> None:
     """Write the report of a study or of a campaign, finished or not."""
     if (folder / NOTEBOOK).exists():
+        if check is not None:
+            raise ConfigError(
+                f"--check {check}: {folder} is a campaign, and only reports of studies are checked: omit it"
+            )
         for written in campaign.report_of(folder):
             typer.echo(written)
     else:
