@@ -175,6 +175,16 @@ def test_a_wrong_subject_file(tmp_path: Path, before: str, after: str, message: 
     assert not (tmp_path / "c" / "source.json").exists(), "the next start begins anew"
 
 
+def test_a_text_file_is_utf_8(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "u")
+    (tmp_path / "u" / "photo.bin").write_bytes(b"\xe9")
+    (tmp_path / "u" / "agent.py").write_bytes(b"# \xe9t\xe9\n" + AGENT.encode())
+    with pytest.raises(ConfigError, match=r"u/agent\.py: invalid UTF-8 at byte 2: save the file as UTF-8"):
+        SubjectRepo.create(tmp_path / "c", subject, loads)
+    (tmp_path / "u" / "agent.py").write_text(AGENT)
+    SubjectRepo.create(tmp_path / "c", subject, loads)
+
+
 def test_a_missing_subject_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--subject .*: No such file or directory: give a subject\.toml"):
         read_subject(tmp_path / "subject.toml")

@@ -53,6 +53,8 @@ MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
 MAX_FILE = 1 << 20
 """Maximum size of a file that an intervention changes."""
+TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
+"""Suffixes of files that proposers read and change."""
 WHO = {
     "GIT_AUTHOR_NAME": "agentjet",
     "GIT_AUTHOR_EMAIL": "agentjet@localhost",
@@ -335,7 +337,17 @@ def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
                 "so keep only its agent, tasks and evaluator there"
             )
         found[path.relative_to(folder).as_posix()] = path.read_bytes()
+        if path.suffix in TEXT:
+            check_text(path, found[path.relative_to(folder).as_posix()])
     return found
+
+
+def check_text(path: Path, content: bytes) -> None:
+    """Raises `ConfigError` for a text file that proposers could not read."""
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
