@@ -31,6 +31,7 @@ def research(*arguments: object) -> str:
     ("options", "message"),
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
+        (["--topic", " "], "--topic is empty: give the question"),
         (["--budget", "3runs"], "give 10 runs or more"),
         (
             ["--topic", "为什么奖励不上升?"],
@@ -67,6 +68,18 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         )
     assert "there is no campaign" in research("resume", tmp_path / "none")
     assert "there is no campaign" in " ".join(research("digest", tmp_path / "none").split())
+
+
+def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user", agent="1 / 0")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json").write_text("")
+    given = ("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out")
+    assert "is not an empty folder: choose another one" in " ".join(research(*given, tmp_path / "study").split())
+    inside = subject.parent / "campaign"
+    for _ in range(2):
+        assert "ZeroDivisionError" in research(*given, inside), "a start that failed leaves nothing"
+    assert list(inside.iterdir()) == []
 
 
 def test_a_report_of_a_campaign_is_not_checked(tmp_path: Path) -> None:

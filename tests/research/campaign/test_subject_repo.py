@@ -185,6 +185,13 @@ def test_a_text_file_is_utf_8(tmp_path: Path) -> None:
     SubjectRepo.create(tmp_path / "c", subject, loads)
 
 
+def test_campaigns_inside_the_folder_are_not_copied(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "u")
+    first = SubjectRepo.create(tmp_path / "u" / "c", subject, loads)
+    (tmp_path / "u" / "c" / "notebook.sqlite").touch()
+    assert SubjectRepo.create(tmp_path / "u" / "d", subject, loads).first == first.first
+
+
 def test_a_missing_subject_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--subject .*: No such file or directory: give a subject\.toml"):
         read_subject(tmp_path / "subject.toml")

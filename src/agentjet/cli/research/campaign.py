@@ -83,6 +83,8 @@ def start(
     from agentjet.research.campaign.models import Budget
     from agentjet.research.campaign.subject_repo import SubjectRepo
 
+    if not topic.strip():
+        raise ConfigError("--topic is empty: give the question, such as 'why does it not learn?'")
     question = Question(topic, Budget.parse(budget), seed)
     if llm is None and agent_cli is None:
         check_title(topic)
@@ -91,6 +93,8 @@ def start(
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server or [], admin_token_file or [], local)
     make_folder(out)
+    if any(out.iterdir()) and not (out / "source.json").exists():
+        raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     repo = SubjectRepo.create(out, subject)
     conduct(out, slots, proposers, replace(question, evaluator=repo.judge_hash))
 

@@ -98,8 +98,7 @@ class SubjectRepo:
             given = resolved(read_subject(subject), subject.parent.absolute())
             contents = read_folder(subject.parent.absolute(), Path(given.model))
             held_out = held_out_file(given)
-            for name in ("subject", "judge", "arms"):  # left by a start that was killed
-                shutil.rmtree(folder / name, ignore_errors=True)
+            remove_parts(folder)  # left by a start that was killed
             write_files(contents, folder / "judge")
             contents[SUBJECT] = flat_toml(given).encode()
             write_files({name: content for name, content in contents.items() if name != held_out}, folder / "subject")
@@ -117,7 +116,7 @@ class SubjectRepo:
             try:
                 cls(folder, load).check_runs()
             except ConfigError:
-                (folder / "source.json").unlink()
+                remove_parts(folder)
                 raise
         return cls(folder, load)
 
@@ -348,6 +347,13 @@ def check_text(path: Path, content: bytes) -> None:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes what a start made."""
+    (folder / "source.json").unlink(missing_ok=True)
+    for name in ("subject", "judge", "arms", "homes"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
