@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,16 @@ def test_campaigns_inside_the_folder_are_not_copied(tmp_path: Path) -> None:
     assert SubjectRepo.create(tmp_path / "u" / "d", subject, loads).first == first.first
 
 
+def test_the_judge_is_loaded_in_its_own_process(tmp_path: Path) -> None:
+    for text, message in (("import os\nos._exit(3)", "loading them ended the process"), ("1 / 0", "ZeroDivisionError")):
+        subject = write_subject(tmp_path / "u", judge=f"{JUDGE}\n{text}\n")
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/u/judge\.py.*{message}"):
+            SubjectRepo.create(tmp_path / "c", subject, loads)
+    first = os.getpid()
+    judge = f"import os\nassert os.getpid() != {first}\n{JUDGE}"
+    SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", judge=judge), loads)
+
+
 def test_a_missing_subject_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--subject .*: No such file or directory: give a subject\.toml"):
         read_subject(tmp_path / "subject.toml")
@@ -199,7 +210,7 @@ def test_a_missing_subject_file(tmp_path: Path) -> None:
 
 def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
     broken = AGENT.replace("\n\ndef ask", "\n\nLIMIT = 1 / 0\n\n\ndef ask")
-    with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*agent\.py:8 in <module>"):
+    with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*/u/agent\.py:8 in <module>"):
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
 
 

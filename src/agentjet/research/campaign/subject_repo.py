@@ -19,9 +19,12 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Container, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.util import find_spec
 from io import BytesIO
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -212,19 +215,25 @@ class SubjectRepo:
     def check_runs(self) -> None:
         """Loads the first commit's code and the judge's. Raises `ConfigError` with the first error and its line."""
         subject = self.subject(self.first)
-        held_out = subject.held_out_tasks()
-        subject.load_judge()
         try:
-            training = self._load(self._order(subject, "check"))
+            with ProcessPoolExecutor(1, get_context("fork")) as judge:
+                held_out = judge.submit(checked_judge, subject).result()
+            training = {(task.task_set, task.id) for task in self._load(self._order(subject, "check"))}
         except ArmFailed as error:
-            raise ConfigError(f"the subject cannot run: {error}") from None
-        try:
-            json.dumps([task.payload for task in held_out], allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
-        shared = {(task.task_set, task.id) for task in held_out} & {(task.task_set, task.id) for task in training}
-        if len(shared) == len(held_out):
-            raise ConfigError(f"held_out: all {len(shared)} held-out tasks are training tasks: hold out other tasks")
+            raise ConfigError(self.as_given(f"the subject cannot run: {error}")) from None
+        except BrokenProcessPool:
+            text = f"evaluator = {subject.evaluator!r}, held_out = {subject.held_out!r}: loading them ended the process"
+            raise ConfigError(self.as_given(text)) from None
+        except ConfigError as error:
+            raise ConfigError(self.as_given(str(error))) from None
+        if held_out <= training:
+            raise ConfigError(f"held_out: all {len(held_out)} held-out tasks are training tasks: hold out other tasks")
+
+    def as_given(self, text: str) -> str:
+        """The text with the user's names of the first commit's files and of the judge's."""
+        for copy in (self.folder / "arms" / self.first, self.folder / "judge"):
+            text = text.replace(f"{copy}{os.sep}", f"{self._user_folder}{os.sep}")
+        return text
 
     def _check_changes(self, base: str, tree: str) -> None:
         """Raises `Refused` for a forbidden change between a commit and a tree."""
@@ -347,6 +356,17 @@ def check_text(path: Path, content: bytes) -> None:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
+
+
+def checked_judge(subject: Subject) -> set[tuple[str, str]]:
+    """Loads the judge, in its own process. Returns names of the held-out tasks. Raises `ConfigError`."""
+    held_out = subject.held_out_tasks()
+    subject.load_judge()
+    try:
+        json.dumps([task.payload for task in held_out], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
+    return {(task.task_set, task.id) for task in held_out}
 
 
 def remove_parts(folder: Path) -> None:
