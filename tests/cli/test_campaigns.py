@@ -15,7 +15,11 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.cli.research.campaign import line_of
+from agentjet.research.campaign.campaign import Question
+from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.models import Outcome
 from tests.research.campaign.subjects import SUBJECT, write_subject
 
 RUNNER = CliRunner()
@@ -80,6 +84,21 @@ def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
     for _ in range(2):
         assert "ZeroDivisionError" in research(*given, inside), "a start that failed leaves nothing"
     assert list(inside.iterdir()) == []
+
+
+def test_a_subject_that_could_not_run_needs_another_folder(tmp_path: Path) -> None:
+    repo = SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "user"), lambda order: [])
+    note = f"ZeroDivisionError ({repo.worktree(repo.first)}/agent.py:1)"
+    run = Outcome("t", "arm_failed", note=note).to_json()
+    with Notebook(tmp_path / "c") as notebook:
+        question = Question("why?", Budget(runs=20.0))
+        notebook.entry("started", {"question": question.to_json(), "asks": "why?"}, key="started")
+        notebook.entry("observed", {"why": "the subject", "outcome": run, "signs": []})
+        notebook.entry("ended", {"reason": f"the subject cannot run: {note}", "score": None}, key="ended")
+        assert "ZeroDivisionError" not in line_of(notebook.entries[1]), "the end has it"
+    output = " ".join(research("resume", tmp_path / "c").split())
+    assert f"ended: the subject cannot run: ZeroDivisionError ({tmp_path}/user/agent.py:1)" in output
+    assert "start with another --out" in output and output.count("ZeroDivisionError") == 1
 
 
 def test_a_report_of_a_campaign_is_not_checked(tmp_path: Path) -> None:

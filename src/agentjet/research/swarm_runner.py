@@ -215,6 +215,7 @@ class SwarmRunner:
     def _run_process(self, order: TrialOrder, server: RunningServer, log: Path) -> str:
         """Runs a trial process. Returns the reason if it failed. Raises `ConfigError`, and errors of a lost server."""
         with log.open("ab") as output:
+            begin = output.tell()
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "agentjet.research.trial_process"],
                 stdin=subprocess.PIPE,
@@ -231,7 +232,8 @@ class SwarmRunner:
                     server.check()
         finally:
             code = wait_for_exit(process)
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:])
+        written = log.read_bytes()[begin:].decode("utf-8", "replace")
+        tail = "\n".join(written.splitlines()[-NUM_LOG_LINES:])
         if code == WRONG_STUDY:
             raise ConfigError(tail)
         return f"the trial's process ended with exit code {code}:\n{tail}" if code else ""

@@ -89,7 +89,10 @@ def start(
     if llm is None and agent_cli is None:
         check_title(topic)
     if (out / "notebook.sqlite").exists():
-        raise ConfigError(f"--out {out}: a campaign is there: continue it with agentjet research resume {out}")
+        raise ConfigError(
+            f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
+            "or cannot go on, start with another --out"
+        )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server or [], admin_token_file or [], local)
     make_folder(out)
@@ -133,6 +136,11 @@ def conduct(
 
     again = f"agentjet research resume {shlex.quote(str(folder))}"
     repo = SubjectRepo(folder)
+
+    def tell(entry: Entry) -> None:
+        if line := line_of(entry):
+            typer.echo(repo.as_given(line))
+
     try:
         with (
             raise_on_signals(),
@@ -144,21 +152,22 @@ def conduct(
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
             proposers = [*proposers, Strategist()]
+            if ended := notebook.known("ended"):
+                tell(ended)
             ending = Campaign(asked, notebook, repo, runner, proposers, limits=limits).run()
+    except ConfigError as error:
+        raise ConfigError(repo.as_given(str(error))) from None
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with: {again}", err=True)
         raise typer.Exit(130) from None
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror}; then continue with: {again}") from error
-    typer.echo(f"ended: {ending['reason']}")
+    if ending["score"] is None:
+        raise ConfigError(
+            f"{folder}: no run of the subject has a score: mend the subject, and start with another --out"
+        )
     for written in report_of(folder):
         typer.echo(f"The report is {written}.")
-
-
-def tell(entry: Entry) -> None:
-    """Prints a new entry of the notebook, if it is of interest to people."""
-    if line := line_of(entry):
-        typer.echo(line)
 
 
 def line_of(entry: Entry) -> str:
@@ -173,8 +182,9 @@ def line_of(entry: Entry) -> str:
             who = entry.key.rpartition(" ")[2]
             return f"{number} {who} did not answer: {in_a_line(content['away'])}; the next proposer goes on"
         case "observed":
-            run = content["outcome"]
-            score = f"score {run['score']:.3g}" if run["score"] is not None else in_a_line(run["note"])
+            run, is_first = content["outcome"], content["why"] == "the subject"  # its error is why the campaign ends
+            lost = "no score" if is_first else in_a_line(run["note"])
+            score = lost if run["score"] is None else f"score {run['score']:.3g}"
             seen = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"])
             return f"{number} observed {content['why']}: {score}{f'; seen: {seen}' if seen else ''}"
         case "hypothesis":
