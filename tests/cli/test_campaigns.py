@@ -65,6 +65,12 @@ def test_a_wrong_key_of_the_subject(tmp_path: Path) -> None:
     assert "stepps: unknown key; did you mean steps?" in " ".join(output.split())
 
 
+def test_a_model_that_is_missing(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user", subject=SUBJECT.replace("smollm2-135m", "../model"))
+    output = research("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c")
+    assert "model = '../model' is neither a folder here" in " ".join(output.split())
+
+
 def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     with Notebook(tmp_path):
         assert "a campaign is there" in " ".join(

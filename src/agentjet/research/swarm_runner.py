@@ -29,6 +29,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical, shortened
+from agentjet.research.run_record import RunRecord
 from agentjet.research.run_signals import with_dead_environment
 from agentjet.research.servers import RunningServer, ServerSlot, ServerUnavailable, check_changes
 from agentjet.research.subject import Subject
@@ -175,7 +176,8 @@ class SwarmRunner:
                 known = {name: value for name, value in self._setting(trial).items() if name != "model.name"}  # a path
                 outcome = replace(outcome, settings={**known, **outcome.settings})
         else:
-            outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{slot.name}: {note}"))
+            curve = RunRecord.open(run / "record.json").curve(subject.steps_at(trial.fidelity))
+            outcome = Outcome(trial.id, "infra_failed", curve=curve, note=shortened(f"{slot.name}: {note}"))
         if outcome.score is None:
             draft.unlink(missing_ok=True)  # if the slot is gone, `check` raises and nothing counts
             slot.check()

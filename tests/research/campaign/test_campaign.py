@@ -93,7 +93,7 @@ def test_a_subject_that_cannot_run_ends_with_its_error(tmp_path: Path) -> None:
     runner = FormulaRunner(Commits(), error="agent.py:3: NameError: name 'x' is not defined")
     done, _ = campaign(tmp_path, runner)
     assert done["reason"] == "the subject cannot run: agent.py:3: NameError: name 'x' is not defined"
-    assert done["accepted"] == []
+    assert done["accepted"] == [] and done["spent"]["runs"] == 0.0, "a run without a step costs nothing"
 
 
 def test_a_lost_run_is_repeated(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentjet.cli import example, load_example
-from agentjet.cli.research.study import Local
+from agentjet.cli.research.study import Local, check_model
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def start(
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.checks import check_title
     from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.subject_file import read_subject, resolved
     from agentjet.research.campaign.subject_repo import SubjectRepo
 
     if not topic.strip():
@@ -95,6 +96,7 @@ def start(
         )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server or [], admin_token_file or [], local)
+    check_model(resolved(read_subject(subject), subject.parent.absolute()).model, f"{subject}: model =")
     make_folder(out)
     if any(out.iterdir()) and not (out / "source.json").exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")

@@ -31,7 +31,7 @@ from typing import Any
 
 from agentjet.client.agent_source import hash_of, one_line
 from agentjet.config import parse_config
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
@@ -99,6 +99,7 @@ class SubjectRepo:
         """
         if not (folder / "source.json").exists():
             given = resolved(read_subject(subject), subject.parent.absolute())
+            check_settings(given.settings, ConfigError)
             contents = read_folder(subject.parent.absolute(), Path(given.model))
             held_out = held_out_file(given)
             remove_parts(folder)  # left by a start that was killed
@@ -418,13 +419,13 @@ def is_installed(name: str) -> bool:
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises `Refused` for settings that no server takes."""
+def check_settings(settings: Mapping[str, Any], wrong: type[AgentJetError] = Refused) -> None:
+    """Raises `wrong` for settings that no server takes."""
     try:
         check_changes({name: value for name, value in settings.items() if name.startswith("model.name")})
         parse_config(dict(settings))
     except ConfigError as error:
-        raise Refused(f"[settings]: {error}") from None
+        raise wrong(f"[settings]: {error}") from None
 
 
 def file_of(named: str) -> str:
