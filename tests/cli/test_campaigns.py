@@ -36,6 +36,11 @@ def research(*arguments: object) -> str:
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
         (["--topic", " "], "--topic is empty: give the question"),
+        (["--budget", "nanruns"], "budget = 'nanruns': give more than 0, at most 1,000,000"),
+        (["--budget", "1e9runs"], "budget = '1e9runs': give more than 0, at most 1,000,000"),
+        (["--budget", "0h"], "budget = '0h': give more than 0"),
+        (["--agent-env", "HOME"], "--agent-env needs --agent-cli"),
+        (["--agent-cli", "nosuchcmd -p"], "there is no program 'nosuchcmd'"),
         (["--budget", "3runs"], "give 10 runs or more"),
         (
             ["--topic", "为什么奖励不上升?"],
@@ -76,8 +81,17 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         assert "a campaign is there" in " ".join(
             research("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path).split()
         )
-    assert "there is no campaign" in research("resume", tmp_path / "none")
-    assert "there is no campaign" in " ".join(research("digest", tmp_path / "none").split())
+    for command in ("resume", "digest"):
+        assert "there is no campaign" in " ".join(research(command, tmp_path / "none").split())
+    for command in ("status", "report"):
+        assert "neither a campaign" in " ".join(research(command, tmp_path / "none").split())
+    assert "an archived campaign" in " ".join(research("resume", tmp_path).split())
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json").touch()
+    assert "is a study" in " ".join(research("digest", tmp_path / "study").split())
+    (tmp_path / "llm.jsonl").touch()
+    started = ("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
+    assert "the record has no answers" in " ".join(research(*started, "--llm", tmp_path / "llm.jsonl").split())
 
 
 def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
@@ -128,11 +142,14 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
         notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
         notebook.entry("hypothesis", {"name": "slower", "origin": "strategist", "why": "it diverges"})
         notebook.entry("learned", {"name": "slower", "meaning": "slower raises the score", "accepted": True})
+        notebook.entry("learned", {"name": "files changed", "meaning": "files were edited", "accepted": False})
+        assert line_of(notebook.entries[-1]) == "   4 note: files were edited"
         notebook.entry("spent", {"runs": 9.0, "hours": 1.5})
         output = research("digest", tmp_path)
         assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
         found = json.loads(research("status", tmp_path, "--json"))
     assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"] and "away" not in found
+    assert found["ruled out"] == []
 
 
 def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
     if (folder / NOTEBOOK).exists():
         campaign.status(folder, as_json)
     else:
+        check_folder(folder)
         study.status(folder, as_json)
 
 
@@ -74,7 +75,14 @@ def report(
         for written in campaign.report_of(folder):
             typer.echo(written)
     else:
+        check_folder(folder)
         study.report(folder, check)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `ConfigError` if the folder has neither a campaign nor a study."""
+    if not (folder / "study.json").exists():
+        raise ConfigError(f"{folder}: there is neither a campaign ({NOTEBOOK}) nor a study (study.json) in this folder")
 
 
 app = typer.Typer(

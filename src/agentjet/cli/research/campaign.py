@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from agentjet.research.servers import ServerSlot
 
 UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
+EDITED = "files changed"
+"""Name of the entry about an edited file of the subject, which is not a result."""
 Folder = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
 Servers = Annotated[
     list[str] | None,
@@ -59,7 +61,7 @@ AgentEnv = Annotated[
 def start(
     topic: Annotated[str, typer.Option(help='The question, such as "why does it not learn?".')],
     subject: Annotated[Path, typer.Option(help="The subject.toml beside the agent's files.")],
-    budget: Annotated[str, typer.Option(help="Full runs (500runs) or hours (48h).")],
+    budget: Annotated[str, typer.Option(help="Full runs (500runs; at least 10) or hours (48h).")],
     out: Annotated[Path, typer.Option(help="Folder of the campaign, which must be new.")] = Path("campaign"),
     seed: Annotated[int, typer.Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
     local: Local = 2,
@@ -120,6 +122,8 @@ def resume(
     """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
     if not (folder / "notebook.sqlite").exists():
         raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
+    if not (folder / "source.json").exists():
+        raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
     proposers = proposers_of(folder, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     conduct(folder, slots_of(server or [], admin_token_file or [], local), proposers)
 
@@ -159,9 +163,9 @@ def conduct(
             ending = Campaign(asked, notebook, repo, runner, proposers, limits=limits).run()
     except ConfigError as error:
         raise ConfigError(repo.as_given(str(error))) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
         typer.echo(f"interrupted; continue with: {again}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(130 if isinstance(ended, KeyboardInterrupt) else 143) from None
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror}; then continue with: {again}") from error
     if ending["score"] is None:
@@ -199,7 +203,7 @@ def line_of(entry: Entry) -> str:
         case "study":
             return f"{number} confirms in a study: {content['name']}"
         case "learned":
-            return f"{number} learned: {content['meaning']}"
+            return f"{number} {'note' if content['name'] == EDITED else 'learned'}: {content['meaning']}"
         case "followed":
             return f"{number} {content['reason']}"
         case "ended":
@@ -215,7 +219,7 @@ def standing(notebook: Notebook) -> dict[str, Any]:
     if not started:
         return {"stage": "begun"}
     question = Question.from_json(started["question"])
-    learned = [entry.content for entry in notebook.of("learned")]
+    learned = [entry.content for entry in notebook.of("learned") if entry.content["name"] != EDITED]
     spent = [entry.content for entry in notebook.of("spent")]
     done = {"runs": sum(one["runs"] for one in spent), "hours": sum(one["hours"] for one in spent)}
     unit, most = (
@@ -257,6 +261,8 @@ def digest(
     """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
     from agentjet.research.campaign.notebook import Notebook
 
+    if (folder / "study.json").exists():
+        raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
     with Notebook(folder, writer=False) as notebook:
         found = standing(notebook)
         if day:
@@ -313,6 +319,8 @@ def proposers_of(
     if llm is not None and llm.endswith(".jsonl"):
         if llm_model or llm_key_file is not None:
             raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model and --llm-key-file")
+        if not replies_in(Path(llm)):
+            raise ConfigError(f"--llm {llm}: the record has no answers")
         played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
         found.append(LanguageModel(Recorded(record, played), papers))
     elif llm is not None:
@@ -322,6 +330,8 @@ def proposers_of(
             raise ConfigError(f"--llm {llm}: also give the model's name (--llm-model)")
         endpoint = Endpoint(llm, llm_model, key_of(llm_key_file) if llm_key_file else "", llm_api)
         found.append(LanguageModel(Recorded(record, endpoint), papers))
+    if agent_env and agent_cli is None:
+        raise ConfigError("--agent-env needs --agent-cli")
     if agent_cli is not None:
         missing = [name for name in agent_env if name not in os.environ]
         if missing:
@@ -332,6 +342,10 @@ def proposers_of(
             raise ConfigError(f"--agent-cli {agent_cli!r}: {error}; quote it as a shell would") from None
         if not command:
             raise ConfigError("--agent-cli '' is not a command: give one, or omit the option")
+        if shutil.which(command[0]) is None:
+            raise ConfigError(
+                f"--agent-cli {agent_cli!r}: there is no program {command[0]!r}: install it, or correct it"
+            )
         found.append(CodingAgent(command, environment={name: os.environ[name] for name in agent_env}))
     return found
 
