@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from agentjet.research.campaign.models import Budget, Intervention, ProposerAway
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.models import Trial
+from agentjet.research.models import Outcome, Trial
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
 QUESTION = Question("why does it stay low?", Budget(runs=60.0))
@@ -131,6 +132,15 @@ def test_a_judge_that_leaks_ends_the_campaign(tmp_path: Path) -> None:
     runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
     done, entries = campaign(tmp_path, runner)
     assert "the judge pays answers that belong to other tasks" in done["reason"] and "study" not in kinds(entries)
+
+
+def test_a_judge_that_scores_all_the_same_ends_the_campaign(tmp_path: Path) -> None:
+    class Constant(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            return replace(super().collect(key), score=0.5, curve=(0.5, 0.5), by_task={"a": (0.5, 0.5, 8)})
+
+    done, entries = campaign(tmp_path, Constant(Commits()))
+    assert "give every answer the same score" in done["reason"] and "hypothesis" not in kinds(entries)
 
 
 def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:

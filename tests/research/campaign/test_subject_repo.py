@@ -167,7 +167,11 @@ def test_the_judge_is_locked(repo: SubjectRepo) -> None:
         ("held_out.jsonl", "tasks.jsonl", r"held_out = .*: tasks is in the same file"),
         ("judge.py:score", "judge.py:grade", r"there is no function 'grade'"),
         ("optimizer.lr = 0.01", "optimizer.lr = [1]", r"settings\.job\.optimizer\.lr.*it must be text, a number"),
-        ("optimizer.lr", "max_token = 5\noptimizer.lr", r"\[settings\]: job\.max_token = 5: .*did you mean job\.max_tokens"),
+        (
+            "optimizer.lr",
+            "max_token = 5\noptimizer.lr",
+            r"\[settings\]: job\.max_token = 5: .*did you mean job\.max_tokens",
+        ),
         ("optimizer.lr", 'max_tokens = "ten"\noptimizer.lr', r"\[settings\]: job\.max_tokens = 'ten'"),
         ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
     ],

@@ -161,8 +161,8 @@ class Campaign:
         if not candidates:
             if stand.tip != stand.base:
                 return replace(stand, tip=stand.base, depth=0)
-            leaks = [sign.seen for sign in signs(stand.base.run) if sign.cause == "leaking_judge"]
-            raise Ending(leaks[0] if leaks else "nothing is worth trying")
+            broken = [sign.seen for sign in signs(stand.base.run) if sign.cause in ("leaking_judge", "same_score")]
+            raise Ending(broken[0] if broken else "nothing is worth trying")
         screened = self._screen(number, stand, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
