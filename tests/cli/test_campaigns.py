@@ -1,7 +1,8 @@
 """The commands of campaigns.
 
 1. Options that contradict each other, and folders that do not fit, are refused before anything runs, with the way out.
-2. `status` and `digest` print what the notebook holds, also while a campaign works.
+2. `status` and `digest` print what the notebook holds, also while a campaign works. A proposer that does not answer is
+   named at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
+from agentjet.cli.research.campaign import line_of
+from agentjet.research.campaign.campaign import Question
+from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.models import Outcome
 from tests.research.campaign.subjects import SUBJECT, write_subject
 
 RUNNER = CliRunner()
@@ -29,6 +35,12 @@ def research(*arguments: object) -> str:
     ("options", "message"),
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
+        (["--topic", " "], "--topic is empty: give the question"),
+        (["--budget", "nanruns"], "budget = 'nanruns': give more than 0, at most 1,000,000"),
+        (["--budget", "1e9runs"], "budget = '1e9runs': give more than 0, at most 1,000,000"),
+        (["--budget", "0h"], "budget = '0h': give more than 0"),
+        (["--agent-env", "HOME"], "--agent-env needs --agent-cli"),
+        (["--agent-cli", "nosuchcmd -p"], "there is no program 'nosuchcmd'"),
         (["--budget", "3runs"], "give 10 runs or more"),
         (
             ["--topic", "为什么奖励不上升?"],
@@ -58,13 +70,61 @@ def test_a_wrong_key_of_the_subject(tmp_path: Path) -> None:
     assert "stepps: unknown key; did you mean steps?" in " ".join(output.split())
 
 
+def test_a_model_that_is_missing(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user", subject=SUBJECT.replace("smollm2-135m", "../model"))
+    output = research("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c")
+    assert "model = '../model' is neither a folder here" in " ".join(output.split())
+
+
 def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     with Notebook(tmp_path):
         assert "a campaign is there" in " ".join(
             research("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path).split()
         )
-    assert "there is no campaign" in research("resume", tmp_path / "none")
-    assert "there is no campaign" in " ".join(research("digest", tmp_path / "none").split())
+    for command in ("resume", "digest"):
+        assert "there is no campaign" in " ".join(research(command, tmp_path / "none").split())
+    for command in ("status", "report"):
+        assert "neither a campaign" in " ".join(research(command, tmp_path / "none").split())
+    assert "an archived campaign" in " ".join(research("resume", tmp_path).split())
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json").touch()
+    assert "is a study" in " ".join(research("digest", tmp_path / "study").split())
+    (tmp_path / "llm.jsonl").touch()
+    started = ("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
+    assert "the record has no answers" in " ".join(research(*started, "--llm", tmp_path / "llm.jsonl").split())
+
+
+def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user", agent="1 / 0")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json").write_text("")
+    given = ("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out")
+    assert "is not an empty folder: choose another one" in " ".join(research(*given, tmp_path / "study").split())
+    inside = subject.parent / "campaign"
+    for _ in range(2):
+        assert "ZeroDivisionError" in research(*given, inside), "a start that failed leaves nothing"
+    assert list(inside.iterdir()) == []
+
+
+def test_a_subject_that_could_not_run_needs_another_folder(tmp_path: Path) -> None:
+    repo = SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "user"), lambda order: [])
+    note = f"ZeroDivisionError ({repo.worktree(repo.first)}/agent.py:1)"
+    run = Outcome("t", "arm_failed", note=note).to_json()
+    with Notebook(tmp_path / "c") as notebook:
+        question = Question("why?", Budget(runs=20.0))
+        notebook.entry("started", {"question": question.to_json(), "asks": "why?"}, key="started")
+        notebook.entry("observed", {"why": "the subject", "outcome": run, "signs": []})
+        notebook.entry("ended", {"reason": f"the subject cannot run: {note}", "score": None}, key="ended")
+        assert "ZeroDivisionError" not in line_of(notebook.entries[1]), "the end has it"
+    output = " ".join(research("resume", tmp_path / "c").split())
+    assert f"ended: the subject cannot run: ZeroDivisionError ({tmp_path}/user/agent.py:1)" in output
+    assert "start with another --out" in output and output.count("ZeroDivisionError") == 1
+
+
+def test_a_report_of_a_campaign_is_not_checked(tmp_path: Path) -> None:
+    with Notebook(tmp_path):
+        assert "only reports of studies are checked" in " ".join(research("report", tmp_path, "--check", "r").split())
+    assert not (tmp_path / "report.md").exists()
 
 
 def test_a_demo_writes_over_nothing(tmp_path: Path) -> None:
@@ -82,8 +142,26 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
         notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
         notebook.entry("hypothesis", {"name": "slower", "origin": "strategist", "why": "it diverges"})
         notebook.entry("learned", {"name": "slower", "meaning": "slower raises the score", "accepted": True})
+        notebook.entry("learned", {"name": "files changed", "meaning": "files were edited", "accepted": False})
+        assert line_of(notebook.entries[-1]) == "   4 note: files were edited"
         notebook.entry("spent", {"runs": 9.0, "hours": 1.5})
         output = research("digest", tmp_path)
         assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
         found = json.loads(research("status", tmp_path, "--json"))
-    assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"]
+    assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"] and "away" not in found
+    assert found["ruled out"] == []
+
+
+def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    question = {"topic": "why?", "budget": {"runs": 20.0, "hours": None}}
+    away = {"proposals": [], "away": "http://127.0.0.1:9/v1: Connection refused"}
+    with Notebook(tmp_path) as notebook:
+        notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
+        notebook.entry("intent", {"proposals": [], "finish": "", "all": 0}, key="round 1 asked strategist")
+        for number in (1, 2):
+            notebook.entry("intent", away, key=f"round {number} asked llm")
+        lines = [line for entry in notebook.entries if (line := line_of(entry))]
+        said = "llm did not answer: http://127.0.0.1:9/v1: Connection refused; the next proposer goes on"
+        assert lines[1:] == [f"   3 {said}", f"   4 {said}"]
+        assert research("digest", tmp_path).count(said) == 2, "once, and as the newest entry"
+        assert json.loads(research("status", tmp_path, "--json"))["away"] == [said]

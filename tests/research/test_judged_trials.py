@@ -120,7 +120,9 @@ def test_an_agent_that_makes_no_call_has_failed(subject: Subject, tmp_path: Path
 
 def test_a_judge_that_fails_stops_the_work(subject: Subject, tmp_path: Path) -> None:
     broken = replace(subject, evaluator=subject.evaluator.replace(":score", ":broken"))
-    with pytest.raises(ConfigError, match=r"failed at task 'x': KeyError: 'contents' \(.*judge\.py:6 in broken\)"):
+    with pytest.raises(
+        ConfigError, match=r"failed at task 'x': KeyError: 'contents' \(.*judge\.py:6 in broken\)\. .* another --out"
+    ):
         asyncio.run(trial_of(broken, Recorder(EVALS), tmp_path).run())
 
 

@@ -181,6 +181,25 @@ def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None
     assert (tmp_path / "runs" / run_name(TRIAL) / "trace").exists(), "it may be gone on with"
 
 
+class Idle(Refusing):
+    """A slot whose server is never asked."""
+
+    @contextmanager
+    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
+        yield cast(RunningServer, SimpleNamespace(address=Address("http://127.0.0.1:9", ""), check=lambda: None))
+
+
+def test_an_error_is_that_of_the_last_try(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with SwarmRunner(replace(SUBJECT, agent="none.py:agent"), tmp_path, [Idle(AgentJetError(""))]) as runner:
+            runner.launch("k-1", TRIAL)
+            with pytest.raises(ConfigError, match=r"none\.py: No such file") as error:
+                runner.collect("k-1")
+            found.append(str(error.value))
+    assert found[0] == found[1]
+
+
 @dataclass
 class Troubled:
     """A slot without a server or disk space, or that completes its trials with their learning rate as score."""

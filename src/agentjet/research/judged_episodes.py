@@ -116,7 +116,8 @@ class JudgedEpisodes:
         try:
             score = float(await asyncio.to_thread(self._judge, task, messages))
         except Exception as error:  # the boundary: the user's judge may raise anything
-            raise ConfigError(f"{named} failed at task {task.id!r}: {one_line_at(error)}") from error
+            text = f"{named} failed at task {task.id!r}: {one_line_at(error)}"
+            raise ConfigError(f"{text}. The judge is fixed: correct it and start with another --out") from error
         if not math.isfinite(score):
             raise ConfigError(f"{named}: score = {score} of task {task.id!r}")
         return score

@@ -29,6 +29,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical, shortened
+from agentjet.research.run_record import RunRecord
 from agentjet.research.run_signals import with_dead_environment
 from agentjet.research.servers import RunningServer, ServerSlot, ServerUnavailable, check_changes
 from agentjet.research.subject import Subject
@@ -175,7 +176,8 @@ class SwarmRunner:
                 known = {name: value for name, value in self._setting(trial).items() if name != "model.name"}  # a path
                 outcome = replace(outcome, settings={**known, **outcome.settings})
         else:
-            outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{slot.name}: {note}"))
+            curve = RunRecord.open(run / "record.json").curve(subject.steps_at(trial.fidelity))
+            outcome = Outcome(trial.id, "infra_failed", curve=curve, note=shortened(f"{slot.name}: {note}"))
         if outcome.score is None:
             draft.unlink(missing_ok=True)  # if the slot is gone, `check` raises and nothing counts
             slot.check()
@@ -215,6 +217,7 @@ class SwarmRunner:
     def _run_process(self, order: TrialOrder, server: RunningServer, log: Path) -> str:
         """Runs a trial process. Returns the reason if it failed. Raises `ConfigError`, and errors of a lost server."""
         with log.open("ab") as output:
+            begin = output.tell()
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "agentjet.research.trial_process"],
                 stdin=subprocess.PIPE,
@@ -231,7 +234,8 @@ class SwarmRunner:
                     server.check()
         finally:
             code = wait_for_exit(process)
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:])
+        written = log.read_bytes()[begin:].decode("utf-8", "replace")
+        tail = "\n".join(written.splitlines()[-NUM_LOG_LINES:])
         if code == WRONG_STUDY:
             raise ConfigError(tail)
         return f"the trial's process ended with exit code {code}:\n{tail}" if code else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 SUBJECT = """\
-model = "tiny"
+model = "smollm2-135m"
 agent = "agent.py:agent"
 tasks = "tasks.jsonl"
 held_out = "held_out.jsonl"

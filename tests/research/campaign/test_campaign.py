@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from agentjet.research.campaign.models import Budget, Intervention, ProposerAway
 from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.models import Trial
+from agentjet.research.models import Outcome, Trial
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
 QUESTION = Question("why does it stay low?", Budget(runs=60.0))
@@ -93,7 +94,7 @@ def test_a_subject_that_cannot_run_ends_with_its_error(tmp_path: Path) -> None:
     runner = FormulaRunner(Commits(), error="agent.py:3: NameError: name 'x' is not defined")
     done, _ = campaign(tmp_path, runner)
     assert done["reason"] == "the subject cannot run: agent.py:3: NameError: name 'x' is not defined"
-    assert done["accepted"] == []
+    assert done["accepted"] == [] and done["spent"]["runs"] == 0.0, "a run without a step costs nothing"
 
 
 def test_a_lost_run_is_repeated(tmp_path: Path) -> None:
@@ -131,6 +132,15 @@ def test_a_judge_that_leaks_ends_the_campaign(tmp_path: Path) -> None:
     runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
     done, entries = campaign(tmp_path, runner)
     assert "the judge pays answers that belong to other tasks" in done["reason"] and "study" not in kinds(entries)
+
+
+def test_a_judge_that_scores_all_the_same_ends_the_campaign(tmp_path: Path) -> None:
+    class Constant(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            return replace(super().collect(key), score=0.5, curve=(0.5, 0.5), by_task={"a": (0.5, 0.5, 8)})
+
+    done, entries = campaign(tmp_path, Constant(Commits()))
+    assert "give every answer the same score" in done["reason"] and "hypothesis" not in kinds(entries)
 
 
 def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:
@@ -209,7 +219,7 @@ def test_a_sound_proposal_is_tried(tmp_path: Path) -> None:
     assert done["accepted"][0] in ("thirty tokens", "longer answers")
 
 
-def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path) -> None:
+def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Away(Scripted):
         def propose(self, view: View, most: int) -> Sequence[object]:
             raise ProposerAway("no answer in 60 s")
@@ -217,6 +227,7 @@ def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path) -> N
     done, entries = campaign(tmp_path, proposers=[Away()])
     assert done["accepted"] == ["longer answers"]
     assert any("no answer in 60 s" in str(entry.content) for entry in entries if entry.kind == "intent")
+    assert {*capsys.readouterr().out.splitlines()} == {"asking model, which may take minutes"}
 
 
 def test_a_day_has_a_digest(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,12 @@ def test_the_judge_is_locked(repo: SubjectRepo) -> None:
         ("held_out.jsonl", "tasks.jsonl", r"held_out = .*: tasks is in the same file"),
         ("judge.py:score", "judge.py:grade", r"there is no function 'grade'"),
         ("optimizer.lr = 0.01", "optimizer.lr = [1]", r"settings\.job\.optimizer\.lr.*it must be text, a number"),
+        (
+            "optimizer.lr",
+            "max_token = 5\noptimizer.lr",
+            r"\[settings\]: job\.max_token = 5: .*did you mean job\.max_tokens",
+        ),
+        ("optimizer.lr", 'max_tokens = "ten"\noptimizer.lr', r"\[settings\]: job\.max_tokens = 'ten'"),
         ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
     ],
 )
@@ -175,6 +182,33 @@ def test_a_wrong_subject_file(tmp_path: Path, before: str, after: str, message: 
     assert not (tmp_path / "c" / "source.json").exists(), "the next start begins anew"
 
 
+def test_a_text_file_is_utf_8(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "u")
+    (tmp_path / "u" / "photo.bin").write_bytes(b"\xe9")
+    (tmp_path / "u" / "agent.py").write_bytes(b"# \xe9t\xe9\n" + AGENT.encode())
+    with pytest.raises(ConfigError, match=r"u/agent\.py: invalid UTF-8 at byte 2: save the file as UTF-8"):
+        SubjectRepo.create(tmp_path / "c", subject, loads)
+    (tmp_path / "u" / "agent.py").write_text(AGENT)
+    SubjectRepo.create(tmp_path / "c", subject, loads)
+
+
+def test_campaigns_inside_the_folder_are_not_copied(tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "u")
+    first = SubjectRepo.create(tmp_path / "u" / "c", subject, loads)
+    (tmp_path / "u" / "c" / "notebook.sqlite").touch()
+    assert SubjectRepo.create(tmp_path / "u" / "d", subject, loads).first == first.first
+
+
+def test_the_judge_is_loaded_in_its_own_process(tmp_path: Path) -> None:
+    for text, message in (("import os\nos._exit(3)", "loading them ended the process"), ("1 / 0", "ZeroDivisionError")):
+        subject = write_subject(tmp_path / "u", judge=f"{JUDGE}\n{text}\n")
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/u/judge\.py.*{message}"):
+            SubjectRepo.create(tmp_path / "c", subject, loads)
+    first = os.getpid()
+    judge = f"import os\nassert os.getpid() != {first}\n{JUDGE}"
+    SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", judge=judge), loads)
+
+
 def test_a_missing_subject_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--subject .*: No such file or directory: give a subject\.toml"):
         read_subject(tmp_path / "subject.toml")
@@ -182,7 +216,7 @@ def test_a_missing_subject_file(tmp_path: Path) -> None:
 
 def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
     broken = AGENT.replace("\n\ndef ask", "\n\nLIMIT = 1 / 0\n\n\ndef ask")
-    with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*agent\.py:8 in <module>"):
+    with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*/u/agent\.py:8 in <module>"):
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
 
 

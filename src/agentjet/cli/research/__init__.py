@@ -13,6 +13,7 @@ import typer
 from agentjet.cli import Json
 from agentjet.cli.research import campaign, study
 from agentjet.cli.research.study import Local, new
+from agentjet.errors import ConfigError
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
 NOTEBOOK = "notebook.sqlite"
@@ -55,6 +56,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
     if (folder / NOTEBOOK).exists():
         campaign.status(folder, as_json)
     else:
+        check_folder(folder)
         study.status(folder, as_json)
 
 
@@ -66,10 +68,21 @@ def report(
 ) -> None:
     """Write the report of a study or of a campaign, finished or not."""
     if (folder / NOTEBOOK).exists():
+        if check is not None:
+            raise ConfigError(
+                f"--check {check}: {folder} is a campaign, and only reports of studies are checked: omit it"
+            )
         for written in campaign.report_of(folder):
             typer.echo(written)
     else:
+        check_folder(folder)
         study.report(folder, check)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `ConfigError` if the folder has neither a campaign nor a study."""
+    if not (folder / "study.json").exists():
+        raise ConfigError(f"{folder}: there is neither a campaign ({NOTEBOOK}) nor a study (study.json) in this folder")
 
 
 app = typer.Typer(

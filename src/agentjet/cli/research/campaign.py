@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentjet.cli import example, load_example
-from agentjet.cli.research.study import Local
+from agentjet.cli.research.study import Local, check_model
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from agentjet.research.servers import ServerSlot
 
 UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
+EDITED = "files changed"
+"""Name of the entry about an edited file of the subject, which is not a result."""
 Folder = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
 Servers = Annotated[
     list[str] | None,
@@ -59,7 +61,7 @@ AgentEnv = Annotated[
 def start(
     topic: Annotated[str, typer.Option(help='The question, such as "why does it not learn?".')],
     subject: Annotated[Path, typer.Option(help="The subject.toml beside the agent's files.")],
-    budget: Annotated[str, typer.Option(help="Full runs (500runs) or hours (48h).")],
+    budget: Annotated[str, typer.Option(help="Full runs (500runs; at least 10) or hours (48h).")],
     out: Annotated[Path, typer.Option(help="Folder of the campaign, which must be new.")] = Path("campaign"),
     seed: Annotated[int, typer.Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
     local: Local = 2,
@@ -81,16 +83,25 @@ def start(
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.checks import check_title
     from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.subject_file import read_subject, resolved
     from agentjet.research.campaign.subject_repo import SubjectRepo
 
+    if not topic.strip():
+        raise ConfigError("--topic is empty: give the question, such as 'why does it not learn?'")
     question = Question(topic, Budget.parse(budget), seed)
     if llm is None and agent_cli is None:
         check_title(topic)
     if (out / "notebook.sqlite").exists():
-        raise ConfigError(f"--out {out}: a campaign is there: continue it with agentjet research resume {out}")
+        raise ConfigError(
+            f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
+            "or cannot go on, start with another --out"
+        )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server or [], admin_token_file or [], local)
+    check_model(resolved(read_subject(subject), subject.parent.absolute()).model, f"{subject}: model =")
     make_folder(out)
+    if any(out.iterdir()) and not (out / "source.json").exists():
+        raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     repo = SubjectRepo.create(out, subject)
     conduct(out, slots, proposers, replace(question, evaluator=repo.judge_hash))
 
@@ -111,6 +122,8 @@ def resume(
     """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
     if not (folder / "notebook.sqlite").exists():
         raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
+    if not (folder / "source.json").exists():
+        raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
     proposers = proposers_of(folder, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     conduct(folder, slots_of(server or [], admin_token_file or [], local), proposers)
 
@@ -129,6 +142,11 @@ def conduct(
 
     again = f"agentjet research resume {shlex.quote(str(folder))}"
     repo = SubjectRepo(folder)
+
+    def tell(entry: Entry) -> None:
+        if line := line_of(entry):
+            typer.echo(repo.as_given(line))
+
     try:
         with (
             raise_on_signals(),
@@ -140,21 +158,22 @@ def conduct(
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
             proposers = [*proposers, Strategist()]
+            if ended := notebook.known("ended"):
+                tell(ended)
             ending = Campaign(asked, notebook, repo, runner, proposers, limits=limits).run()
-    except KeyboardInterrupt:
+    except ConfigError as error:
+        raise ConfigError(repo.as_given(str(error))) from None
+    except (KeyboardInterrupt, SystemExit) as ended:
         typer.echo(f"interrupted; continue with: {again}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(130 if isinstance(ended, KeyboardInterrupt) else 143) from None
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror}; then continue with: {again}") from error
-    typer.echo(f"ended: {ending['reason']}")
+    if ending["score"] is None:
+        raise ConfigError(
+            f"{folder}: no run of the subject has a score: mend the subject, and start with another --out"
+        )
     for written in report_of(folder):
         typer.echo(f"The report is {written}.")
-
-
-def tell(entry: Entry) -> None:
-    """Prints a new entry of the notebook, if it is of interest to people."""
-    if line := line_of(entry):
-        typer.echo(line)
 
 
 def line_of(entry: Entry) -> str:
@@ -165,9 +184,13 @@ def line_of(entry: Entry) -> str:
     match entry.kind:
         case "started":
             return f"{number} asks: {content['asks']}"
+        case "intent" if content.get("away"):
+            who = entry.key.rpartition(" ")[2]
+            return f"{number} {who} did not answer: {in_a_line(content['away'])}; the next proposer goes on"
         case "observed":
-            run = content["outcome"]
-            score = f"score {run['score']:.3g}" if run["score"] is not None else in_a_line(run["note"])
+            run, is_first = content["outcome"], content["why"] == "the subject"  # its error is why the campaign ends
+            lost = "no score" if is_first else in_a_line(run["note"])
+            score = lost if run["score"] is None else f"score {run['score']:.3g}"
             seen = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"])
             return f"{number} observed {content['why']}: {score}{f'; seen: {seen}' if seen else ''}"
         case "hypothesis":
@@ -180,7 +203,7 @@ def line_of(entry: Entry) -> str:
         case "study":
             return f"{number} confirms in a study: {content['name']}"
         case "learned":
-            return f"{number} learned: {content['meaning']}"
+            return f"{number} {'note' if content['name'] == EDITED else 'learned'}: {content['meaning']}"
         case "followed":
             return f"{number} {content['reason']}"
         case "ended":
@@ -196,7 +219,7 @@ def standing(notebook: Notebook) -> dict[str, Any]:
     if not started:
         return {"stage": "begun"}
     question = Question.from_json(started["question"])
-    learned = [entry.content for entry in notebook.of("learned")]
+    learned = [entry.content for entry in notebook.of("learned") if entry.content["name"] != EDITED]
     spent = [entry.content for entry in notebook.of("spent")]
     done = {"runs": sum(one["runs"] for one in spent), "hours": sum(one["hours"] for one in spent)}
     unit, most = (
@@ -204,6 +227,7 @@ def standing(notebook: Notebook) -> dict[str, Any]:
     )
     ended = notebook.known("ended")
     decisions = [line for entry in notebook.entries if (line := line_of(entry))]
+    away = [line_of(entry).split(None, 1)[1] for entry in notebook.of("intent") if entry.content.get("away")]
     return {
         "topic": question.topic,
         "stage": f"ended: {ended.content['reason']}" if ended else "working, or interrupted",
@@ -211,6 +235,7 @@ def standing(notebook: Notebook) -> dict[str, Any]:
         "found": [one["meaning"] for one in learned if one["accepted"]],
         "ruled out": [one["meaning"] for one in learned if not one["accepted"]],
         "refused": len(notebook.of("refused")),
+        **({"away": list(dict.fromkeys(away))} if away else {}),
         "newest": decisions[-1].strip() if decisions else "",
         "spent": f"{done['runs']:.1f} full runs, {done['hours']:.1f} h",
         "left": f"{max(0.0, (most or 0.0) - done[unit]):.1f} {unit}",
@@ -236,6 +261,8 @@ def digest(
     """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
     from agentjet.research.campaign.notebook import Notebook
 
+    if (folder / "study.json").exists():
+        raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
     with Notebook(folder, writer=False) as notebook:
         found = standing(notebook)
         if day:
@@ -292,6 +319,8 @@ def proposers_of(
     if llm is not None and llm.endswith(".jsonl"):
         if llm_model or llm_key_file is not None:
             raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model and --llm-key-file")
+        if not replies_in(Path(llm)):
+            raise ConfigError(f"--llm {llm}: the record has no answers")
         played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
         found.append(LanguageModel(Recorded(record, played), papers))
     elif llm is not None:
@@ -301,6 +330,8 @@ def proposers_of(
             raise ConfigError(f"--llm {llm}: also give the model's name (--llm-model)")
         endpoint = Endpoint(llm, llm_model, key_of(llm_key_file) if llm_key_file else "", llm_api)
         found.append(LanguageModel(Recorded(record, endpoint), papers))
+    if agent_env and agent_cli is None:
+        raise ConfigError("--agent-env needs --agent-cli")
     if agent_cli is not None:
         missing = [name for name in agent_env if name not in os.environ]
         if missing:
@@ -311,6 +342,10 @@ def proposers_of(
             raise ConfigError(f"--agent-cli {agent_cli!r}: {error}; quote it as a shell would") from None
         if not command:
             raise ConfigError("--agent-cli '' is not a command: give one, or omit the option")
+        if shutil.which(command[0]) is None:
+            raise ConfigError(
+                f"--agent-cli {agent_cli!r}: there is no program {command[0]!r}: install it, or correct it"
+            )
         found.append(CodingAgent(command, environment={name: os.environ[name] for name in agent_env}))
     return found
 

@@ -97,15 +97,15 @@ def fixed(subject: Subject) -> Subject:
     return subject.with_hashes()
 
 
-def check_model(name: str) -> None:
+def check_model(name: str, option: str = "--model") -> None:
     """Raises `ConfigError` for a model that no server could load. Does not ask the hub."""
     from agentjet.config.schema import ModelConfig
 
     bundled = ModelConfig().name
-    if Path(name).is_dir() or name == bundled or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if Path(name).is_dir() or name == bundled or re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         return
     raise ConfigError(
-        f"--model {name!r} is neither a folder here, nor a Hugging Face id (owner/name), nor the bundled {bundled!r}"
+        f"{option} {name!r} is neither a folder here, nor a Hugging Face id (owner/name), nor the bundled {bundled!r}"
     )
 
 

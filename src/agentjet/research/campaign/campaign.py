@@ -122,7 +122,7 @@ class Campaign:
         """
         self.question, self.notebook, self.subjects = question, notebook, subjects
         self.runner, self.proposers, self.clock = runner, proposers, clock or SystemClock()
-        self.limits = limits
+        self.limits, self._tell = limits, tell
         self.runs = Runs(notebook, runner, question.budget, self.clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
@@ -161,8 +161,8 @@ class Campaign:
         if not candidates:
             if stand.tip != stand.base:
                 return replace(stand, tip=stand.base, depth=0)
-            leaks = [sign.seen for sign in signs(stand.base.run) if sign.cause == "leaking_judge"]
-            raise Ending(leaks[0] if leaks else "nothing is worth trying")
+            broken = [sign.seen for sign in signs(stand.base.run) if sign.cause in ("leaking_judge", "same_score")]
+            raise Ending(broken[0] if broken else "nothing is worth trying")
         screened = self._screen(number, stand, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
@@ -222,6 +222,8 @@ class Campaign:
         return found
 
     def _ask(self, proposer: Proposer, view: CampaignView, most: int) -> dict[str, Any]:
+        if proposer is not self.proposers[-1]:
+            self._tell(f"asking {proposer.name}, which may take minutes")
         try:
             answers = list(proposer.propose(view, most))
         except ProposerAway as away:

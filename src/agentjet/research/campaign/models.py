@@ -21,6 +21,8 @@ from agentjet.research.records import Record, Setting, refuse
 Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", "tasks"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LONGEST_NAME = 160
+MAX_BUDGET = 1_000_000
+"""Maximum full runs or hours."""
 LONGEST_REASON = 2_000
 LONGEST_PATCH = 200_000
 
@@ -89,9 +91,11 @@ class Budget(Record):
         for unit, name in (("runs", "runs"), ("h", "hours")):
             if text.endswith(unit):
                 try:
-                    return cls(**{name: float(text.removesuffix(unit))})
+                    amount = float(text.removesuffix(unit))
                 except ValueError:
                     break
+                refuse(not 0 < amount <= MAX_BUDGET, f"budget = {text!r}: give more than 0, at most {MAX_BUDGET:,}")
+                return cls(**{name: amount})
         refuse(True, f"budget = {text!r}: give hours or full runs, such as 48h or 500runs")
         raise AssertionError
 

@@ -133,9 +133,10 @@ class Runs:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             key = self._launch(trial, attempt, because)
 
-            def made(key: str = key, cost: float = self._cost(trial)) -> dict[str, Any]:
+            def made(key: str = key, whole: float = self._cost(trial)) -> dict[str, Any]:
                 begun = self.working_time()
                 run = self.patiently(lambda: self.runner.collect(key))
+                cost = whole if run.curve or run.score is not None else 0.0  # it never answered, so it trained nothing
                 hours = (self.working_time() - begun) / 3600
                 return {
                     "why": why,

@@ -115,6 +115,9 @@ def facts_of(run: Outcome) -> dict[str, float]:
         found["entropy_kept"] = last / first
     for name in ("temperature", "max_tokens"):
         found[f"overridden_{name}"] = overridden(run, name)
+    pays = {*run.curve} | {pay for least, most, _ in run.by_task.values() for pay in (least, most)}
+    if run.by_task:
+        found["spread"] = max(pays) - min(pays)
     known = [(least, most) for least, most, number in run.by_task.values() if number >= TRIED]
     if known:
         found["mixed"] = sum(most > least for least, most in known) / len(known)
@@ -175,6 +178,8 @@ class Strategist:
     def propose(self, view: View, most: int) -> Sequence[Proposal]:
         run = view.observation
         shown = {sign.cause for sign in signs(run)}
+        if "same_score" in shown:
+            return [Finish("every answer has the same score: no change can raise it")]
         if "leaking_judge" in shown:
             return [Finish("the judge pays answers that belong to other tasks: no result can be trusted")]
         left = facts_of(run).get("left", 1.0)

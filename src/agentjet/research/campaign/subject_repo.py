@@ -19,16 +19,19 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Container, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.util import find_spec
 from io import BytesIO
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentjet.client.agent_source import hash_of, one_line
 from agentjet.config import parse_config
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
@@ -53,6 +56,8 @@ MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
 MAX_FILE = 1 << 20
 """Maximum size of a file that an intervention changes."""
+TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
+"""Suffixes of files that proposers read and change."""
 WHO = {
     "GIT_AUTHOR_NAME": "agentjet",
     "GIT_AUTHOR_EMAIL": "agentjet@localhost",
@@ -94,10 +99,10 @@ class SubjectRepo:
         """
         if not (folder / "source.json").exists():
             given = resolved(read_subject(subject), subject.parent.absolute())
+            check_settings(given.settings, ConfigError)
             contents = read_folder(subject.parent.absolute(), Path(given.model))
             held_out = held_out_file(given)
-            for name in ("subject", "judge", "arms"):  # left by a start that was killed
-                shutil.rmtree(folder / name, ignore_errors=True)
+            remove_parts(folder)  # left by a start that was killed
             write_files(contents, folder / "judge")
             contents[SUBJECT] = flat_toml(given).encode()
             write_files({name: content for name, content in contents.items() if name != held_out}, folder / "subject")
@@ -115,7 +120,7 @@ class SubjectRepo:
             try:
                 cls(folder, load).check_runs()
             except ConfigError:
-                (folder / "source.json").unlink()
+                remove_parts(folder)
                 raise
         return cls(folder, load)
 
@@ -211,19 +216,25 @@ class SubjectRepo:
     def check_runs(self) -> None:
         """Loads the first commit's code and the judge's. Raises `ConfigError` with the first error and its line."""
         subject = self.subject(self.first)
-        held_out = subject.held_out_tasks()
-        subject.load_judge()
         try:
-            training = self._load(self._order(subject, "check"))
+            with ProcessPoolExecutor(1, get_context("fork")) as judge:
+                held_out = judge.submit(checked_judge, subject).result()
+            training = {(task.task_set, task.id) for task in self._load(self._order(subject, "check"))}
         except ArmFailed as error:
-            raise ConfigError(f"the subject cannot run: {error}") from None
-        try:
-            json.dumps([task.payload for task in held_out], allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
-        shared = {(task.task_set, task.id) for task in held_out} & {(task.task_set, task.id) for task in training}
-        if len(shared) == len(held_out):
-            raise ConfigError(f"held_out: all {len(shared)} held-out tasks are training tasks: hold out other tasks")
+            raise ConfigError(self.as_given(f"the subject cannot run: {error}")) from None
+        except BrokenProcessPool:
+            text = f"evaluator = {subject.evaluator!r}, held_out = {subject.held_out!r}: loading them ended the process"
+            raise ConfigError(self.as_given(text)) from None
+        except ConfigError as error:
+            raise ConfigError(self.as_given(str(error))) from None
+        if held_out <= training:
+            raise ConfigError(f"held_out: all {len(held_out)} held-out tasks are training tasks: hold out other tasks")
+
+    def as_given(self, text: str) -> str:
+        """The text with the user's names of the first commit's files and of the judge's."""
+        for copy in (self.folder / "arms" / self.first, self.folder / "judge"):
+            text = text.replace(f"{copy}{os.sep}", f"{self._user_folder}{os.sep}")
+        return text
 
     def _check_changes(self, base: str, tree: str) -> None:
         """Raises `Refused` for a forbidden change between a commit and a tree."""
@@ -335,7 +346,35 @@ def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
                 "so keep only its agent, tasks and evaluator there"
             )
         found[path.relative_to(folder).as_posix()] = path.read_bytes()
+        if path.suffix in TEXT:
+            check_text(path, found[path.relative_to(folder).as_posix()])
     return found
+
+
+def check_text(path: Path, content: bytes) -> None:
+    """Raises `ConfigError` for a text file that proposers could not read."""
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
+
+
+def checked_judge(subject: Subject) -> set[tuple[str, str]]:
+    """Loads the judge, in its own process. Returns names of the held-out tasks. Raises `ConfigError`."""
+    held_out = subject.held_out_tasks()
+    subject.load_judge()
+    try:
+        json.dumps([task.payload for task in held_out], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
+    return {(task.task_set, task.id) for task in held_out}
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes what a start made."""
+    (folder / "source.json").unlink(missing_ok=True)
+    for name in ("subject", "judge", "arms", "homes"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
@@ -380,13 +419,13 @@ def is_installed(name: str) -> bool:
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises `Refused` for settings that no server takes."""
+def check_settings(settings: Mapping[str, Any], wrong: type[AgentJetError] = Refused) -> None:
+    """Raises `wrong` for settings that no server takes."""
     try:
         check_changes({name: value for name, value in settings.items() if name.startswith("model.name")})
         parse_config(dict(settings))
     except ConfigError as error:
-        raise Refused(f"[settings]: {error}") from None
+        raise wrong(f"[settings]: {error}") from None
 
 
 def file_of(named: str) -> str:
