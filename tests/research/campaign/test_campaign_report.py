@@ -1,16 +1,18 @@
 """What is pinned: the report is built from the notebook alone, every claim has its entry, markup of others is inert;
-references lead to the table of steps; costs include those of studies; what a machine cannot guarantee is a limit.
+references lead to the table of steps; costs include those of studies; what a machine cannot guarantee is a limit. Only
+what ran was tried, and only who answered proposed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.models import Budget
+from agentjet.research.campaign.models import Budget, Intervention, Proposal, ProposerAway, View
 from agentjet.research.campaign.notebook import Entry, Notebook
 from agentjet.research.campaign.report import build, curves_of, gather
 from agentjet.research.campaign.strategist import Strategist
@@ -77,3 +79,46 @@ def test_a_report_without_observations_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="nothing was observed yet"):
         build(tmp_path)
+
+
+class Silent:
+    """A proposer that never answers."""
+
+    name = "llm"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        raise ProposerAway("http://127.0.0.1:1/v1: Connection refused")
+
+
+class Twice:
+    """A proposer of two changes that gain nothing."""
+
+    name = "twice"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        return [Intervention(f"rate {rate}", "settings", {"job.optimizer.lr": rate}) for rate in (0.002, 0.003)]
+
+
+def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) -> None:
+    """A budget that pays for one screen leaves proposals without a run."""
+    runner = FormulaRunner(Commits())
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        Campaign(
+            Question("why low?", Budget(runs=10.0)),
+            notebook,
+            runner.commits,
+            runner,
+            [Silent(), Twice(), Strategist()],
+            FakeClock(),
+        ).run()
+        ran = {entry.content["trial"]["arm"] for entry in notebook.of("observed")}
+        proposed = notebook.of("hypothesis")
+        untried = [entry.content["name"] for entry in proposed if entry.content["commit"] not in ran]
+        facts = gather(notebook)
+    assert 0 < len(untried) == facts["cost"]["untried"] < len(proposed)
+    steps = {step["what"] for step in facts["steps"]}
+    assert {f"proposed, not tried (the budget): {name}" for name in untried} <= steps
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert f"{len(untried)} of {len(proposed)} proposals were not tried." in markdown
+    assert "0 proposals ran for a third of a run, and 1 in full" in markdown
+    assert "A language model (llm) answered 0 of 2 requests; the first error was: http://127.0.0.1:1/v1" in markdown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from agentjet.research.campaign.runs import volume
 from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.figures import curves, effects
 
+KNOWN_AS = {"llm": "a language model (llm)", "strategist": "the strategist (rules, without a language model)"}
 FILE_LINES = 30
 """Lines of a patch that are shown of a file."""
 REFERENCE = re.compile(r"\((#\d+(?:, #\d+)*)\)")
@@ -77,7 +79,8 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "topic": question["topic"],
         "question": question,
         "asks": started.content["asks"],
-        "proposers": ", ".join(started.content["proposers"]),
+        "proposers": proposers(notebook),
+        "screens": screens(observed),
         "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
         "answer": answer(claims, first, ended, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
@@ -86,7 +89,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "base": base,
         "signs": last.content["signs"],
         "last": last.number,
-        "steps": [step for entry in notebook.entries if (step := row(entry)) is not None],
+        "steps": [step for entry in notebook.entries if (step := row(entry, notebook)) is not None],
         "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
@@ -148,7 +151,43 @@ def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | Non
     return found, f"Open: {' and '.join(undecided)}." if undecided else rest
 
 
-def row(entry: Entry) -> dict[str, Any] | None:
+def proposers(notebook: Notebook) -> list[str]:
+    """The proposers that were asked, and what became of it."""
+    asked: dict[str, list[str | None]] = {}
+    for entry in notebook.of("intent"):
+        if "proposals" in entry.content:
+            name = entry.key.partition(" asked ")[2]
+            asked.setdefault(KNOWN_AS.get(name, name), []).append(entry.content.get("away"))
+    found = []
+    for name, errors in asked.items():
+        away = [error for error in errors if error is not None]
+        answered = f"{name} answered {len(errors) - len(away)} of {len(errors)} requests"
+        found.append(sentence(f"{answered}; the first error was: {away[0]}" if away else answered) + ".")
+    return found
+
+
+def screens(observed: Sequence[Entry]) -> dict[str, int]:
+    """Runs of proposals that ended with a score: short ones, full ones, and full ones with a second seed."""
+    kinds = Counter(
+        "short" if entry.content["trial"]["fidelity"] < 1 else "again" if why.endswith(" again") else "full"
+        for entry in observed
+        if (why := entry.content["why"]).startswith("round ")
+    )
+    return {kind: kinds[kind] for kind in ("short", "full", "again")}
+
+
+def not_tried(hypothesis: Entry, notebook: Notebook) -> str:
+    """The reason if no run of a proposal ended, else ""."""
+    runs = [e.content for e in notebook.of("observed") if e.content["trial"]["arm"] == hypothesis.content["commit"]]
+    if any(run["outcome"]["end"] != "infra_failed" for run in runs):
+        return ""
+    if runs:
+        return "its runs were lost"
+    later = [entry.number for kind in ("screened", "ended") for entry in notebook.of(kind)]
+    return "the budget" if max(later, default=0) > hypothesis.number else "it waits for its run"
+
+
+def row(entry: Entry, notebook: Notebook) -> dict[str, Any] | None:
     """A line of the table of steps; None for entries that need none."""
     content = entry.content
     match entry.kind:
@@ -164,6 +203,8 @@ def row(entry: Entry) -> dict[str, Any] | None:
         case "hypothesis":
             what = f"proposed by {content['origin']}: {content['name']}"
             result = content["why"] or "no reason was given"
+            if reason := not_tried(entry, notebook):
+                what, result = f"proposed, not tried ({reason}): {content['name']}", f"{content['origin']}: {result}"
         case "refused":
             what, result = "refused a proposal", content["reason"]
         case "screened":
@@ -225,6 +266,7 @@ def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
         "runs": math.fsum(entry["runs"] for entry in spent),
         "hours": math.fsum(entry["hours"] for entry in spent),
         "observed": len(observed),
+        "untried": sum(bool(not_tried(entry, notebook)) for entry in notebook.of("hypothesis")),
         "hypotheses": len(notebook.of("hypothesis")),
         "refused": len(notebook.of("refused")),
         **{
