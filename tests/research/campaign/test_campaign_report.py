@@ -1,12 +1,14 @@
 """What is pinned: the report is built from the notebook alone, every claim has its entry, markup of others is inert;
 references lead to the table of steps; costs include those of studies; what a machine cannot guarantee is a limit. Only
-what ran was tried, and only who answered proposed.
+what ran was tried, and only who answered proposed. A verdict comes with its doubts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,8 @@ from agentjet.research.campaign.models import Budget, Intervention, Proposal, Pr
 from agentjet.research.campaign.notebook import Entry, Notebook
 from agentjet.research.campaign.report import build, curves_of, gather
 from agentjet.research.campaign.strategist import Strategist
-from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner
+from agentjet.research.models import Outcome
+from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
 
 
 def conducted(folder: Path, topic: str = "why <b>low</b>?") -> None:
@@ -122,3 +125,53 @@ def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) 
     assert f"{len(untried)} of {len(proposed)} proposals were not tried." in markdown
     assert "0 proposals ran for a third of a run, and 1 in full" in markdown
     assert "A language model (llm) answered 0 of 2 requests; the first error was: http://127.0.0.1:1/v1" in markdown
+
+
+def test_a_verdict_comes_with_its_doubts(tmp_path: Path) -> None:
+    """Two changes together, of which one was also run alone; a base without spread, and scores near both ends."""
+    low, high = {"score": 0.0}, {"score": 0.95}
+
+    def formula(settings: Mapping[str, Any]) -> Mapping[str, float]:
+        return {**truncating(settings), **(high if settings["job.max_tokens"] > 10 else low)}
+
+    runner = Bounded(Commits(), formula, noise=0.05)
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        Campaign(
+            Question("why low?", Budget(runs=40.0)),
+            notebook,
+            runner.commits,
+            runner,
+            [Pair(), Strategist()],
+            FakeClock(),
+        ).run()
+        facts = gather(notebook)
+    claim = facts["claims"][0]
+    assert claim["name"] == "longer answers + rate" and claim["verdict"] == "supported" and claim["high"] > 1
+    assert "“longer answers” +" in claim["parts"] and "“rate” was not run in full" in claim["parts"]
+    early, bounds, flat = claim["caveats"]
+    assert (
+        "look 1 of 3" in early
+        and "a base of 0 leaves room for a difference of +0 to +1" in bounds
+        and "seeds of base" in flat
+    )
+    assert any("does not separate its parts" in limit for limit in facts["limits"])
+    assert facts["following"][0].startswith("What does each part of “longer answers + rate” give?")
+
+
+class Pair:
+    """A proposer of two changes as one."""
+
+    name = "pair"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        changes = {"job.max_tokens": 40, "job.optimizer.lr": 0.002}
+        return [Intervention("longer answers + rate", "settings", changes)]
+
+
+class Bounded(FormulaRunner):
+    """Scores are from 0 to 1."""
+
+    def collect(self, key: str) -> Outcome:
+        run = super().collect(key)
+        score = 0.0 if run.score is None or run.score < 0.5 else min(1.0, run.score)
+        return replace(run, score=score, curve=(0.0, score))

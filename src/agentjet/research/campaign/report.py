@@ -13,6 +13,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.notebook import NAME, Entry, Notebook
 from agentjet.research.campaign.runs import volume
+from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.figures import curves, effects
 
@@ -25,8 +26,7 @@ ROW = re.compile(r"<tr>\n<td>(\d+)</td>")
 LIMITS = (
     "The result is about this model, these tasks and this evaluator. Another subject may answer otherwise.",
     "Screens use one seed, so a change that gains little can be missed. Only studies rule a change out.",
-    "What was studied had been chosen for its gain. A study uses other seeds, so its estimate does not have that bias. "
-    "A study that stops at an early look overstates a difference on average.",
+    "What was studied had been chosen for its gain. A study uses other seeds, so its estimate does not have that bias.",
     "Remedies are tried in the order of their expected value; others than those of the notebook were not tried.",
     "Transcripts are of training tasks. Held-out tasks were read by the judge only.",
 )
@@ -69,6 +69,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     question = started.content["question"]
     claims = [claim(entry, notebook) for entry in notebook.of("study")]
     accepted = [each for each in claims if each["accepted"]]
+    together = [each for each in claims if each["parts"]]
     base = accepted[-1]["commit"] if accepted else started.content["first"]
     whole = [entry for entry in observed if entry.content["trial"]["fidelity"] == 1.0]
     first = whole[0] if whole else observed[0]
@@ -94,7 +95,14 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
         "cost": costs(notebook, observed),
-        "limits": [*LIMITS, *notes(notebook)],
+        "limits": [
+            *(
+                f"{quoted(each['name'])} was studied as one change, which does not separate its parts."
+                for each in together
+            ),
+            *LIMITS,
+            *notes(notebook),
+        ],
         "following": following(claims, last, notebook),
         "notebook": NAME,
         "folder": notebook.path.name,
@@ -111,6 +119,8 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
     finding = learned.content["finding"] if learned else {}
     return {
+        "parts": parts(asked["name"], entry, notebook),
+        "caveats": caveats(finding, entry, learned, notebook) if learned else [],
         "name": asked["name"],
         "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
         "predicts": asked["predicts"],
@@ -127,6 +137,41 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
         "spent": learned.content["spent"] if learned else 0.0,
         **{name: finding.get(name) for name in ("estimate", "low", "high", "confidence", "p_value", "reason")},
     }
+
+
+def parts(name: str, study: Entry, notebook: Notebook) -> str:
+    """What the parts of a combined change gained alone, from the base of the study; empty for a single change."""
+    base = study.content["study"]["arms"][0]["code"]
+    screened = [entry for entry in notebook.of("screened") if entry.content["base"]["commit"] == base]
+    alone: dict[str, list[str]] = {part: [] for part in name.split(" + ")}
+    for entry in screened:
+        for each in entry.content["full"]:
+            alone.get(each["name"], []).append(f"{each['gain']:+.3g} in a full run (#{entry.number})")
+    if len(alone) == 1:
+        return ""
+    return "; ".join(f"{quoted(part)} {', '.join(gains) or 'was not run in full'}" for part, gains in alone.items())
+
+
+def caveats(finding: Mapping[str, Any], study: Entry, learned: Entry, notebook: Notebook) -> list[str]:
+    """Sentences beside a verdict: it came early, its interval leaves the range of the scores, an arm has no spread."""
+    found, looks, outcomes = [], study.content["study"]["looks"], learned.content["outcomes"]
+    if finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]:
+        look = f"look {looks.index(finding['seeds']) + 1} of {len(looks)}"
+        found.append(f"The verdict came at {look}. A study that stops early overstates a difference on average.")
+    scores = [entry.content["outcome"]["score"] for entry in notebook.of("observed")]
+    scores = [score for score in [*scores, *outcomes["base"], *outcomes["changed"]] if score is not None]
+    if finding["estimate"] is not None and 0 <= min(scores) <= max(scores) <= 1:
+        before = math.fsum(outcomes["base"]) / len(outcomes["base"])
+        if not -before <= finding["low"] <= finding["high"] <= 1 - before:
+            found.append(
+                f"All scores of the campaign are from 0 to 1. If the judge pays nothing beyond, a base of "
+                f"{number(before)} leaves room for a difference of {number(0 - before, '+.3g')} to {number(1 - before, '+.3g')}. The "
+                "interval reaches beyond, because Welch's t does not know limits of scores."
+            )
+    flat = " and ".join(arm for arm, values in outcomes.items() if values and min(values) == max(values))
+    if flat:
+        found.append(f"All seeds of {flat} scored the same. Welch's t assumes about normal scores.")
+    return found
 
 
 def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | None, sesoi: float) -> tuple[str, str]:
@@ -283,6 +328,11 @@ def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebo
         for each in claims
         if each["verdict"] == "inconclusive"
     ]
+    combined = [
+        f"What does each part of {quoted(each['name'])} give? Alone, with one seed: {each['parts']}."
+        for each in claims
+        if each["accepted"] and each["parts"]
+    ]
     left = [f"What mends this: {sign['seen']} (#{last.number})?" for sign in last.content["signs"]]
     gains: dict[str, list[float]] = {}
     entries: dict[str, int] = {}
@@ -296,7 +346,7 @@ def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebo
         for name, gain in gains.items()
         if math.fsum(gain) > 0 and name not in studied
     ]
-    return [*open_claims, *left, *promising]
+    return [*open_claims, *combined, *left, *promising]
 
 
 def notes(notebook: Notebook) -> list[str]:
