@@ -16,7 +16,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget, Intervention, Proposal, ProposerAway, View
 from agentjet.research.campaign.notebook import Entry, Notebook
-from agentjet.research.campaign.report import build, curves_of, gather
+from agentjet.research.campaign.report import build, curves_of, gather, subject
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.models import Outcome
 from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
@@ -175,3 +175,15 @@ class Bounded(FormulaRunner):
         run = super().collect(key)
         score = 0.0 if run.score is None or run.score < 0.5 else min(1.0, run.score)
         return replace(run, score=score, curve=(0.0, score))
+
+
+def test_the_subject_is_described_as_far_as_the_first_run_shows_it() -> None:
+    bare = {"signals": {}, "settings": {}, "by_task": {}, "facts": {}, "curve": [0.1]}
+    assert not any(value for name, value in subject(bare).items() if name != "evaluations")
+    known = subject(
+        bare
+        | {"signals": {"batch/episodes": [16.0, 16.0], "held_out/plays": [None, 32.0]}, "by_task": {"a": (0, 1, 8)}}
+        | {"settings": {"model.name": "m"}, "facts": {"tasks_held_out": 4.0}}
+    )
+    assert (known["model"], known["trained_tasks"], known["held_out_tasks"]) == ("m", 1, 4.0)
+    assert (known["batches"], known["episodes"], known["plays"]) == (2, 32.0, 32.0)

@@ -18,6 +18,7 @@ from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.figures import curves, effects
 
 KNOWN_AS = {"llm": "a language model (llm)", "strategist": "the strategist (rules, without a language model)"}
+LENGTHS = ("batch/episodes", "held_out/plays")
 FILE_LINES = 30
 """Lines of a patch that are shown of a file."""
 REFERENCE = re.compile(r"\((#\d+(?:, #\d+)*)\)")
@@ -80,6 +81,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "topic": question["topic"],
         "question": question,
         "asks": started.content["asks"],
+        "subject": subject(first.content["outcome"]),
         "proposers": proposers(notebook),
         "screens": screens(observed),
         "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
@@ -89,6 +91,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "accepted": [each["name"] for each in accepted],
         "base": base,
         "signs": last.content["signs"],
+        "first": first.number,
         "last": last.number,
         "steps": [step for entry in notebook.entries if (step := row(entry, notebook)) is not None],
         "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
@@ -106,6 +109,20 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "following": following(claims, last, notebook),
         "notebook": NAME,
         "folder": notebook.path.name,
+    }
+
+
+def subject(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first run shows of the subject and of a run's length; None or 0 for a fact that it lacks."""
+    batches, plays = ([each for each in run["signals"].get(name, ()) if each] for name in LENGTHS)
+    return {
+        "model": run["settings"].get("model.name"),
+        "trained_tasks": len(run["by_task"]),
+        "held_out_tasks": run["facts"].get("tasks_held_out"),
+        "batches": len(batches),
+        "episodes": sum(batches),
+        "evaluations": len(run["curve"]),
+        "plays": plays[-1] if plays else None,
     }
 
 
@@ -164,8 +181,8 @@ def caveats(finding: Mapping[str, Any], study: Entry, learned: Entry, notebook: 
         before = math.fsum(outcomes["base"]) / len(outcomes["base"])
         if not -before <= finding["low"] <= finding["high"] <= 1 - before:
             found.append(
-                f"All scores of the campaign are from 0 to 1. If the judge pays nothing beyond, a base of "
-                f"{number(before)} leaves room for a difference of {number(0 - before, '+.3g')} to {number(1 - before, '+.3g')}. The "
+                f"All scores are from 0 to 1. If the judge pays nothing beyond, a base of {number(before)} "
+                f"leaves room for a difference of {number(0 - before, '+.3g')} to {number(1 - before, '+.3g')}. The "
                 "interval reaches beyond, because Welch's t does not know limits of scores."
             )
     flat = " and ".join(arm for arm, values in outcomes.items() if values and min(values) == max(values))
