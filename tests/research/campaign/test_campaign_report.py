@@ -16,7 +16,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget, Intervention, Proposal, ProposerAway, View
 from agentjet.research.campaign.notebook import Entry, Notebook
-from agentjet.research.campaign.report import build, curves_of, gather, subject
+from agentjet.research.campaign.report import build, curves_of, gather, subject, why_left
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.models import Outcome
 from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
@@ -124,7 +124,10 @@ def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) 
     markdown = build(tmp_path)[0].read_text(encoding="utf-8")
     assert f"{len(untried)} of {len(proposed)} proposals were not tried." in markdown
     assert "0 proposals ran for a third of a run, and 1 in full" in markdown
-    assert "A language model (llm) answered 0 of 2 requests; the first error was: http://127.0.0.1:1/v1" in markdown
+    assert (
+        "A language model or the record of one (llm) answered 0 of 2 requests; the first error was: http://127.0.0.1:1/v1"
+        in markdown
+    )
 
 
 def test_a_verdict_comes_with_its_doubts(tmp_path: Path) -> None:
@@ -187,3 +190,19 @@ def test_the_subject_is_described_as_far_as_the_first_run_shows_it() -> None:
     )
     assert (known["model"], known["trained_tasks"], known["held_out_tasks"]) == ("m", 1, 4.0)
     assert (known["batches"], known["episodes"], known["plays"]) == (2, 32.0, 32.0)
+
+
+def test_the_end_leaves_no_contradiction(tmp_path: Path) -> None:
+    """A sign at a score near the top is left with a reason, and a note of people stands at the top."""
+    conducted(tmp_path)
+    (tmp_path / "note.txt").write_text("the answers\nare *played*\n", encoding="utf-8")
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "campaign:* are \\*played\\*" in markdown and "The commits are not kept" in markdown
+    assert "at a level of 95.4 %" in markdown and "in simulations" in markdown.lower()
+    assert "--budget 60runs --seed 0 --out NEW" in markdown
+    with Notebook(tmp_path, writer=False) as notebook:
+        ended, last = notebook.known("ended"), notebook.of("observed")[-1]
+        for score, reason in ((0.99, "at a score of 0.99, no remedy"), (0.2, "its remedies were tried")):
+            at = replace(last, content={"facts": {"score": score, "left": 1 - score}})
+            assert why_left({"cause": "truncated"}, at, ended).startswith(reason)
+            assert why_left({"cause": "truncated"}, at, None) == ""

@@ -1,4 +1,6 @@
-"""The report of a campaign as a short paper, from the notebook alone: its facts. `research.report` prints them."""
+"""The report of a campaign as a short paper: its facts, from the notebook and a note of people. `research.report`
+prints them.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.notebook import NAME, Entry, Notebook
 from agentjet.research.campaign.runs import volume
+from agentjet.research.campaign.strategist import WORTH, table
 from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.figures import curves, effects
+from agentjet.research.report.limits import SIMULATED
 
-KNOWN_AS = {"llm": "a language model (llm)", "strategist": "the strategist (rules, without a language model)"}
+KNOWN_AS = {
+    "llm": "a language model or the record of one (llm)",
+    "strategist": "the strategist (rules, without a language model)",
+}
+NOTE = "note.txt"
+"""A file of the campaign's folder with remarks of people, a line each. The report begins with them."""
 LENGTHS = ("batch/episodes", "held_out/plays")
 FILE_LINES = 30
 """Lines of a patch that are shown of a file."""
@@ -90,7 +99,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "claims": claims,
         "accepted": [each["name"] for each in accepted],
         "base": base,
-        "signs": last.content["signs"],
+        "signs": [{**sign, "left": why_left(sign, last, ended)} for sign in last.content["signs"]],
         "first": first.number,
         "last": last.number,
         "steps": [step for entry in notebook.entries if (step := row(entry, notebook)) is not None],
@@ -106,14 +115,19 @@ def gather(notebook: Notebook) -> dict[str, Any]:
             *LIMITS,
             *notes(notebook),
         ],
-        "following": following(claims, last, notebook),
+        "following": following(claims, last, ended, notebook),
+        "level": next((each["confidence"] for each in claims if each["confidence"]), None),
+        "simulated": SIMULATED,
+        "remarks": [line for line in read(notebook.path / NOTE).splitlines() if line.strip()],
+        "record_kept": (notebook.path / "llm.jsonl").is_file(),
+        "commits_kept": (notebook.path / "subject").is_dir(),
         "notebook": NAME,
         "folder": notebook.path.name,
     }
 
 
 def subject(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first run shows of the subject and of a run's length; None or 0 for a fact that it lacks."""
+    """The facts of the first run about the subject and of a run's length; None or 0 if it lacks one."""
     batches, plays = ([each for each in run["signals"].get(name, ()) if each] for name in LENGTHS)
     return {
         "model": run["settings"].get("model.name"),
@@ -157,7 +171,7 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
 
 
 def parts(name: str, study: Entry, notebook: Notebook) -> str:
-    """What the parts of a combined change gained alone, from the base of the study; empty for a single change."""
+    """The gains of the parts of a combined change alone, from the base of the study; empty for a single change."""
     base = study.content["study"]["arms"][0]["code"]
     screened = [entry for entry in notebook.of("screened") if entry.content["base"]["commit"] == base]
     alone: dict[str, list[str]] = {part: [] for part in name.split(" + ")}
@@ -328,6 +342,7 @@ def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
         "runs": math.fsum(entry["runs"] for entry in spent),
         "hours": math.fsum(entry["hours"] for entry in spent),
         "observed": len(observed),
+        "with_studies": all("episodes" in entry.content for entry in learned),
         "untried": sum(bool(not_tried(entry, notebook)) for entry in notebook.of("hypothesis")),
         "hypotheses": len(notebook.of("hypothesis")),
         "refused": len(notebook.of("refused")),
@@ -338,7 +353,21 @@ def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebook) -> list[str]:
+def why_left(sign: Mapping[str, Any], last: Entry, ended: Entry | None) -> str:
+    """The reason for which the strategist proposes nothing more for a sign; empty if the campaign ended otherwise."""
+    if end_of(ended) != "nothing is worth trying":
+        return ""
+    facts = last.content["facts"]
+    if all(row.prior * facts.get("left", 1.0) < WORTH for row in table()[1] if row.cause == sign["cause"]):
+        return f"at a score of {number(facts['score'])}, no remedy for it is expected to gain {WORTH:g} or more"
+    return "its remedies were tried, or do not apply"
+
+
+def read(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def following(claims: Sequence[Mapping[str, Any]], last: Entry, ended: Entry | None, notebook: Notebook) -> list[str]:
     """Questions for a next campaign."""
     open_claims = [
         f"Does {each['name']} raise the score? {sentence(each['reason'])} (#{each['entry']})."
@@ -350,7 +379,11 @@ def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebo
         for each in claims
         if each["accepted"] and each["parts"]
     ]
-    left = [f"What mends this: {sign['seen']} (#{last.number})?" for sign in last.content["signs"]]
+    left = [
+        f"What mends this: {sign['seen']} (#{last.number})?"
+        for sign in last.content["signs"]
+        if not why_left(sign, last, ended).startswith("at a score")
+    ]
     gains: dict[str, list[float]] = {}
     entries: dict[str, int] = {}
     for entry in notebook.of("screened"):
@@ -358,8 +391,10 @@ def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebo
             gains.setdefault(each["name"], []).append(each["gain"])
             entries[each["name"]] = entry.number
     studied = " + ".join(str(each["name"]) for each in claims)  # a part of what was studied is not open
+    least = PROMISING * notebook.entries[0].content["question"]["sesoi"]
     promising = [
-        f"{name} gained {mean(gain)} in screens and was not studied (#{entries[name]})."
+        f"{sentence(name)} gained {mean(gain)} in screens (#{entries[name]}), and was not studied"
+        + (f": a study begins at {least:g}." if math.fsum(gain) / len(gain) < least else ".")
         for name, gain in gains.items()
         if math.fsum(gain) > 0 and name not in studied
     ]
