@@ -135,7 +135,10 @@ def conduct(
             Notebook(folder, notify=tell) as notebook,
             SwarmRunner(lambda trial: repo.subject(trial.arm), folder, slots, typer.echo) as runner,
         ):
-            limits = () if fence.version() else (UNFENCED,)
+            limits = [
+                *(() if fence.version() else (UNFENCED,)),
+                *filter(None, (getattr(p, "limit", "") for p in proposers)),
+            ]
             for limit in limits:
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
@@ -293,7 +296,8 @@ def proposers_of(
         if llm_model or llm_key_file is not None:
             raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model and --llm-key-file")
         played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
-        found.append(LanguageModel(Recorded(record, played), papers))
+        limit = f"the answers of the language model were played from a record, {Path(llm).name}; no model was asked"
+        found.append(LanguageModel(Recorded(record, played), papers, limit=limit))
     elif llm is not None:
         if not llm.startswith(("http://", "https://")):
             raise ConfigError(f"--llm {llm!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
