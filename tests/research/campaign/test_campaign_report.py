@@ -151,12 +151,10 @@ def test_a_verdict_comes_with_its_doubts(tmp_path: Path) -> None:
     claim = facts["claims"][0]
     assert claim["name"] == "longer answers + rate" and claim["verdict"] == "supported" and claim["high"] > 1
     assert "“longer answers” +" in claim["parts"] and "“rate” was not run in full" in claim["parts"]
-    early, bounds, flat = claim["caveats"]
-    assert (
-        "look 1 of 3" in early
-        and "a base of 0 leaves room for a difference of +0 to +1" in bounds
-        and "seeds of base" in flat
-    )
+    assert claim["doubts"] == {"look": "1 of 3", "room": [0.0, 0.0, 1.0], "flat": ["base"]}
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "> The verdict came at look 1 of 3." in markdown and "> All seeds of base scored the same." in markdown
+    assert "a base of 0 leaves room for a difference of +0 to +1. The interval reaches beyond" in markdown
     assert any("does not separate its parts" in limit for limit in facts["limits"])
     assert facts["following"][0].startswith("What does each part of “longer answers + rate” give?")
 

@@ -76,7 +76,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     started, ended = notebook.known("started"), notebook.known("ended")
     if started is None or not observed:
         raise ConfigError(f"{notebook.path}: nothing was observed yet: {end_of(ended)}")
-    question = started.content["question"]
+    question, note = started.content["question"], notebook.path / NOTE
     claims = [claim(entry, notebook) for entry in notebook.of("study")]
     accepted = [each for each in claims if each["accepted"]]
     together = [each for each in claims if each["parts"]]
@@ -118,7 +118,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "following": following(claims, last, ended, notebook),
         "level": next((each["confidence"] for each in claims if each["confidence"]), None),
         "simulated": SIMULATED,
-        "remarks": [line for line in read(notebook.path / NOTE).splitlines() if line.strip()],
+        "remarks": note.read_text(encoding="utf-8").splitlines() if note.is_file() else [],
         "record_kept": (notebook.path / "llm.jsonl").is_file(),
         "commits_kept": (notebook.path / "subject").is_dir(),
         "notebook": NAME,
@@ -151,7 +151,7 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
     finding = learned.content["finding"] if learned else {}
     return {
         "parts": parts(asked["name"], entry, notebook),
-        "caveats": caveats(finding, entry, learned, notebook) if learned else [],
+        "doubts": doubts(finding, entry, learned.content["outcomes"], notebook) if learned else {},
         "name": asked["name"],
         "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
         "predicts": asked["predicts"],
@@ -183,26 +183,18 @@ def parts(name: str, study: Entry, notebook: Notebook) -> str:
     return "; ".join(f"{quoted(part)} {', '.join(gains) or 'was not run in full'}" for part, gains in alone.items())
 
 
-def caveats(finding: Mapping[str, Any], study: Entry, learned: Entry, notebook: Notebook) -> list[str]:
-    """Sentences beside a verdict: it came early, its interval leaves the range of the scores, an arm has no spread."""
-    found, looks, outcomes = [], study.content["study"]["looks"], learned.content["outcomes"]
-    if finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]:
-        look = f"look {looks.index(finding['seeds']) + 1} of {len(looks)}"
-        found.append(f"The verdict came at {look}. A study that stops early overstates a difference on average.")
-    scores = [entry.content["outcome"]["score"] for entry in notebook.of("observed")]
-    scores = [score for score in [*scores, *outcomes["base"], *outcomes["changed"]] if score is not None]
-    if finding["estimate"] is not None and 0 <= min(scores) <= max(scores) <= 1:
-        before = math.fsum(outcomes["base"]) / len(outcomes["base"])
-        if not -before <= finding["low"] <= finding["high"] <= 1 - before:
-            found.append(
-                f"All scores are from 0 to 1. If the judge pays nothing beyond, a base of {number(before)} "
-                f"leaves room for a difference of {number(0 - before, '+.3g')} to {number(1 - before, '+.3g')}. The "
-                "interval reaches beyond, because Welch's t does not know limits of scores."
-            )
-    flat = " and ".join(arm for arm, values in outcomes.items() if values and min(values) == max(values))
-    if flat:
-        found.append(f"All seeds of {flat} scored the same. Welch's t assumes about normal scores.")
-    return found
+def doubts(finding: Mapping[str, Any], study: Entry, outcomes: Mapping[str, Any], notebook: Notebook) -> dict[str, Any]:
+    """The look of an early verdict; the range of a difference if the interval leaves it; arms without spread."""
+    looks, before = study.content["study"]["looks"], math.fsum(outcomes["base"]) / max(1, len(outcomes["base"]))
+    seen = [entry.content["outcome"]["score"] for entry in notebook.of("observed")]
+    scores = [score for score in (*seen, *outcomes["base"], *outcomes["changed"]) if score is not None]
+    early = finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]
+    inside = finding["estimate"] is None or -before <= finding["low"] <= finding["high"] <= 1 - before
+    return {
+        "look": f"{looks.index(finding['seeds']) + 1} of {len(looks)}" if early else "",
+        "room": [before, 0 - before, 1 - before] if not inside and 0 <= min(scores) <= max(scores) <= 1 else [],
+        "flat": [arm for arm, values in outcomes.items() if values and min(values) == max(values)],
+    }
 
 
 def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | None, sesoi: float) -> tuple[str, str]:
@@ -227,19 +219,14 @@ def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | Non
     return found, f"Open: {' and '.join(undecided)}." if undecided else rest
 
 
-def proposers(notebook: Notebook) -> list[str]:
-    """The proposers that were asked, and what became of it."""
+def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
+    """By proposer, for each request the error if it did not answer, else None."""
     asked: dict[str, list[str | None]] = {}
     for entry in notebook.of("intent"):
         if "proposals" in entry.content:
             name = entry.key.partition(" asked ")[2]
-            asked.setdefault(KNOWN_AS.get(name, name), []).append(entry.content.get("away"))
-    found = []
-    for name, errors in asked.items():
-        away = [error for error in errors if error is not None]
-        answered = f"{name} answered {len(errors) - len(away)} of {len(errors)} requests"
-        found.append(sentence(f"{answered}; the first error was: {away[0]}" if away else answered) + ".")
-    return found
+            asked.setdefault(sentence(KNOWN_AS.get(name, name)), []).append(entry.content.get("away"))
+    return asked
 
 
 def screens(observed: Sequence[Entry]) -> dict[str, int]:
@@ -361,10 +348,6 @@ def why_left(sign: Mapping[str, Any], last: Entry, ended: Entry | None) -> str:
     if all(row.prior * facts.get("left", 1.0) < WORTH for row in table()[1] if row.cause == sign["cause"]):
         return f"at a score of {number(facts['score'])}, no remedy for it is expected to gain {WORTH:g} or more"
     return "its remedies were tried, or do not apply"
-
-
-def read(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def following(claims: Sequence[Mapping[str, Any]], last: Entry, ended: Entry | None, notebook: Notebook) -> list[str]:
