@@ -215,7 +215,7 @@ class Troubled:
         self.served.append(settings)
         for file in run.parent.parent.glob("launches/*/trial.json"):
             trial = Trial.from_json(json.loads(file.read_text()))
-            ended = Outcome(trial.id, "completed", float(str(settings["job.optimizer.lr"])))
+            ended = Outcome(trial.id, "completed", float(str(settings["job.optimizer.lr"])), settings={"job.x": 1})
             file.with_name("draft.json").write_text(canonical(ended.to_json()))
         raise AgentJetError("over")
         yield
@@ -236,7 +236,8 @@ def test_a_later_call_begins_again_after_a_trouble_of_the_machine(trouble: Excep
     slot = Troubled(trouble)
 
     def of(trial: Trial) -> Subject:
-        return replace(SUBJECT, settings={"job.optimizer.lr": float(len(trial.arm))}, judged=True)
+        settings = {"job.optimizer.lr": float(len(trial.arm))}
+        return replace(SUBJECT, model="/home/models/tiny", settings=settings, judged=True)
 
     with SwarmRunner(of, tmp_path, [slot], notify=lambda line: None) as runner:
         runner.launch("k 1", replace(TRIAL, arm="c0", setting={}))
@@ -244,7 +245,9 @@ def test_a_later_call_begins_again_after_a_trouble_of_the_machine(trouble: Excep
             with pytest.raises((ServerUnavailable, OSError), match=r"no answer$|No space left"):
                 runner.collect("k 1")
         slot.trouble = None
-        assert runner.has("k 1") and runner.collect("k 1").score == 2.0
+        ended = runner.collect("k 1")
+        assert runner.has("k 1") and ended.score == 2.0
+        assert ended.settings["model.name"] == "tiny" and ended.settings["job.x"] == 1  # no path of this machine
     assert len(slot.served) == 1 and slot.served[0]["job.seed"] == TRIAL.seed
 
 

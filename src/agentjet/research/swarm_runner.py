@@ -173,8 +173,10 @@ class SwarmRunner:
         if draft.exists():
             outcome = with_dead_environment(Outcome.from_json(read_json(draft)))
             if outcome.settings:  # those outside the job are the ones that the server was started with
-                known = {name: value for name, value in self._setting(trial).items() if name != "model.name"}  # a path
-                outcome = replace(outcome, settings={**known, **outcome.settings})
+                known = self._setting(trial)
+                model = Path(str(known["model.name"]))
+                name = model.name if model.is_absolute() else str(model)
+                outcome = replace(outcome, settings={**known, "model.name": name, **outcome.settings})
         else:
             curve = RunRecord.open(run / "record.json").curve(subject.steps_at(trial.fidelity))
             outcome = Outcome(trial.id, "infra_failed", curve=curve, note=shortened(f"{slot.name}: {note}"))

@@ -1,20 +1,25 @@
 """What is pinned: the report is built from the notebook alone, every claim has its entry, markup of others is inert;
-references lead to the table of steps; costs include those of studies; what a machine cannot guarantee is a limit.
+references lead to the table of steps; costs include those of studies; what a machine cannot guarantee is a limit. Only
+what ran was tried, and only who answered proposed. A verdict comes with its doubts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.models import Budget
+from agentjet.research.campaign.models import Budget, Intervention, Proposal, ProposerAway, View
 from agentjet.research.campaign.notebook import Entry, Notebook
-from agentjet.research.campaign.report import build, curves_of, gather
+from agentjet.research.campaign.report import build, curves_of, gather, subject, why_left
 from agentjet.research.campaign.strategist import Strategist
-from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner
+from agentjet.research.models import Outcome
+from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
 
 
 def conducted(folder: Path, topic: str = "why <b>low</b>?") -> None:
@@ -77,3 +82,125 @@ def test_a_report_without_observations_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="nothing was observed yet"):
         build(tmp_path)
+
+
+class Silent:
+    """A proposer that never answers."""
+
+    name = "llm"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        raise ProposerAway("http://127.0.0.1:1/v1: Connection refused")
+
+
+class Twice:
+    """A proposer of two changes that gain nothing."""
+
+    name = "twice"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        return [Intervention(f"rate {rate}", "settings", {"job.optimizer.lr": rate}) for rate in (0.002, 0.003)]
+
+
+def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) -> None:
+    """A budget that pays for one screen leaves proposals without a run."""
+    runner = FormulaRunner(Commits())
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        Campaign(
+            Question("why low?", Budget(runs=10.0)),
+            notebook,
+            runner.commits,
+            runner,
+            [Silent(), Twice(), Strategist()],
+            FakeClock(),
+        ).run()
+        ran = {entry.content["trial"]["arm"] for entry in notebook.of("observed")}
+        proposed = notebook.of("hypothesis")
+        untried = [entry.content["name"] for entry in proposed if entry.content["commit"] not in ran]
+        facts = gather(notebook)
+    assert 0 < len(untried) == facts["cost"]["untried"] < len(proposed)
+    steps = {step["what"] for step in facts["steps"]}
+    assert {f"proposed, not tried (the budget): {name}" for name in untried} <= steps
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert f"{len(untried)} of {len(proposed)} proposals were not tried." in markdown
+    assert "0 proposals ran for a third of a run, and 1 in full" in markdown
+    assert (
+        "A language model or the record of one (llm) answered 0 of 2 requests; the first error was: http://127.0.0.1:1/v1"
+        in markdown
+    )
+
+
+def test_a_verdict_comes_with_its_doubts(tmp_path: Path) -> None:
+    """Two changes together, of which one was also run alone; a base without spread, and scores near both ends."""
+    low, high = {"score": 0.0}, {"score": 0.95}
+
+    def formula(settings: Mapping[str, Any]) -> Mapping[str, float]:
+        return {**truncating(settings), **(high if settings["job.max_tokens"] > 10 else low)}
+
+    runner = Bounded(Commits(), formula, noise=0.05)
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        Campaign(
+            Question("why low?", Budget(runs=40.0)),
+            notebook,
+            runner.commits,
+            runner,
+            [Pair(), Strategist()],
+            FakeClock(),
+        ).run()
+        facts = gather(notebook)
+    claim = facts["claims"][0]
+    assert claim["name"] == "longer answers + rate" and claim["verdict"] == "supported" and claim["high"] > 1
+    assert "“longer answers” +" in claim["parts"] and "“rate” was not run in full" in claim["parts"]
+    assert claim["doubts"] == {"look": "1 of 3", "room": [0.0, 0.0, 1.0], "flat": ["base"]}
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "> The verdict came at look 1 of 3." in markdown and "> All seeds of base scored the same." in markdown
+    assert "a base of 0 leaves room for a difference of +0 to +1. The interval reaches beyond" in markdown
+    assert any("does not separate its parts" in limit for limit in facts["limits"])
+    assert facts["following"][0].startswith("What does each part of “longer answers + rate” give?")
+
+
+class Pair:
+    """A proposer of two changes as one."""
+
+    name = "pair"
+
+    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+        changes = {"job.max_tokens": 40, "job.optimizer.lr": 0.002}
+        return [Intervention("longer answers + rate", "settings", changes)]
+
+
+class Bounded(FormulaRunner):
+    """Scores are from 0 to 1."""
+
+    def collect(self, key: str) -> Outcome:
+        run = super().collect(key)
+        score = 0.0 if run.score is None or run.score < 0.5 else min(1.0, run.score)
+        return replace(run, score=score, curve=(0.0, score))
+
+
+def test_the_subject_is_described_as_far_as_the_first_run_shows_it() -> None:
+    bare = {"signals": {}, "settings": {}, "by_task": {}, "facts": {}, "curve": [0.1]}
+    assert not any(value for name, value in subject(bare).items() if name != "evaluations")
+    known = subject(
+        bare
+        | {"signals": {"batch/episodes": [16.0, 16.0], "held_out/plays": [None, 32.0]}, "by_task": {"a": (0, 1, 8)}}
+        | {"settings": {"model.name": "m"}, "facts": {"tasks_held_out": 4.0}}
+    )
+    assert (known["model"], known["trained_tasks"], known["held_out_tasks"]) == ("m", 1, 4.0)
+    assert (known["batches"], known["episodes"], known["plays"]) == (2, 32.0, 32.0)
+
+
+def test_the_end_leaves_no_contradiction(tmp_path: Path) -> None:
+    """A sign at a score near the top is left with a reason, and a note of people stands at the top."""
+    conducted(tmp_path)
+    (tmp_path / "note.txt").write_text("the answers\nare *played*\n", encoding="utf-8")
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "campaign:* are \\*played\\*" in markdown and "The commits are not kept" in markdown
+    assert "at a level of 95.4 %" in markdown and "in simulations" in markdown.lower()
+    assert "--budget 60runs --seed 0 --out NEW" in markdown
+    with Notebook(tmp_path, writer=False) as notebook:
+        ended, last = notebook.known("ended"), notebook.of("observed")[-1]
+        for score, reason in ((0.99, "at a score of 0.99, no remedy"), (0.2, "its remedies were tried")):
+            at = replace(last, content={"facts": {"score": score, "left": 1 - score}})
+            assert why_left({"cause": "truncated"}, at, ended).startswith(reason)
+            assert why_left({"cause": "truncated"}, at, None) == ""

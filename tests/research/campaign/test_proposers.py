@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentjet.cli.research.campaign import proposers_of
 from agentjet.errors import ConfigError
 from agentjet.research import fence
 from agentjet.research.campaign.coding_agent import CodingAgent
@@ -304,3 +305,15 @@ def test_a_command_that_fails_is_away(code: str, seconds: float, message: str, t
 def test_a_command_that_is_missing() -> None:
     with pytest.raises(ProposerAway, match="command 'no-such-agent' was not found"):
         CodingAgent(("no-such-agent",)).propose(Page(), 3)
+
+
+def test_a_played_record_is_a_limit_of_the_campaign(tmp_path: Path) -> None:
+    """The report names it, because no model was asked."""
+    record = tmp_path / "llm.jsonl"
+    record.write_text(json.dumps({"reply": Reply("x").to_json()}) + "\n", encoding="utf-8")
+    played, asked = (
+        proposers_of(tmp_path / "new", name, model, "openai", None, None, None, [])[0]
+        for name, model in ((str(record), ""), ("http://127.0.0.1:1/v1", "m"))
+    )
+    assert isinstance(played, LanguageModel) and "played from a record, llm.jsonl" in played.limit
+    assert isinstance(asked, LanguageModel) and not asked.limit

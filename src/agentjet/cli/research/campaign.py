@@ -153,7 +153,10 @@ def conduct(
             Notebook(folder, notify=tell) as notebook,
             SwarmRunner(lambda trial: repo.subject(trial.arm), folder, slots, typer.echo) as runner,
         ):
-            limits = () if fence.version() else (UNFENCED,)
+            limits = [
+                *(() if fence.version() else (UNFENCED,)),
+                *filter(None, (getattr(p, "limit", "") for p in proposers)),
+            ]
             for limit in limits:
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
@@ -322,7 +325,8 @@ def proposers_of(
         if not replies_in(Path(llm)):
             raise ConfigError(f"--llm {llm}: the record has no answers")
         played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
-        found.append(LanguageModel(Recorded(record, played), papers))
+        limit = f"the answers of the language model were played from a record, {Path(llm).name}; no model was asked"
+        found.append(LanguageModel(Recorded(record, played), papers, limit=limit))
     elif llm is not None:
         if not llm.startswith(("http://", "https://")):
             raise ConfigError(f"--llm {llm!r} is not a URL: give one such as http://127.0.0.1:8000/v1")

@@ -35,6 +35,8 @@ class LanguageModel:
     seconds: float = 900.0
     """Time limit for one request for proposals."""
     name: str = "llm"
+    limit: str = ""
+    """A sentence for the report about the origin of its answers."""
 
     def propose(self, view: View, most: int) -> Sequence[Proposal | str]:
         """Raises `ProposerAway` if the model does not answer."""

@@ -1,9 +1,12 @@
-"""The report of a campaign as a short paper, from the notebook alone: its facts. `research.report` prints them."""
+"""The report of a campaign as a short paper: its facts, from the notebook and a note of people. `research.report`
+prints them.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,19 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.notebook import NAME, Entry, Notebook
 from agentjet.research.campaign.runs import volume
+from agentjet.research.campaign.strategist import WORTH, table
+from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.figures import curves, effects
+from agentjet.research.report.limits import SIMULATED
 
+KNOWN_AS = {
+    "llm": "a language model or the record of one (llm)",
+    "strategist": "the strategist (rules, without a language model)",
+}
+NOTE = "note.txt"
+"""A file of the campaign's folder with remarks of people, a line each. The report begins with them."""
+LENGTHS = ("batch/episodes", "held_out/plays")
 FILE_LINES = 30
 """Lines of a patch that are shown of a file."""
 REFERENCE = re.compile(r"\((#\d+(?:, #\d+)*)\)")
@@ -23,8 +36,7 @@ ROW = re.compile(r"<tr>\n<td>(\d+)</td>")
 LIMITS = (
     "The result is about this model, these tasks and this evaluator. Another subject may answer otherwise.",
     "Screens use one seed, so a change that gains little can be missed. Only studies rule a change out.",
-    "What was studied had been chosen for its gain. A study uses other seeds, so its estimate does not have that bias. "
-    "A study that stops at an early look overstates a difference on average.",
+    "What was studied had been chosen for its gain. A study uses other seeds, so its estimate does not have that bias.",
     "Remedies are tried in the order of their expected value; others than those of the notebook were not tried.",
     "Transcripts are of training tasks. Held-out tasks were read by the judge only.",
 )
@@ -64,9 +76,10 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     started, ended = notebook.known("started"), notebook.known("ended")
     if started is None or not observed:
         raise ConfigError(f"{notebook.path}: nothing was observed yet: {end_of(ended)}")
-    question = started.content["question"]
+    question, note = started.content["question"], notebook.path / NOTE
     claims = [claim(entry, notebook) for entry in notebook.of("study")]
     accepted = [each for each in claims if each["accepted"]]
+    together = [each for each in claims if each["parts"]]
     base = accepted[-1]["commit"] if accepted else started.content["first"]
     whole = [entry for entry in observed if entry.content["trial"]["fidelity"] == 1.0]
     first = whole[0] if whole else observed[0]
@@ -77,24 +90,53 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "topic": question["topic"],
         "question": question,
         "asks": started.content["asks"],
-        "proposers": ", ".join(started.content["proposers"]),
+        "subject": subject(first.content["outcome"]),
+        "proposers": proposers(notebook),
+        "screens": screens(observed),
         "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
         "answer": answer(claims, first, ended, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
         "claims": claims,
         "accepted": [each["name"] for each in accepted],
         "base": base,
-        "signs": last.content["signs"],
+        "signs": [{**sign, "left": why_left(sign, last, ended)} for sign in last.content["signs"]],
+        "first": first.number,
         "last": last.number,
-        "steps": [step for entry in notebook.entries if (step := row(entry)) is not None],
+        "steps": [step for entry in notebook.entries if (step := row(entry, notebook)) is not None],
         "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
         "cost": costs(notebook, observed),
-        "limits": [*LIMITS, *notes(notebook)],
-        "following": following(claims, last, notebook),
+        "limits": [
+            *(
+                f"{quoted(each['name'])} was studied as one change, which does not separate its parts."
+                for each in together
+            ),
+            *LIMITS,
+            *notes(notebook),
+        ],
+        "following": following(claims, last, ended, notebook),
+        "level": next((each["confidence"] for each in claims if each["confidence"]), None),
+        "simulated": SIMULATED,
+        "remarks": note.read_text(encoding="utf-8").splitlines() if note.is_file() else [],
+        "record_kept": (notebook.path / "llm.jsonl").is_file(),
+        "commits_kept": (notebook.path / "subject").is_dir(),
         "notebook": NAME,
         "folder": notebook.path.name,
+    }
+
+
+def subject(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of the first run about the subject and of a run's length; None or 0 if it lacks one."""
+    batches, plays = ([each for each in run["signals"].get(name, ()) if each] for name in LENGTHS)
+    return {
+        "model": run["settings"].get("model.name"),
+        "trained_tasks": len(run["by_task"]),
+        "held_out_tasks": run["facts"].get("tasks_held_out"),
+        "batches": len(batches),
+        "episodes": sum(batches),
+        "evaluations": len(run["curve"]),
+        "plays": plays[-1] if plays else None,
     }
 
 
@@ -108,6 +150,8 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
     finding = learned.content["finding"] if learned else {}
     return {
+        "parts": parts(asked["name"], entry, notebook),
+        "doubts": doubts(finding, entry, learned.content["outcomes"], notebook) if learned else {},
         "name": asked["name"],
         "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
         "predicts": asked["predicts"],
@@ -123,6 +167,33 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
         "outcomes": learned.content["outcomes"] if learned else {},
         "spent": learned.content["spent"] if learned else 0.0,
         **{name: finding.get(name) for name in ("estimate", "low", "high", "confidence", "p_value", "reason")},
+    }
+
+
+def parts(name: str, study: Entry, notebook: Notebook) -> str:
+    """The gains of the parts of a combined change alone, from the base of the study; empty for a single change."""
+    base = study.content["study"]["arms"][0]["code"]
+    screened = [entry for entry in notebook.of("screened") if entry.content["base"]["commit"] == base]
+    alone: dict[str, list[str]] = {part: [] for part in name.split(" + ")}
+    for entry in screened:
+        for each in entry.content["full"]:
+            alone.get(each["name"], []).append(f"{each['gain']:+.3g} in a full run (#{entry.number})")
+    if len(alone) == 1:
+        return ""
+    return "; ".join(f"{quoted(part)} {', '.join(gains) or 'was not run in full'}" for part, gains in alone.items())
+
+
+def doubts(finding: Mapping[str, Any], study: Entry, outcomes: Mapping[str, Any], notebook: Notebook) -> dict[str, Any]:
+    """The look of an early verdict; the range of a difference if the interval leaves it; arms without spread."""
+    looks, before = study.content["study"]["looks"], math.fsum(outcomes["base"]) / max(1, len(outcomes["base"]))
+    seen = [entry.content["outcome"]["score"] for entry in notebook.of("observed")]
+    scores = [score for score in (*seen, *outcomes["base"], *outcomes["changed"]) if score is not None]
+    early = finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]
+    inside = finding["estimate"] is None or -before <= finding["low"] <= finding["high"] <= 1 - before
+    return {
+        "look": f"{looks.index(finding['seeds']) + 1} of {len(looks)}" if early else "",
+        "room": [before, 0 - before, 1 - before] if not inside and 0 <= min(scores) <= max(scores) <= 1 else [],
+        "flat": [arm for arm, values in outcomes.items() if values and min(values) == max(values)],
     }
 
 
@@ -148,7 +219,38 @@ def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | Non
     return found, f"Open: {' and '.join(undecided)}." if undecided else rest
 
 
-def row(entry: Entry) -> dict[str, Any] | None:
+def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
+    """By proposer, for each request the error if it did not answer, else None."""
+    asked: dict[str, list[str | None]] = {}
+    for entry in notebook.of("intent"):
+        if "proposals" in entry.content:
+            name = entry.key.partition(" asked ")[2]
+            asked.setdefault(sentence(KNOWN_AS.get(name, name)), []).append(entry.content.get("away"))
+    return asked
+
+
+def screens(observed: Sequence[Entry]) -> dict[str, int]:
+    """Runs of proposals that ended with a score: short ones, full ones, and full ones with a second seed."""
+    kinds = Counter(
+        "short" if entry.content["trial"]["fidelity"] < 1 else "again" if why.endswith(" again") else "full"
+        for entry in observed
+        if (why := entry.content["why"]).startswith("round ")
+    )
+    return {kind: kinds[kind] for kind in ("short", "full", "again")}
+
+
+def not_tried(hypothesis: Entry, notebook: Notebook) -> str:
+    """The reason if no run of a proposal ended, else ""."""
+    runs = [e.content for e in notebook.of("observed") if e.content["trial"]["arm"] == hypothesis.content["commit"]]
+    if any(run["outcome"]["end"] != "infra_failed" for run in runs):
+        return ""
+    if runs:
+        return "its runs were lost"
+    later = [entry.number for kind in ("screened", "ended") for entry in notebook.of(kind)]
+    return "the budget" if max(later, default=0) > hypothesis.number else "it waits for its run"
+
+
+def row(entry: Entry, notebook: Notebook) -> dict[str, Any] | None:
     """A line of the table of steps; None for entries that need none."""
     content = entry.content
     match entry.kind:
@@ -164,6 +266,8 @@ def row(entry: Entry) -> dict[str, Any] | None:
         case "hypothesis":
             what = f"proposed by {content['origin']}: {content['name']}"
             result = content["why"] or "no reason was given"
+            if reason := not_tried(entry, notebook):
+                what, result = f"proposed, not tried ({reason}): {content['name']}", f"{content['origin']}: {result}"
         case "refused":
             what, result = "refused a proposal", content["reason"]
         case "screened":
@@ -225,6 +329,8 @@ def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
         "runs": math.fsum(entry["runs"] for entry in spent),
         "hours": math.fsum(entry["hours"] for entry in spent),
         "observed": len(observed),
+        "with_studies": all("episodes" in entry.content for entry in learned),
+        "untried": sum(bool(not_tried(entry, notebook)) for entry in notebook.of("hypothesis")),
         "hypotheses": len(notebook.of("hypothesis")),
         "refused": len(notebook.of("refused")),
         **{
@@ -234,14 +340,33 @@ def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebook) -> list[str]:
+def why_left(sign: Mapping[str, Any], last: Entry, ended: Entry | None) -> str:
+    """The reason for which the strategist proposes nothing more for a sign; empty if the campaign ended otherwise."""
+    if end_of(ended) != "nothing is worth trying":
+        return ""
+    facts = last.content["facts"]
+    if all(row.prior * facts.get("left", 1.0) < WORTH for row in table()[1] if row.cause == sign["cause"]):
+        return f"at a score of {number(facts['score'])}, no remedy for it is expected to gain {WORTH:g} or more"
+    return "its remedies were tried, or do not apply"
+
+
+def following(claims: Sequence[Mapping[str, Any]], last: Entry, ended: Entry | None, notebook: Notebook) -> list[str]:
     """Questions for a next campaign."""
     open_claims = [
         f"Does {each['name']} raise the score? {sentence(each['reason'])} (#{each['entry']})."
         for each in claims
         if each["verdict"] == "inconclusive"
     ]
-    left = [f"What mends this: {sign['seen']} (#{last.number})?" for sign in last.content["signs"]]
+    combined = [
+        f"What does each part of {quoted(each['name'])} give? Alone, with one seed: {each['parts']}."
+        for each in claims
+        if each["accepted"] and each["parts"]
+    ]
+    left = [
+        f"What mends this: {sign['seen']} (#{last.number})?"
+        for sign in last.content["signs"]
+        if not why_left(sign, last, ended).startswith("at a score")
+    ]
     gains: dict[str, list[float]] = {}
     entries: dict[str, int] = {}
     for entry in notebook.of("screened"):
@@ -249,12 +374,14 @@ def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebo
             gains.setdefault(each["name"], []).append(each["gain"])
             entries[each["name"]] = entry.number
     studied = " + ".join(str(each["name"]) for each in claims)  # a part of what was studied is not open
+    least = PROMISING * notebook.entries[0].content["question"]["sesoi"]
     promising = [
-        f"{name} gained {mean(gain)} in screens and was not studied (#{entries[name]})."
+        f"{sentence(name)} gained {mean(gain)} in screens (#{entries[name]}), and was not studied"
+        + (f": a study begins at {least:g}." if math.fsum(gain) / len(gain) < least else ".")
         for name, gain in gains.items()
         if math.fsum(gain) > 0 and name not in studied
     ]
-    return [*open_claims, *left, *promising]
+    return [*open_claims, *combined, *left, *promising]
 
 
 def notes(notebook: Notebook) -> list[str]:
