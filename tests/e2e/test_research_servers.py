@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,14 @@ def runs_of(server: Server) -> dict[str, bool]:
 def test_a_run_of_a_study_beside_that_of_the_server(subject: Subject, tmp_path: Path) -> None:
     trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", fidelity) for seed, fidelity in LINES]
     with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
-        with SwarmRunner(subject, tmp_path, [slot_of(server)]) as runner:
+        with ThreadPoolExecutor() as pool, SwarmRunner(subject, tmp_path, [slot_of(server)]) as runner:
             runner.launch("0", trials[0])
+            first = pool.submit(runner.collect, "0")
             server.until(lambda: any(name.startswith(run_name(trials[0])) for name in runs_of(server)))
             server.batch()
             for number, trial in enumerate(trials[1:], 1):
                 runner.launch(str(number), trial)
-            outcomes = [runner.collect(str(number)) for number in range(len(trials))]
+            outcomes = [first.result(), *(runner.collect(str(number)) for number in range(1, len(trials)))]
         assert [(outcome.end, len(outcome.curve)) for outcome in outcomes] == [
             ("completed", 2),
             ("completed", STEPS + 1),
