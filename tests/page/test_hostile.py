@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
-from tests.page.checks import DEFINE_PWNED
-from tests.page.chromium import Site, Tab, opened_tab
+from tests.page.chromium import Site, Tab
 from tests.page.hostile import STRINGS, few, hostile_site
-from tests.page.test_every_view import UNFOLD, check_view, long_episode
+from tests.page.test_every_view import UNFOLD, check_view, long_episode, viewer  # noqa: F401  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +22,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A small run with some hostile names, and an episode with all strings."""
     with hostile_site(tmp_path_factory.mktemp("hostile") / "data", few()) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def viewer(browser: Browser, site: Site) -> Iterator[Tab]:
-    with opened_tab(browser, site) as tab:
-        tab.context.add_init_script(DEFINE_PWNED)
-        yield tab
 
 
 def test_the_overview(tab: Tab, site: Site) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,11 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.checks import OFFLINE
 from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
-from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
+from agentjet.research.campaign.notebook import Entry, Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.models import Outcome, Trial
+from bench.campaigning.storms import Doomed
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
 QUESTION = Question("why does it stay low?", Budget(runs=60.0))
@@ -242,18 +242,6 @@ def test_a_day_has_a_digest(tmp_path: Path) -> None:
     _, entries = campaign(tmp_path, runner, clock=clock)
     days = [entry.content["day"] for entry in entries if entry.kind == "digest"]
     assert days and days == sorted(days)
-
-
-class Doomed(Notebook):
-    """Kills its process as soon as an entry is on disk."""
-
-    number = 0
-
-    def entry(self, kind: EntryKind, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
-        made = super().entry(kind, content, because, key=key)
-        if made.number == self.number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 9, 14])
