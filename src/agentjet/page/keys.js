@@ -1,5 +1,5 @@
 // Keyboard shortcuts. `useKeys({ j: ["next row", fn], "g e": ["Episodes", fn] })` in a view; `?` lists them.
-import { signal, useEffect, useRef } from "./vendor/ui.js";
+import { signal, useLayoutEffect, useRef } from "./vendor/ui.js";
 
 const OFF = "agentjet.keys";
 const SEQUENCE_MS = 1000;
@@ -40,11 +40,12 @@ function onKey(event) {
 }
 addEventListener("keydown", onKey);
 
-// Adds shortcuts while the component is mounted. The newest come first, those of the whole page (`last`) at the end.
+// Adds shortcuts while the component is mounted. They act as soon as it is drawn: a key may come before an effect.
+// The newest come first, those of the whole page (`last`) at the end.
 export function useKeys(bindings, { last = false } = {}) {
   const layer = useRef({});
   layer.current = bindings;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (last) layers.unshift(layer);
     else layers.push(layer);
     return () => layers.splice(layers.indexOf(layer), 1);

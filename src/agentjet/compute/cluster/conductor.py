@@ -100,7 +100,12 @@ class Conductor:
         node = "" if launch.gpus else self._emptiest(await asyncio.to_thread(ray.nodes))
         strategy: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
         actor = remote.options(
-            num_cpus=0, num_gpus=launch.gpus, max_restarts=0, max_concurrency=4, scheduling_strategy=strategy
+            num_cpus=0,
+            num_gpus=launch.gpus,
+            memory=1,  # Bytes. Ray places an actor that asks for nothing at random, whatever its strategy.
+            max_restarts=0,
+            max_concurrency=4,
+            scheduling_strategy=strategy,
         ).remote(launch, self._guardian)
         placed = self._placed[launch.name] = Placed(launch, actor, node)
         try:
