@@ -70,7 +70,8 @@ def run(workload: Workload, dtype: str) -> dict[str, Any]:
                 sampled_tokens=sum(map(len, completions)),
             )
         )
-    return {**report(workload, steps, device=str(policy.device)), "forest_tokens": forest.num_nodes}
+    told = {"dtype": policy.info.dtype, "forest_tokens": forest.num_nodes}
+    return {**report(workload, steps, device=str(policy.device)), **told}
 
 
 def _tokens(renderer: Renderer, question: str) -> np.ndarray:
@@ -119,7 +120,7 @@ def _synchronise(policy: Policy) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", type=Workload.from_json, default=Workload())
-    parser.add_argument("--weights", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--weights", choices=["auto", "bfloat16", "float32"], default="auto")
     arguments = parser.parse_args()
     print(json.dumps(run(arguments.workload, arguments.weights)))
 

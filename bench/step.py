@@ -1,8 +1,8 @@
-"""One RL step, ours against TRL's `GRPOTrainer` in four modes: `python -m bench.step`.
+"""One RL step, ours against TRL's `GRPOTrainer` in six modes: `python -m bench.step`.
 
 Same model, prompts, number of sampled tokens, reward, machine and number of threads. Each contender is a separate
-process, one after the other. Ours runs in the environment of the served worker. Each mode of TRL runs in it, too, and
-in OpenMP's default one, and the faster run counts; the result names it.
+process, one after the other. Ours runs in the environment of the served worker, with weights of the type `auto`. Each
+mode of TRL runs in that environment, too, and in OpenMP's default one, and the faster run counts; the result names it.
 
 The last line is one JSON object. `speedup` is the step of TRL's fastest mode over ours, each the median of the counted
 steps. `speedup_shared` is the same beside a program that keeps one core busy, with the mode that was fastest without.
@@ -29,13 +29,15 @@ from rich.table import Table
 from bench.machine import SERVED, WAITS, busy_cores, environment, run_contender
 from bench.workload import Workload
 
-OURS = "agentjet, bf16 weights"
+OURS = "agentjet, as served"
+WEIGHTS = {"bf16 weights": "bfloat16", "autocast": "autocast", "float32": "float32"}
 CONTENDERS = {
-    OURS: ["bench.ours", "--weights", "bfloat16"],
-    "trl generate, bf16 weights": ["bench.trl_peer", "--generation", "plain", "--weights", "bfloat16"],
-    "trl generate, autocast": ["bench.trl_peer", "--generation", "plain", "--weights", "autocast"],
-    "trl continuous, bf16 weights": ["bench.trl_peer", "--generation", "continuous", "--weights", "bfloat16"],
-    "trl continuous, autocast": ["bench.trl_peer", "--generation", "continuous", "--weights", "autocast"],
+    OURS: ["bench.ours"],
+    **{
+        f"trl {generation}, {name}": ["bench.trl_peer", "--generation", generation, "--weights", weights]
+        for generation in ("generate", "continuous")
+        for name, weights in WEIGHTS.items()
+    },
 }
 PACKAGES = ("torch", "transformers", "trl")
 

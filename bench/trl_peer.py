@@ -67,7 +67,7 @@ class Stopwatch(TrainerCallback):
 
 
 def run(workload: Workload, generation: str, weights: str) -> dict[str, object]:
-    """Train for the workload's steps; `generation` is plain or continuous, `weights` bfloat16 or autocast."""
+    """Train for the workload's steps; arguments as on the command line."""
     torch.set_num_threads(workload.threads)
     folder = locate_model(workload.model)
     dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
@@ -140,8 +140,8 @@ def _synchronise() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", type=Workload.from_json, default=Workload())
-    parser.add_argument("--generation", choices=["plain", "continuous"], default="plain")
-    parser.add_argument("--weights", choices=["bfloat16", "autocast"], default="bfloat16")
+    parser.add_argument("--generation", choices=["generate", "continuous"], default="generate")
+    parser.add_argument("--weights", choices=["bfloat16", "autocast", "float32"], default="bfloat16")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     print(json.dumps(run(arguments.workload, arguments.generation, arguments.weights)))

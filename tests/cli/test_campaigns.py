@@ -149,7 +149,8 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
         assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
         found = json.loads(research("status", tmp_path, "--json"))
     assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"] and "away" not in found
-    assert found["ruled out"] == []
+    assert found["ruled out"] == [] and found["stage"] == "working"
+    assert json.loads(research("status", tmp_path, "--json"))["stage"].startswith("interrupted")
 
 
 def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:

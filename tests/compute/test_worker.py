@@ -4,8 +4,7 @@
 2. operations are idempotent: a gap, or another body under the same number, is refused;
 3. a killed worker is reported at once to every caller, and restarts from a checkpoint to the same weights, bit by
    bit; so does one that was stopped (SIGSTOP), after `server.worker_timeout`;
-4. a failed checkpoint keeps the last good one and removes its partial folder;
-5. `model.dtype = "auto"` is timed once: later workers get the result.
+4. a failed checkpoint keeps the last good one and removes its partial folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from agentjet.config import JobConfig, ServeConfig, load_config, parse_config, server_token, settings_table
+from agentjet.config import (
+    JobConfig,
+    ServeConfig,
+    bfloat16_is_faster,
+    load_config,
+    parse_config,
+    server_token,
+    settings_table,
+)
 from agentjet.config.loader import parse_value
 from agentjet.errors import ConfigError
 from tests.setting_names import setting_names
@@ -206,3 +214,18 @@ def test_every_setting_can_be_set_by_its_name_and_is_documented() -> None:
         meaning = row.split(" | ")[3].removesuffix(" |")
         assert meaning.endswith("."), f"{name} has no docstring"
     assert "| `lr` | number > 0 | `2e-05` | Peak learning rate. |" in table
+
+
+@pytest.mark.parametrize(
+    ("facts", "faster"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16 amx_tile", True),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", False),
+        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", True),
+        ("vendor_id : AuthenticAMD\nflags : avx2", False),
+    ],
+)
+def test_bfloat16_is_chosen_where_it_is_faster(tmp_path: Path, facts: str, faster: bool) -> None:
+    assert not bfloat16_is_faster(tmp_path / "absent")
+    (tmp_path / "cpuinfo").write_text(facts)
+    assert bfloat16_is_faster(tmp_path / "cpuinfo") is faster

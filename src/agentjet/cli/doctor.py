@@ -56,7 +56,7 @@ class Machine:
     """Type of the file system of the data dir."""
     is_ray_node: bool = False
     """True if a Ray node runs on this machine."""
-    multiplies_bfloat16: bool = False
+    bfloat16_is_faster: bool = False
     """True if the processor has instructions for it."""
 
 
@@ -217,7 +217,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     yield Finding("ok", f"{policy}: {model.name}, {size.num_parameters / 1e6:.0f}M parameters{exactly}")
     trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
     on_gpu = bool(machine.gpus) and model.device != "cpu"
-    narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.multiplies_bfloat16))
+    narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
     value_bytes = 2 if narrow else 4
     is_hot = bool(trained) and publishes_adapter(model.lora, config.get("architectures"))
     published = (trained if is_hot else size.num_parameters) * value_bytes
@@ -363,6 +363,7 @@ def this_machine(settings: ServeConfig) -> Machine:
 
     from agentjet.cli.sampler_venv import sampler_interpreter
     from agentjet.compute.cluster.launcher import visible_gpu_memory
+    from agentjet.config import bfloat16_is_faster
 
     folder = next(
         one
@@ -379,7 +380,7 @@ def this_machine(settings: ServeConfig) -> Machine:
         vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
         file_system=max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "",
         is_ray_node=any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])),
-        multiplies_bfloat16=_multiplies_bfloat16(),
+        bfloat16_is_faster=bfloat16_is_faster(),
     )
 
 
@@ -399,9 +400,3 @@ def _vllm_version(python: Path) -> str:
     return subprocess.run(
         [str(python), "-I", "-c", program], capture_output=True, text=True, check=False
     ).stdout.strip()
-
-
-def _multiplies_bfloat16() -> bool:
-    """True if `model.dtype = "auto"` is bfloat16 on this processor, as in `embedded.policy.resolve_dtype`."""
-    facts = Path("/proc/cpuinfo")
-    return facts.exists() and bool({"avx512_bf16", "amx_bf16"} & set(facts.read_text(encoding="utf-8").split()))

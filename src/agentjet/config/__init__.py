@@ -11,6 +11,7 @@ from agentjet.config.schema import (
     SamplerConfig,
     ServeConfig,
     ServerConfig,
+    bfloat16_is_faster,
 )
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ServeConfig",
     "ServerConfig",
     "SideCallRule",
+    "bfloat16_is_faster",
     "changed_settings",
     "parse_config",
     "first_mistake",

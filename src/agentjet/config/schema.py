@@ -41,6 +41,16 @@ def _from_as(values: object, key: str) -> object:
     return {**{name: value for name, value in values.items() if name != "from"}, key: values["from"]}
 
 
+def bfloat16_is_faster(facts: Path = Path("/proc/cpuinfo")) -> bool:
+    """True for a CPU whose bfloat16 matrix products are faster than those in float32.
+
+    A rule, not a measurement: a busy machine would choose another type. Intel's AVX512-BF16 takes twice as long as
+    float32 (`docs/log.md`).
+    """
+    words = set(facts.read_text(encoding="utf-8").split()) if facts.exists() else set()
+    return "amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words
+
+
 class ModelConfig(Section):
     """The base model and its device. `name` and `dtype` cannot change within a data dir."""
 
@@ -50,8 +60,8 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the weights. `auto`: CUDA if available, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the weights. `auto`: bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. The optimiser's
-    copy of the weights is always float32.
+    """Type of the weights. `auto`: the faster one, which is bfloat16 on CUDA, on CPUs with AMX and on AMD's with
+    AVX512-BF16, else float32. The optimiser's copy of the weights is always float32.
     """
     context_length: Int64 = Field(0, ge=0)
     """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""

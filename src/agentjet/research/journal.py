@@ -103,6 +103,16 @@ class Journal:
         database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + SCHEMA)
         return database
 
+    def has_writer(self) -> bool:
+        """True while a process writes the file."""
+        assert self.file is not None
+        with suppress(FileNotFoundError), self.file.with_name(f"{self.file.name}.lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
     def refresh(self) -> None:
         """Reads entries that another process wrote. A file whose writer has not made its tables yet has none."""
         if self._database is None or not self._database.execute("SELECT 1 FROM sqlite_master").fetchone():

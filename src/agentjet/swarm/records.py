@@ -6,9 +6,10 @@ the page is full.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 from agentjet.errors import InvalidRequest, NotFound
 from agentjet.protocol import EpisodeQuery
@@ -61,7 +62,7 @@ def steps(journal: Journal, after: int | None, limit: int, names: Collection[str
     ).fetchall()
     found = []
     for version, composed, metrics in sorted(rows):
-        values = json.loads(metrics)
+        values = from_json(metrics)
         found.append(Step(version, composed, {n: v for n, v in values.items() if n in names} if names else values))
     return found
 

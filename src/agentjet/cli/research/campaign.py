@@ -229,11 +229,12 @@ def standing(notebook: Notebook) -> dict[str, Any]:
         ("runs", question.budget.runs) if question.budget.runs is not None else ("hours", question.budget.hours)
     )
     ended = notebook.known("ended")
+    present = "working" if notebook.has_writer() else "interrupted; agentjet research resume continues it"
     decisions = [line for entry in notebook.entries if (line := line_of(entry))]
     away = [line_of(entry).split(None, 1)[1] for entry in notebook.of("intent") if entry.content.get("away")]
     return {
         "topic": question.topic,
-        "stage": f"ended: {ended.content['reason']}" if ended else "working, or interrupted",
+        "stage": f"ended: {ended.content['reason']}" if ended else present,
         "tried": [entry.content["name"] for entry in notebook.of("hypothesis")],
         "found": [one["meaning"] for one in learned if one["accepted"]],
         "ruled out": [one["meaning"] for one in learned if not one["accepted"]],

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.hub import cached_file
 
+from agentjet.config import bfloat16_is_faster
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError
 from agentjet.types import ModelInfo
@@ -45,12 +46,10 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def resolve_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and on processors that multiply it (AVX512-BF16, AMX), else float32."""
+    """`auto` is bfloat16 on CUDA and on processors that multiply it faster, else float32."""
     if wanted != "auto":
         return cast(torch.dtype, getattr(torch, wanted))
-    processor = torch.cpu.get_capabilities()
-    is_fast = device.type == "cuda" or any(processor.get(name) for name in ("avx512_bf16", "amx_bf16"))
-    return torch.bfloat16 if is_fast else torch.float32
+    return torch.bfloat16 if device.type == "cuda" or bfloat16_is_faster() else torch.float32
 
 
 def locate_model(name: str) -> str:
