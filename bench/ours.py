@@ -17,7 +17,7 @@ import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
-from agentjet.compute.embedded.policy_host import trim_malloc
+from agentjet.compute.embedded.policy_host import HEAP
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
@@ -60,7 +60,7 @@ def run(workload: Workload, dtype: str) -> dict[str, Any]:
         learner.learn(forest, job, step)
         learner.weights_changed()
         sampler.invalidate()
-        trim_malloc()
+        HEAP.settle()
         _synchronise(policy)
         steps.append(
             StepTime(

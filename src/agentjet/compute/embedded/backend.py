@@ -39,11 +39,16 @@ from agentjet.types import (
     TokenScore,
 )
 
-WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+WORKER_VARIABLES = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GLIBC_TUNABLES": f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 """Environment of a worker. The user's own variables take precedence.
 
 Threads sleep while they wait for each other. OpenMP's default spins for 7 ms, which makes everything several times
-slower if agents or a second worker need the cores. cuBLAS is deterministic only with a workspace of fixed size.
+slower if agents or a second worker need the cores. glibc keeps freed memory (`policy_host.Heap`): new pages for each
+batch cost a virtual machine up to a third of its step. cuBLAS is deterministic only with a workspace of fixed size.
 """
 
 RESUMING = ("publish", "load", "add", "remove")

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import psutil
+
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.operations import OperationLog
 from agentjet.compute.protocol import LossSpec, Outputs
@@ -15,6 +17,10 @@ from agentjet.errors import OperationConflict
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op
 
+GROWTH = 1.25
+"""Growth since the first batch from which freed memory is returned."""
+ROOM = 2.0
+"""Memory that must be available beside a process that keeps what it freed, in units of its own."""
 AnyLearner = TypeVar("AnyLearner", bound=PolicyLearner)
 
 
@@ -59,7 +65,7 @@ class PolicyHost(ABC, Generic[AnyLearner]):
         """Change the weights; returns metrics."""
         self._is_published = False
         metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
-        trim_malloc()
+        HEAP.settle()
         return metrics
 
     def _change_version(self, version: int) -> None:
@@ -78,12 +84,30 @@ class PolicyHost(ABC, Generic[AnyLearner]):
         return CheckpointStamp(self.version, digest, self._operations.next)
 
 
-def trim_malloc() -> None:
-    """Return freed memory to the system; does nothing if the C library is not glibc.
+class Heap:
+    """Freed memory that the C library keeps for the next batch, see `WORKER_VARIABLES`.
 
-    glibc keeps freed blocks of up to 32 MB in its heap. A learner's blocks have another size in every batch, so gaps
-    add up: 8 GB after twelve batches of long conversations.
+    A batch's blocks differ in size from those before, so gaps may add up: 8 GB after twelve batches of long
+    conversations without `trim`.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+
+    def __init__(self) -> None:
+        self._needed = 0
+
+    def settle(self) -> None:
+        """After a batch: keep freed memory for the next one, unless gaps add up or other programs may need it."""
+        resident = psutil.Process().memory_info().rss
+        self._needed = self._needed or resident
+        if resident > GROWTH * self._needed or psutil.virtual_memory().available < ROOM * resident:
+            self.trim()
+
+    def trim(self) -> None:
+        """Return freed memory to the system; does nothing if the C library is not glibc."""
+        self._needed = 0
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+HEAP = Heap()
+"""That of the process."""

@@ -30,7 +30,7 @@ from agentjet.compute.embedded import checkpoint, downloads
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.policy_host import PolicyHost, trim_malloc
+from agentjet.compute.embedded.policy_host import HEAP, PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
@@ -197,7 +197,7 @@ class Worker:
             hosted.sampler.invalidate(hosted.policy)
             del hosted
         gc.collect()
-        trim_malloc()
+        HEAP.trim()
 
     def _score(self, policy: PolicyId, tokens: np.ndarray, num_likeliest: int) -> list[TokenScore]:
         hosted = self._hosted(policy)
