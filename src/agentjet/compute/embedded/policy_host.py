@@ -20,7 +20,7 @@ from agentjet.types import CheckpointStamp, Op
 GROWTH = 1.25
 """Growth since the first batch from which freed memory is returned."""
 ROOM = 2.0
-"""Memory that must be available beside a process that keeps what it freed, in units of its own."""
+"""Available memory from which a process keeps what it freed, as a multiple of the memory that it has."""
 AnyLearner = TypeVar("AnyLearner", bound=PolicyLearner)
 
 
