@@ -1,15 +1,14 @@
 """The page: `/` and its files below `/ui/`, with the headers that confine it.
 
-The files are read once, at the start. Comments and indentation are left out, and the style sheets become one file.
-Their URLs contain a digest of all of them, so browsers keep them until an upgrade; `/` itself is always validated. The
-page needs no token: it contains no data of a run.
+The files are read once, at the start. Comments and indentation are left out. The style sheets become one file, and so
+do the modules of the first view (`page_modules`). The URLs contain a digest of all files, so browsers keep them until
+an upgrade; `/` itself is always validated. The page needs no token: it contains no data of a run.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from starlette.responses import Response
 import agentjet
 from agentjet.errors import NotFound
 from agentjet.server.error_handlers import PROBLEM
+from agentjet.server.page_modules import JOINED, joined
 
 FOLDER = Path(agentjet.__file__).parent / "page"
 MEDIA_TYPES = {
@@ -41,9 +41,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-FIRST_MODULES = ("first.js", "app.js")
-"""Modules of the first load. They import others, among them the Overview; other views are loaded when they open."""
-IMPORTED = re.compile(r'(?:from|import)\s*"(\.{1,2}/[^"]+)"')
+FIRST, ENTRY = "first.js", "app.js"
+"""Modules of the index. The second imports others, among them the Overview; other views are loaded when they open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +83,6 @@ def style_order(name: str) -> tuple[bool, bool, str]:
     return not name.startswith("vendor/"), name != "style/base.css", name
 
 
-def first_load(files: Mapping[str, bytes]) -> list[str]:
-    """Returns the modules that `FIRST_MODULES` import, directly or not, and these themselves."""
-    found: dict[str, None] = {}
-
-    def add(name: str) -> None:
-        found[name] = None
-        for imported in IMPORTED.findall(files[name].decode()):
-            path = posixpath.normpath(posixpath.join(posixpath.dirname(name), imported))
-            if path not in found:
-                add(path)
-
-    for name in FIRST_MODULES:
-        add(name)
-    return list(found)
-
-
 class Page:
     """The files of the page, by their path below `/ui/DIGEST/`."""
 
@@ -113,11 +96,12 @@ class Page:
         sheets = [found.pop(name) for name in sorted(found, key=style_order) if name.endswith(".css")]
         found["style.css"] = b"".join(sheets)
         index = found.pop("index.html").decode()
+        found |= joined(found, ENTRY, apart=(FIRST,))
         parts = [part for name, content in found.items() for part in (name.encode(), content)]
         self.digest = hashlib.sha256(b"\0".join([index.encode(), *parts])).hexdigest()[:16]
         self.files = {name: PageFile.of(name, content) for name, content in found.items()}
-        preloads = "".join(f'<link rel="modulepreload" href="ui/{name}">\n' for name in first_load(found))
-        index = index.replace("</head>", f"{preloads}</head>").replace('"ui/', f'"ui/{self.digest}/')
+        preload = f'<link rel="modulepreload" href="ui/{JOINED}">\n'
+        index = index.replace("</head>", f"{preload}</head>").replace('"ui/', f'"ui/{self.digest}/')
         self.index = PageFile.of("index.html", index.encode())
 
 
