@@ -26,7 +26,8 @@ def joined(modules: Mapping[str, bytes], entry: str, apart: Collection[str] = ()
     Raises `ValueError` for an import or export of a form that is not known, and for modules that import each other.
     """
     exports: dict[str, dict[str, str]] = {}
-    kept: list[str] = []
+    kept: dict[str, list[str]] = {entry: [], JOINED: []}
+    """By new file, its imports of modules that stay apart."""
     functions: list[str] = []
 
     def add(name: str, path: str) -> str:
@@ -48,9 +49,9 @@ def joined(modules: Mapping[str, bytes], entry: str, apart: Collection[str] = ()
         def imported(found: re.Match[str]) -> str:
             default, listed, path = found.groups()
             if posixpath.basename(path) in apart:
-                if name == entry:
-                    return found[0]
-                kept.append(f'import {{ {listed} }} from "./{posixpath.basename(path)}";')
+                kept[entry if name == entry else JOINED].append(
+                    f'import {{ {listed} }} from "./{posixpath.basename(path)}";'
+                )
                 return ""
             wanted = f"default: {default}" if default else listed.replace(" as ", ": ")
             return f"const {{ {wanted} }} = {add(name, path)};"
@@ -80,8 +81,8 @@ def joined(modules: Mapping[str, bytes], entry: str, apart: Collection[str] = ()
     text, _ = rewritten(entry)
     objects = ", ".join(map(object_of, exports))
     files = {name: forwarding(name, names) for name, names in exports.items()}
-    files[entry] = f'import {{ {objects} }} from "./{JOINED}";{text}'
-    files[JOINED] = f"{''.join(kept)}\n{''.join(functions)}export {{ {objects} }};\n"
+    files[entry] = f'{"".join(kept[entry])}import {{ {objects} }} from "./{JOINED}";{text}'
+    files[JOINED] = f"{''.join(kept[JOINED])}\n{''.join(functions)}export {{ {objects} }};\n"
     return {name: content.encode() for name, content in files.items()}
 
 
