@@ -9,7 +9,7 @@ from typing import Any
 
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import Launcher, Process
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.embedded.backend import COMPUTE_VARIABLES
 from agentjet.errors import WorkerDied
 
 CONNECT_SECONDS = 300.0
@@ -36,7 +36,7 @@ class Site:
         """Start a process and wait until it connects. Raises `ConfigError`, or `WorkerDied` if it ends before."""
         connection = self._hub.expect(name)
         try:
-            variables = {**WORKER_VARIABLES, **self._hub.environment(name)}
+            variables = {**COMPUTE_VARIABLES, **self._hub.environment(name)}
             process = await self._launcher.start(name, command, variables, gpus=gpus, log_path=log_path)
             self._processes[name] = process
             await first_of(connection, process.ended, timeout=CONNECT_SECONDS)

@@ -39,16 +39,18 @@ from agentjet.types import (
     TokenScore,
 )
 
-WORKER_VARIABLES = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GLIBC_TUNABLES": f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-}
-"""Environment of a worker. The user's own variables take precedence.
+COMPUTE_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Environment of a process that computes. The user's own variables take precedence.
 
 Threads sleep while they wait for each other. OpenMP's default spins for 7 ms, which makes everything several times
-slower if agents or a second worker need the cores. glibc keeps freed memory (`policy_host.Heap`): new pages for each
-batch cost a virtual machine up to a third of its step. cuBLAS is deterministic only with a workspace of fixed size.
+slower if agents or a second worker need the cores. cuBLAS is deterministic only with a workspace of fixed size.
+"""
+WORKER_VARIABLES = {
+    **COMPUTE_VARIABLES,
+    "GLIBC_TUNABLES": f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}",
+}
+"""Environment of a worker. glibc keeps freed memory for the next batch (`policy_host.Heap`): new pages cost a virtual
+machine up to a third of a step.
 """
 
 RESUMING = ("publish", "load", "add", "remove")
