@@ -49,6 +49,8 @@ from agentjet.types import (
 log = logging.getLogger(__name__)
 
 REPLICA_MODULE = "agentjet.compute.cluster.replica"
+REPLICA_PATH = Path(__file__).parent / "replica_path"
+"""On a replica's `PYTHONPATH`: it imports the server's copy of AgentJet."""
 OBSERVE_SECONDS = 1.0
 """Seconds between two observations of the autoscalers."""
 LOAD_SECONDS = 1800.0
@@ -351,9 +353,10 @@ class ClusterCompute:
         """See `fleet.Start`."""
         command, settings = (python, "-m", REPLICA_MODULE), hosted.settings
         log_path = self._log_path(name)
+        found = os.pathsep.join(filter(None, (str(REPLICA_PATH), os.environ.get("PYTHONPATH"))))
         try:
             gpus = hosted.gpus * settings.tensor_parallel
-            peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path)
+            peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path, variables={"PYTHONPATH": found})
         except WorkerDied as error:
             if "No module named" in str(error):
                 raise ConfigError(f"{error}. {_way_out(python)}") from None

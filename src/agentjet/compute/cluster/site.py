@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,23 @@ class Site:
         """See `Launcher.num_gpus`."""
         return await self._launcher.num_gpus()
 
-    async def start(self, name: str, command: Sequence[str], *, gpus: int, log_path: Path) -> Peer:
-        """Start a process and wait until it connects. Raises `ConfigError`, or `WorkerDied` if it ends before."""
+    async def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        gpus: int,
+        log_path: Path,
+        variables: Mapping[str, str] | None = None,
+    ) -> Peer:
+        """Start a process, with `variables` in its environment, and wait until it connects.
+
+        Raises `ConfigError`, or `WorkerDied` if it ends before.
+        """
         connection = self._hub.expect(name)
         try:
-            variables = {**COMPUTE_VARIABLES, **self._hub.environment(name)}
-            process = await self._launcher.start(name, command, variables, gpus=gpus, log_path=log_path)
+            environment = {**COMPUTE_VARIABLES, **(variables or {}), **self._hub.environment(name)}
+            process = await self._launcher.start(name, command, environment, gpus=gpus, log_path=log_path)
             self._processes[name] = process
             await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
             if connection.done():
