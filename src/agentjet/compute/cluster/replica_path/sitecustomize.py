@@ -1,6 +1,6 @@
 """Lets a replica import the server's copy of AgentJet, and nothing else of the server's environment.
 
-Replicas run with an interpreter of their own, in which AgentJet is not installed. Its folder cannot be on `PYTHONPATH`:
+Replicas run with another interpreter, in which AgentJet is not installed. Its folder cannot be on `PYTHONPATH`:
 the server's torch and transformers may lie beside it. So this folder is, and Python imports this module at its start,
 also in the processes that vLLM starts. Standard library only.
 """
