@@ -14,7 +14,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.models import Budget, Intervention, Proposal, ProposerAway, View
+from agentjet.research.campaign.models import Budget, Intervention, Proposal, Proposer, ProposerAway, View
 from agentjet.research.campaign.notebook import Entry, Notebook
 from agentjet.research.campaign.report import build, curves_of, gather, subject, why_left
 from agentjet.research.campaign.strategist import Strategist
@@ -102,18 +102,17 @@ class Twice:
         return [Intervention(f"rate {rate}", "settings", {"job.optimizer.lr": rate}) for rate in (0.002, 0.003)]
 
 
+def run_campaign(notebook: Notebook, runner: FormulaRunner, budget: float, *proposers: Proposer) -> None:
+    """Runs a campaign whose proposers are asked before the strategist. `budget` in full runs."""
+    question = Question("why low?", Budget(runs=budget))
+    Campaign(question, notebook, runner.commits, runner, [*proposers, Strategist()], FakeClock()).run()
+
+
 def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) -> None:
     """A budget that pays for one screen leaves proposals without a run."""
     runner = FormulaRunner(Commits())
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:
-        Campaign(
-            Question("why low?", Budget(runs=10.0)),
-            notebook,
-            runner.commits,
-            runner,
-            [Silent(), Twice(), Strategist()],
-            FakeClock(),
-        ).run()
+        run_campaign(notebook, runner, 10.0, Silent(), Twice())
         ran = {entry.content["trial"]["arm"] for entry in notebook.of("observed")}
         proposed = notebook.of("hypothesis")
         untried = [entry.content["name"] for entry in proposed if entry.content["commit"] not in ran]
@@ -139,14 +138,7 @@ def test_a_verdict_comes_with_its_doubts(tmp_path: Path) -> None:
 
     runner = Bounded(Commits(), formula, noise=0.05)
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:
-        Campaign(
-            Question("why low?", Budget(runs=40.0)),
-            notebook,
-            runner.commits,
-            runner,
-            [Pair(), Strategist()],
-            FakeClock(),
-        ).run()
+        run_campaign(notebook, runner, 40.0, Pair())
         facts = gather(notebook)
     claim = facts["claims"][0]
     assert claim["name"] == "longer answers + rate" and claim["verdict"] == "supported" and claim["high"] > 1

@@ -2,7 +2,8 @@
 
 Replicas run with another interpreter, in which AgentJet is not installed. Its folder cannot be on `PYTHONPATH`:
 the server's torch and transformers may lie beside it. So this folder is, and Python imports this module at its start,
-also in the processes that vLLM starts. Standard library only.
+also in the processes that vLLM starts; a `sitecustomize` of the replica's environment is then not imported. Standard
+library only.
 """
 
 from __future__ import annotations
