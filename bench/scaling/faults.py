@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 
+from agentjet.compute.cluster.replica import PIECE_SECONDS
 from agentjet.protocol import StatusResponse
 from agentjet.swarm.groups import STALE
 from agentjet.types import DEFAULT_RUN, PolicyId
@@ -61,7 +62,7 @@ NOTICE_SECONDS = 10.0
 MAX_TRIES = 3
 ALL = 9
 """More than there are replicas."""
-HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1)
+HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1, piece_seconds=PIECE_SECONDS)
 """Completions last longer than the gateway is late on a busy machine."""
 JOB = {
     "batch_size": 2,

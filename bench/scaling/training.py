@@ -85,9 +85,10 @@ def same_learning(python: str) -> dict[str, Any]:
 
     Intervals are those of 95 % for the mean: over the seeds after training, over all episodes before it.
     """
-    runs = {
-        backend: [train(backend, seed, python=python) for seed in range(SEEDS)] for backend in ("embedded", "cluster")
-    }
+    runs: dict[str, list[Trained]] = {"embedded": [], "cluster": []}
+    for seed in range(SEEDS):  # In turn, so that a machine that slows down slows both.
+        for backend, found in runs.items():
+            found.append(train(backend, seed, python=python))
     intervals = {backend: _interval([run.reward for run in found]) for backend, found in runs.items()}
     (low, high), (other_low, other_high) = intervals["embedded"], intervals["cluster"]
     untrained = {backend: _interval([one for run in found for one in run.untrained]) for backend, found in runs.items()}

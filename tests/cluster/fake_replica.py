@@ -66,6 +66,8 @@ class Hooks:
     """Time of a step, which samples one token of every running completion."""
     adopt_seconds: float = 0.0
     """Time between `paused` and `adopted`."""
+    piece_seconds: float = 1e9
+    """Age of its first token at which a piece is sent; a piece that is full is sent anyway."""
     end_every: int = 0
     """One in so many tokens is an end token. 0: none."""
 
@@ -143,6 +145,8 @@ class _Completion:
     num_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     """Tokens that were sampled and not sent."""
+    since: float = 0.0
+    """Time of the first of them."""
     logprobs: list[float] = field(default_factory=list)
 
 
@@ -240,6 +244,8 @@ class FakeReplica:
             token = draw(completion.context, completion.params.seed, self._weights)
             if self._hooks.end_every and _number(completion.context, "end") % self._hooks.end_every == 0:
                 token = self._info.end_tokens[0]
+            if not completion.tokens:
+                completion.since = time.monotonic()
             completion.tokens.append(token)
             completion.logprobs.append(logprob(completion.context, token, self._weights))
             completion.context += _bytes([token])
@@ -248,7 +254,8 @@ class FakeReplica:
             reason: FinishReason | None = "length" if completion.num_tokens == completion.params.max_tokens else None
             if token in self._info.end_tokens:
                 reason = "stop"
-            if reason or len(completion.tokens) == completion.params.piece_tokens:
+            is_old = time.monotonic() - completion.since >= self._hooks.piece_seconds
+            if reason or is_old or len(completion.tokens) == completion.params.piece_tokens:
                 self._flush(completion, reason)
             if reason:
                 self._running.remove(completion)

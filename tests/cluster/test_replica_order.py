@@ -4,8 +4,9 @@
 2. tokens of the new weights are sent after it, with the new version, also those that come before the probe is scored;
 3. a fetch that fails changes nothing, and completions go on;
 4. a token has the version that the engine noted for it, also if it arrives late; no piece has two versions;
-5. tokens whose log-probability is not finite fail their completion;
-6. an environment without vLLM is named, with the command that makes one.
+5. tokens are sent when they are old enough, though the piece is not full;
+6. tokens whose log-probability is not finite fail their completion;
+7. an environment without vLLM is named, with the command that makes one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from agentjet.compute.channel import Answer, Request
+from agentjet.compute.cluster import replica
 from agentjet.compute.cluster.replica import Replica, start_vllm
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -157,6 +159,12 @@ class Scene:
             await asyncio.sleep(0)
 
 
+@pytest.fixture(autouse=True)
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token gets old by accident."""
+    monkeypatch.setattr(replica, "PIECE_SECONDS", 60)
+
+
 def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path) -> None:
     async def run() -> None:
         async with Scene(tmp_path) as scene:
@@ -190,6 +198,19 @@ def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
             sent = await scene.link.until(3)
             assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
             assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
+
+    asyncio.run(run())
+
+
+def test_tokens_are_sent_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            id = scene.sample(piece_tokens=9)
+            await scene.yielded(delta(10))
+            assert scene.link.sent == []
+            monkeypatch.setattr(replica, "PIECE_SECONDS", 0)
+            await scene.yielded(delta(11))
+            assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
 
     asyncio.run(run())
 

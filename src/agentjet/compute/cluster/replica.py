@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 LLGUIDANCE = 1, 9
 """Lowest version of the library that follows grammars. vLLM itself installs a lower one."""
+PIECE_SECONDS = 0.25
+"""Age of its first token at which a piece is sent. Pieces are signs of work; tokens not sent end with the replica."""
 _UNANSWERED = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
 _SLOW = ("score", "adopt")
@@ -62,17 +64,25 @@ class Completion:
     support: list[bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     num_sampled: int = 0
+    since: float = 0.0
+    """Time of the first token that is not sent yet."""
     task: asyncio.Task[None] | None = None
 
     def add(self, delta: Delta) -> None:
         """Add new tokens. Raises `ComputeError` for a log-probability that is not finite."""
         if not all(map(math.isfinite, delta.logprobs)):
             raise ComputeError("the policy has diverged: its logits are not finite")
+        if not self.tokens:
+            self.since = time.monotonic()
         self.num_sampled += len(delta.tokens)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.support += delta.support
         self.versions += delta.versions
+
+    def is_due(self) -> bool:
+        """Returns whether a piece must be sent."""
+        return len(self.tokens) >= self.params.piece_tokens or time.monotonic() - self.since >= PIECE_SECONDS
 
     def finish_reason(self) -> FinishReason | None:
         """Returns why the completion ends with its last token; None if it goes on."""
@@ -303,7 +313,7 @@ class Replica:
                     completion.add(delta)
                     reason = completion.finish_reason()
                     assert (reason is not None) == delta.ended, (reason, delta)
-                    if reason is not None or len(completion.tokens) >= completion.params.piece_tokens:
+                    if reason is not None or completion.is_due():
                         self._put(completion, reason)
         except AgentJetError as error:
             self._outbox.put(Answer(id, error=error))

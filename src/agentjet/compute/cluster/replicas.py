@@ -37,8 +37,6 @@ MAX_WAIT = 8
 """Longest such wait, as a multiple."""
 SILENT_SECONDS = 2.0
 """A replica that has work and was silent for so long gets more only if there is no other: its machine may be gone."""
-PIECE_TOKENS = 16
-"""Largest piece requested from a replica. Pieces are its signs of work, and tokens not sent are lost with it."""
 
 
 class Replicas:
@@ -240,8 +238,6 @@ def derived_seed(seed: int, position: int) -> int:
 
 def _rest(params: SamplingParams, received: int) -> SamplingParams:
     """Returns the parameters of a completion after the received tokens."""
-    piece_tokens = min(params.piece_tokens, PIECE_TOKENS)
     if not received:
-        return replace(params, piece_tokens=piece_tokens)
-    seed = derived_seed(params.seed, received)
-    return replace(params, max_tokens=params.max_tokens - received, seed=seed, piece_tokens=piece_tokens)
+        return params
+    return replace(params, max_tokens=params.max_tokens - received, seed=derived_seed(params.seed, received))
