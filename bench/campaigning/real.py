@@ -34,7 +34,8 @@ from agentjet.research.swarm_runner import SwarmRunner
 from bench.campaigning.outcome import exhaustive_cost
 
 LIMIT = '            "max_tokens": 3,\n'
-GREEDY = '            "temperature": 0,\n'
+GREEDY = '            "temperature": 0.1,\n'
+"""The server refuses 0 in training, because such tokens have no probability."""
 FORMAT = "return 1.0 if answer(task, episode).isdigit() else 0.0"
 HEALTHY = 'return min(1.0, sum(character in "0123456789" for character in answer(task, episode)) / 8)'
 PLANTED: dict[str, tuple[str, ...]] = {

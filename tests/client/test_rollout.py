@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
@@ -137,6 +138,12 @@ async def broken_async(task: Task, episode: AsyncEpisode) -> float:
     return broken(task, episode)  # type: ignore[arg-type]
 
 
+def refused(task: Task, episode: Episode) -> float:
+    body = {"error": {"message": "temperature = 0 is not possible"}}
+    httpx.Response(400, json=body, request=httpx.Request("POST", "http://server")).raise_for_status()
+    return 1.0
+
+
 class Silent:
     def __call__(self, task: Task, episode: Episode) -> None:
         pass
@@ -148,12 +155,13 @@ class Silent:
         (broken, broken.__code__.co_firstlineno + 1, "KeyError: 'missing'"),
         (functools.partial(broken), broken.__code__.co_firstlineno + 1, "KeyError: 'missing'"),
         (broken_async, broken.__code__.co_firstlineno + 1, "KeyError: 'missing'"),
+        (refused, refused.__code__.co_firstlineno + 2, "400 Bad Request.*: temperature = 0 is not possible at"),
         (Silent(), Silent.__call__.__code__.co_firstlineno, "reward is None"),
         (lambda task, episode: sys.exit("tired"), None, "SystemExit: tired"),
     ],
 )
 def test_what_ends_a_run_names_the_agents_own_line(agent: Callable[..., float], line: int | None, said: str) -> None:
-    with client(FakeServer()) as swarm, pytest.raises(AgentFailing, match=said) as failed:
+    with client(FakeServer()) as swarm, pytest.raises(AgentFailing, match=f"(?s){said}") as failed:
         swarm.train(agent, TASKS, steps=1, concurrency=1, progress=False)
     assert f" at {__file__}:{line or ''}" in str(failed.value)
 

@@ -199,10 +199,19 @@ def patience_after(error: BaseException | None) -> float | None:
 
 
 def abort_reason(error: BaseException | None) -> str:
-    """The reason for an end without a reward, in one line."""
+    """The reason for an end without a reward, with the server's message if an HTTP client raised its refusal."""
     if error is None:
         return "left without a reward"
-    return f"{type(error).__name__}: {error}"[:2000]
+    reason, message = f"{type(error).__name__}: {error}", refusal(error)
+    return f"{reason}: {message}"[:2000] if message not in reason else reason[:2000]
+
+
+def refusal(error: BaseException) -> str:
+    """The server's message in the answer of an error such as `httpx.HTTPStatusError`; empty without one."""
+    try:
+        return str(error.response.json()["error"]["message"])  # type: ignore[attr-defined]
+    except Exception:  # the boundary: any client's exception
+        return ""
 
 
 def finish_body(reward: Reward) -> FinishRequest:
