@@ -386,7 +386,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of the campaign; an interrupted one is continued.")] = DEFAULT_OUT,
     local: Local = 2,
 ) -> None:
-    """Run a whole campaign on a tiny model in about ten minutes: a subject with two planted troubles.
+    """Run a whole campaign on a tiny model in a few minutes: a subject with two planted troubles.
 
     A model of random weights should answer in digits. Its agent allows three tokens and pays only answers without any
     other character. No change of a setting mends that.
