@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from agentjet.errors import AgentJetError
     from agentjet.types import Reward, Task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AgentJetError",

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.rollout import RolloutQueue, RolloutSpec, keep_alive
+from agentjet.client.rollout import RolloutQueue, RolloutSpec, keep_alive, wait_until
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import QUIET_SECONDS
 from agentjet.errors import Conflict, InvalidRequest, NotFound, Unauthorized, Unreachable
@@ -454,6 +454,28 @@ def test_ctrl_c_waits_a_bounded_time_and_the_second_not_at_all(patience: float, 
     over.set()
     loop.run(asyncio.sleep(0.1))
     loop.stop()
+
+
+def test_tasks_end_although_the_wait_for_them_is_cancelled() -> None:
+    """A second failure cancels the wait for tasks that clean up after the first one."""
+
+    async def slow() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+
+    async def failing(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        raise ValueError(str(seconds))
+
+    async def scenario() -> int:
+        inner = wait_until(asyncio.FIRST_EXCEPTION, [slow(), slow(), failing(0)])
+        with pytest.raises(ValueError, match=r"0\.05"):
+            await wait_until(asyncio.FIRST_COMPLETED, [inner, failing(0.05)])
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(scenario()) == 1
 
 
 @pytest.mark.parametrize(

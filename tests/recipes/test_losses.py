@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.shelf.cispo import CispoLoss
 from agentjet.recipes.shelf.gspo import GspoLoss
 from tests.recipes.batches import make_batch, recipe_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def loss_of(ratio: float, advantage: float, **settings: float) -> tuple[float, float, bool]:
@@ -146,3 +150,13 @@ def test_rewards_that_are_named_for_a_role_have_the_penalty_too() -> None:
 def test_kl_that_would_teach_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="kl_estimator = 'k1' in the loss has a gradient that is 0 on average"):
         make_recipe({"kl_estimator": "k1"})
+
+
+def test_the_loss_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(next(block for block in blocks if "PulledLoss" in block))
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = make_recipe({"name": "rloo", "loss": {"name": "my_losses:PulledLoss", "pull": 0.5}})
+    columns = {"logprob": torch.tensor([-1.0]), "advantage": torch.tensor([2.0])}
+    loss, metrics = recipe.token_loss(torch.tensor([-3.0]), columns)
+    assert (float(loss), float(metrics["policy/gap"])) == (6.0 + 0.25 * 4, -2.0)

@@ -155,6 +155,8 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             assert response.headers["content-type"] == "application/problem+json"
         inference = await served.http.post("/v1/embeddings", json={})
         assert (inference.status_code, inference.json()["error"]["code"]) == (404, "unknown_route")
+        got = await served.http.get("/v1/chat/completions")
+        assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed") and "POST" in got.text
 
 
 async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) -> None:

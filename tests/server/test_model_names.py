@@ -147,6 +147,8 @@ def test_rewards_that_do_not_fit_the_policies(by_role: dict[str, float], nearest
             refused = await served.http.post(path, json={"reward": 1.0, "by_role": by_role})
             assert (refused.status_code, refused.json()["code"]) == (422, "invalid_reward")
             assert nearest in refused.json()["detail"]
+            refused = await served.http.post(path, json={"reward": {"planner": 1.0, "coder": 0.5}})
+            assert refused.status_code == 422 and "rewards of policies and roles in by_role" in refused.text
             body = {"reward": 0.75, "by_role": {"planner": 1.0, "coder": 0.5, "coder/critic": 0.0}}
             assert (await served.http.post(path, json=body)).json()["by_role"] == body["by_role"]
 

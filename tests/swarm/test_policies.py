@@ -142,7 +142,10 @@ def test_a_role_without_a_reward_is_left_out_of_its_policy_alone(
         world, ("planner", "coder"), [{"reward": 1.0, "by_role": {}}, {"reward": 0.5, "by_role": REWARDS[1]}]
     )
     world.swarm.batches.training_batches(batch)
-    assert "reward/roles_left_out" not in str(world.swarm.batches.learned(batch, {})) and caplog.text == ""
+    assert (
+        "reward/roles_left_out" not in str(world.swarm.batches.learned(batch, {}))
+        and "have no reward" not in caplog.text
+    )
     first, second = world.begin(), world.begin()
     for episode, by_role in ((first, REWARDS[0]), (second, {"planner": 0.0, "coder": 0.5})):
         world.call(episode, 7, role="coder/critic")
@@ -152,6 +155,18 @@ def test_a_role_without_a_reward_is_left_out_of_its_policy_alone(
     metrics = world.swarm.batches.learned(batch, {})
     assert f"1 roles have no reward, such as 'coder/critic' of {second.id}" in caplog.text
     assert [name for name in metrics if "left_out" in name] == ["coder/reward/roles_left_out"]
+
+
+def test_a_reward_of_a_role_without_calls_is_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2):
+        episode = world.begin()
+        world.call(episode, 7, role="planner")
+        world.call(episode, 7, role="coder/critic")
+        world.finish(episode, 0.0, by_role={"planner": number, "coder": 0.5, "coder/critc": 1.0})
+    batch = world.swarm.batches.compose()
+    world.swarm.batches.training_batches(batch)
+    assert world.swarm.batches.learned(batch, {})["reward/roles_without_calls"] == 1
+    assert "rewards for 'coder/critc'" in caplog.text and "'coder/critic', 'planner'" in caplog.text
 
 
 def test_a_batch_that_was_half_applied_is_learned_again_from_the_same_bytes(world: World) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from agentjet import __version__
 from agentjet.cli import (
     Override,
     checkpoints,
@@ -37,6 +38,21 @@ SUMMARY = "Reinforcement learning for the language models inside agents, as a sw
 app = typer.Typer(
     name="agentjet", help=SUMMARY, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback(help=SUMMARY)
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """The options before a command."""
 
 
 def demo(

@@ -430,11 +430,20 @@ async def wait_until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]])
     try:
         done, _ = await asyncio.wait(tasks, return_when=when)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await _ended(tasks)
     for task in done:
         task.result()
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for all of them, also if the caller is cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        await asyncio.wait(tasks)
+        raise
 
 
 async def keep_alive(episode: AsyncEpisode) -> bool:

@@ -166,7 +166,7 @@ class Gateway:
     async def start(self) -> None:
         """Brings the policies up in the background. Calls are held until then."""
         if self.swarm.job_notice:
-            log.warning("%s", self.swarm.job_notice)
+            log.warning("run %s: %s", self.run, self.swarm.job_notice)
         self.engine.start()
         self._lease_task = asyncio.create_task(self._check_leases())
 

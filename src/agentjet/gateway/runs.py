@@ -227,8 +227,9 @@ class Runs:
             for worker in bases.keys() & theirs.keys():
                 (ours, model), (_, other) = bases[worker], theirs[worker]
                 if model != other:
+                    called = f"the worker {worker!r}" if worker else "the worker without a name"
                     raise InvalidRequest(
-                        f"policies.{ours}.model = {model!r}: the worker {worker!r} has adapters of {other!r} for the "
+                        f"policies.{ours}.model = {model!r}: {called} has adapters of {other!r} for the "
                         f"run {gateway.run!r}, and the adapters of one worker share one base model; set "
                         f"policies.{ours}.worker to another name.",
                         code="invalid_setting",

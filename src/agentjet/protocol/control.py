@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field, computed_field, field_validator, model_validator
 
 from agentjet.errors import InvalidRequest
 from agentjet.protocol.base import (
@@ -90,12 +90,20 @@ class FinishRequest(Request):
     is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`."""
 
     reward: Finite
+    """Of the episode. Rewards of policies and roles are in `by_role`."""
     by_role: NumberMap = Field(default_factory=dict)
     by_call: Annotated[dict[Name, Finite], Field(max_length=MAX_CALL_REWARDS)] = Field(default_factory=dict)
     """Rewards of single calls, by the `id` of their answers."""
     by_turn: Annotated[dict[Name, CallRewards], Field(max_length=64)] = Field(default_factory=dict)
     """Rewards of the first, second, ... call of a role; the role is empty if the agent names none."""
     metrics: MetricMap = Field(default_factory=dict)
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _rewards_of_policies_are_elsewhere(cls, reward: object) -> object:
+        if isinstance(reward, dict):
+            raise ValueError("give one number here, and the rewards of policies and roles in by_role")
+        return reward
 
 
 class AbortRequest(Request):

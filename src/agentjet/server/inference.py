@@ -114,8 +114,11 @@ async def probe() -> Response:
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
 async def unknown_route(path: str) -> None:
-    """Refuse unknown paths with an error in the shape of the nearest dialect."""
-    served = ", ".join(["/v1/models", *(dialect.path for dialect in DIALECTS)])
+    """Refuse unknown paths, and GET of a known one, with an error in the shape of the nearest dialect."""
+    paths = [dialect.path for dialect in DIALECTS]
+    if f"/v1/{path}" in paths:
+        raise InvalidRequest(f"/v1/{path} takes requests with POST.", code="method_not_allowed", status=405)
+    served = ", ".join(["/v1/models", *paths])
     raise NotFound(f"/v1/{path} is not served here. Available: {served}.", code="unknown_route")
 
 

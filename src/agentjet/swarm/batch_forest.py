@@ -74,6 +74,7 @@ def build(
             **_left_out(batch, members_E, facts),
         }
         metrics |= {f"{metrics_prefix(policy, policies)}{name}": value for name, value in of_policy.items()}
+    metrics |= _without_calls(batch, members_E, sequences_E, policies)
     return found, metrics | overridden(sequences_E, members_E, batch.job) | {
         "episode/timelines": sum(count["timelines"] for count in counts.values()) / len(members_E),
         "completion/truncated": sum(count["truncated"] for count in counts.values()) / max(1, num_calls),
@@ -180,6 +181,24 @@ def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[
         members_E[episode].id,
     )
     return {"reward/roles_left_out": float(len(left_out))}
+
+
+def _without_calls(
+    batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Sequences], policies: Sequence[str]
+) -> dict[str, float]:
+    """Warns of roles with rewards and without a call in the batch: such a name may be mistyped."""
+    heard = {role for sequences in sequences_E for role in sequences}
+    unheard = sorted({role for member in members_E for role in member.by_role} - heard - {*policies})
+    if not unheard:
+        return {}
+    log.warning(
+        "batch %d: by_role has rewards for %r, and no call of the batch has that role; roles with calls are %s. Such "
+        "rewards teach nothing: correct the name, unless the role had nothing to say",
+        batch.id,
+        unheard[0],
+        ", ".join(map(repr, sorted(heard))) or "none",
+    )
+    return {"reward/roles_without_calls": float(len(unheard))}
 
 
 def _trained_sequences(

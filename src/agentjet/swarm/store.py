@@ -248,8 +248,8 @@ class Store:
             return f"{replaced}{changed}" if changed else ""
         self.put_job(given, given=given)
         lost = f" (those in force were of revision {kept.revision})" if kept.job != kept.given else ""
-        changed = ", ".join(changed_settings(kept.job, given)) or "nothing changed"
-        return f"the job settings are the ones given at this start{lost}: {changed}"
+        changed = ", ".join(changed_settings(kept.job, given))
+        return f"the job settings are the ones given at this start{lost}: {changed}" if changed else ""
 
     def start_at(self, policy_version: int) -> None:
         """Start an empty run, or continue one after a rollback, at the checkpoint of a version."""
