@@ -4,10 +4,12 @@
 2. A node without the interpreter, or without the gateway's files, is refused with the thing to do.
 3. A process that needs no shared files logs to the node's own folder.
 4. The end of a process has its exit code and the last line of its log.
+5. A cluster that was joined once and went away is asked again; one that was never joined is a wrong setting.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from agentjet.compute.cluster import guardian
 from agentjet.compute.cluster.hub import Hub
 from agentjet.compute.cluster.keeper import Keeper, Launch
 from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, Later
 
 GUARDIAN = Path(guardian.__file__).read_text()
 
@@ -36,6 +38,41 @@ def test_no_ray() -> None:
 async def test_a_launcher_that_started_nothing_closes(tmp_path: Path) -> None:
     launcher = RayLauncher(Hub(), "auto", tmp_path)
     await launcher.close()
+
+
+class FakeConductor:
+    """Joins the cluster, or raises. It ends when a test says so."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.died = error, asyncio.get_running_loop().create_future()
+
+    async def ask(self, *_: object) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        if not self.died.done():
+            self.died.set_result(None)
+
+
+@pytest.mark.anyio
+async def test_a_cluster_that_went_away_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ConfigError("nothing listens there")
+    conductors = [FakeConductor(gone), FakeConductor(None), FakeConductor(gone), FakeConductor(None)]
+
+    async def start(launcher: RayLauncher) -> FakeConductor:
+        return conductors.pop(0)
+
+    monkeypatch.setattr(RayLauncher, "_start_conductor", start)
+    launcher = RayLauncher(Hub(), "auto", tmp_path)
+    with pytest.raises(ConfigError, match="nothing listens there"):
+        await launcher.num_gpus()
+    joined = conductors[0]
+    assert await launcher.num_gpus() is None
+    joined.close()
+    with pytest.raises(Later, match="is away, and is asked again every 10 s: nothing listens there"):
+        await launcher.num_gpus()
+    assert await launcher.num_gpus() is None and not conductors
 
 
 def test_a_node_without_the_interpreter(tmp_path: Path) -> None:

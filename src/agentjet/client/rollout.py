@@ -436,7 +436,7 @@ async def wait_until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]])
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait for all of them, also if the caller is cancelled meanwhile."""
+    """Cancels the tasks and returns, or raises, when all of them have ended."""
     for task in tasks:
         task.cancel()
     try:

@@ -90,7 +90,7 @@ class FinishRequest(Request):
     is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`."""
 
     reward: Finite
-    """Of the episode. Rewards of policies and roles are in `by_role`."""
+    """Reward of the episode. Those of policies and roles are in `by_role`."""
     by_role: NumberMap = Field(default_factory=dict)
     by_call: Annotated[dict[Name, Finite], Field(max_length=MAX_CALL_REWARDS)] = Field(default_factory=dict)
     """Rewards of single calls, by the `id` of their answers."""

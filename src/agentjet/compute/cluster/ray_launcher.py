@@ -18,7 +18,7 @@ from typing import Any
 
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.keeper import Launch
-from agentjet.errors import ComputeError, ConfigError, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied
 from agentjet.types import PolicyId
 
 CONDUCTOR = "conductor"
@@ -26,6 +26,8 @@ CONNECT_SECONDS = 60.0
 """Limit of the conductor's start: it imports Ray."""
 STOP_SECONDS = 20.0
 """Time for the conductor to end with its connection. Then it is killed."""
+AWAY_SECONDS = 10.0
+"""Pause before a cluster that went away is asked again. Its head may be restarted with the same address."""
 PROBE_SECONDS = 5.0
 """Limit of a connection to Ray's head."""
 RANK_MODULE = "agentjet.compute.cluster.rank"
@@ -106,6 +108,7 @@ class RayLauncher:
         self._process: asyncio.subprocess.Process | None = None
         self._peer: Peer | None = None
         self._num_started = 0
+        self._has_joined = False
 
     @property
     def pid(self) -> int | None:
@@ -117,8 +120,8 @@ class RayLauncher:
     ) -> RayProcess:
         """Start a process on a node with that many free GPUs.
 
-        Raises `ConfigError` if Ray is missing, the cluster cannot be joined, or no node can run it; else
-        `ComputeError`.
+        Raises `ConfigError` if Ray is missing, the cluster was never joined, or no node can run it; `Later` while a
+        cluster that was joined is away; else `ComputeError`.
         """
         conductor = await self._conductor()
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,10 +165,15 @@ class RayLauncher:
             peer = await self._start_conductor()
             try:
                 await peer.ask("connect", NOBODY, self._address)
-            except BaseException:  # Also if it is cancelled: the conductor ends with its connection.
+            except BaseException as error:  # Also if it is cancelled: the conductor ends with its connection.
                 peer.close()
+                if self._has_joined and isinstance(error, ConfigError):
+                    raise Later(
+                        f"the Ray cluster is away, and is asked again every {AWAY_SECONDS:.0f} s: {error}",
+                        retry_after=AWAY_SECONDS,
+                    ) from None
                 raise
-            self._peer = peer
+            self._peer, self._has_joined = peer, True
             return peer
 
     async def _start_conductor(self) -> Peer:
