@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Slurm: a Ray cluster on the allocated nodes, and AgentJet on the first one. Submit it with `sbatch`.
-# AgentJet is installed at the same path on all nodes, usually on the shared file system.
+# AgentJet is installed at the same path on all nodes, usually on the shared file system. Submit from the repository with its
+# environment activated, and set server.data_dir in two_machines.toml. After the time limit, submit it again: the run goes on
+# from its journal and its newest checkpoint.
 
 #SBATCH --job-name=agentjet
 #SBATCH --nodes=2

@@ -363,7 +363,7 @@ class SamplerBounds:
         """Returns the bounds that `6`, `"6"` or `"2..8"` mean. Raises `ValueError`."""
         if isinstance(value, cls):
             return value
-        found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", str(value).replace(" ", ""), re.ASCII)
+        found = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", str(value), re.ASCII)
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most <= cls.MAX:
             raise ValueError(f"{value!r} is not a number from 1 to {cls.MAX}, such as 6, nor a range, such as 2..8")

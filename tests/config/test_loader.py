@@ -62,6 +62,7 @@ def test_what_is_set_is_toml_or_else_text(text: str, value: object) -> None:
         ("job.lr", "job.optimizer.lr"),
         ("job.recpe.loss", "job.recipe"),
         ("sever.port", "server"),
+        ("compute.sampler", "compute.samplers"),
         ("job.optimiser.lr", "job.optimizer"),
         ("policies.planner.modle", "policies.planner.model"),
         ("policies.planner.lora.rnk", "policies.planner.lora.rank"),
@@ -170,6 +171,11 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.0.1"])
 def test_loopback_has_several_names(host: str) -> None:
     assert load(f"server.host={host}").server.host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_an_address_that_no_machine_reaches_is_refused(host: str) -> None:
+    assert "compute.host" in complaint(f"compute.host='{host}'", "compute.backend=cluster")
 
 
 def parse_job(values: dict[str, Any]) -> JobConfig:

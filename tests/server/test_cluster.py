@@ -46,7 +46,16 @@ def test_status_and_scale(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["samplers=0", "samplers=many", "samplers=2.5", "samplers=8..2", "samplers=1,samplers=2", "ranks=2", "samplers"],
+    [
+        "samplers=0",
+        "samplers=1 2",
+        "samplers=many",
+        "samplers=2.5",
+        "samplers=8..2",
+        "samplers=1,samplers=2",
+        "ranks=2",
+        "samplers",
+    ],
 )
 def test_what_cannot_be_scaled(given: str) -> None:
     with pytest.raises(ConfigError, match=r"such as samplers=6 or samplers=2\.\.8|give samplers=6 or samplers=2\.\.8"):

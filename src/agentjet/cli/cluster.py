@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,13 +49,18 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
         print_text(line)
 
 
+AdminTokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="File with the token: `admin-token` in the server's data dir.")
+]
+
+
 @app.command()
 def scale(
     setting: Annotated[str, typer.Argument(metavar="samplers=N", help="Such as samplers=6, or samplers=2..8.")],
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy, if the run has several.")] = "",
     url: Url = None,
     token: Token = None,
-    token_file: TokenFile = None,
+    token_file: AdminTokenFile = None,
 ) -> None:
     """Change the number of sampler replicas while a run trains; needs the token in `admin-token`.
 

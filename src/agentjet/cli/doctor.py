@@ -325,7 +325,8 @@ class _Fit:
         }
         rounded = {name: round(size / GB, 1) for name, size in parts.items()}
         listed = ", ".join(f"{name} {size:.1f}" for name, size in rounded.items() if size)
-        text = f"{self.policy}: {what}: {sum(rounded.values()):.1f} GB ({listed}) of {usable / GB:.1f} GB usable"
+        size = f"{sum(rounded.values()):.1f} GB ({listed})" if listed else "less than 0.1 GB"
+        text = f"{self.policy}: {what}: {size} of {usable / GB:.1f} GB usable"
         if need.total <= usable:
             return Finding("ok", text)
         return Finding("problem", f"{text}: does not fit; {way_out}")

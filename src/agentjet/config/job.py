@@ -128,7 +128,8 @@ class JobConfig(Section):
     """Extra episodes started in each group. When `group_size` of them have finished, the others end as `surplus`."""
     max_staleness: Int64 = Field(0, ge=0)
     """Maximum age of a trained token in policy versions. 0: on-policy. Above 0, episodes continue across batches, and
-    `recipe.correction` can correct for the difference; sampling still pauses while a batch is learned."""
+    `recipe.correction` can correct for the difference. The embedded backend still pauses while a batch is
+    learned."""
     task_weights: dict[TaskSetName, Weight] = Field({})
     """Mixture of task sets in every batch, such as `{math = 2, code = 1}`. `"*"` is the weight of each task set that is
     not named; without it, such task sets are refused. Empty: first come, first served."""

@@ -130,7 +130,7 @@ def _nearest(key: str) -> str | None:
 
     def similarity(name: str) -> float:
         last = SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio()
-        return max(SequenceMatcher(None, key, name).ratio(), 0.99 * last)
+        return max(SequenceMatcher(None, key, name).ratio(), 0.95 * last)
 
     near = _sections_near(key)
     known = [f"{prefix}.{name}" for prefix, section in near.items() for name, _ in settings(section)]

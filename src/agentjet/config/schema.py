@@ -105,6 +105,13 @@ class ComputeConfig(Section):
     sampler_python: str = ""
     """Interpreter of the environment with vLLM. Empty: the folder `sampler-venv` of the cache."""
 
+    @field_validator("host")
+    @classmethod
+    def _host_is_an_address(cls, host: str) -> str:
+        if host in ("", "0.0.0.0", "::", "[::]"):
+            raise ValueError("other machines cannot reach this address: give that of this machine in a private network")
+        return host
+
     @model_validator(mode="after")
     def _ranks_can_share(self) -> Self:
         if self.sharding == "sharded" and self.ranks == 1:
