@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentjet.compute.cluster.adapters import write_adapter
+from agentjet.compute.cluster.backend import REPLICA_PATH
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -85,7 +86,7 @@ class LocalReplica:
         self._hub = Hub()
         self.do(self._hub.open())
         connected = self.do(self._expect())
-        environment = {**os.environ, **self._hub.environment("replica"), "PYTHONPATH": str(SOURCE)}
+        environment = {**os.environ, **self._hub.environment("replica"), "PYTHONPATH": str(REPLICA_PATH)}
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [python, "-m", "agentjet.compute.cluster.replica"], env=environment, stdout=log, stderr=log

@@ -1,13 +1,25 @@
-"""An interpreter without AgentJet imports the server's copy, and nothing else of the server's environment."""
+"""What Python processes of a replica get at their start.
+
+1. An interpreter without AgentJet imports the server's copy, and nothing else of the server's environment.
+2. The processes that a replica starts end with it, whoever is killed, and nothing stays in shared memory.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
+import sys
+import time
 import venv
 from pathlib import Path
 
+import psutil
+import pytest
+
 import agentjet
+from agentjet.compute.cluster import guardian
 from agentjet.compute.cluster.backend import REPLICA_PATH
 
 PROGRAM = """
@@ -36,3 +48,56 @@ def test_a_bare_interpreter_finds_the_servers_copy(tmp_path: Path) -> None:
         [tmp_path / "bare" / "bin" / "python", tmp_path / "program.py"], env=environment, capture_output=True, text=True
     )
     assert done.stdout.split() == [agentjet.__file__, agentjet.__file__, "torch"], done.stderr
+
+
+FAMILY = """
+import json, multiprocessing, os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+
+def worker(pids):
+    segment = SharedMemory(create=True, size=100)
+    print(json.dumps([*pids, os.getpid(), segment.name]), flush=True)
+    time.sleep(600)
+
+def engine(pid):
+    process = multiprocessing.get_context("spawn").Process(target=worker, args=([pid, os.getpid()],))
+    process.start()
+    process.join()
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=engine, args=(os.getpid(),))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a Linux kernel")
+@pytest.mark.parametrize("killed", ["guardian", "replica", "guardian replica", "engine"])
+def test_nothing_outlives_a_replica(tmp_path: Path, killed: str) -> None:
+    (tmp_path / "family.py").write_text(FAMILY)
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", guardian.__file__, sys.executable, tmp_path / "family.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPLICA_PATH)},
+    ) as started:
+        assert started.stdin is not None and started.stdout is not None and started.stderr is not None
+        *pids, name = json.loads(started.stdout.readline())
+        names = dict(zip(("guardian", "replica", "engine", "worker"), (started.pid, *pids), strict=True))
+        processes = [psutil.Process(names[name]) for name in ("replica", "engine", "worker")]
+        segment = guardian.SHARED_MEMORY / name
+        assert segment.exists()
+        for victim in killed.split():
+            os.kill(names[victim], signal.SIGKILL)
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        for process in alive:
+            process.kill()
+        started.wait(30)
+        deadline = time.monotonic() + 30
+        while segment.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive and not segment.exists()
+        assert started.stderr.read() == ""  # It would be the last line of the replica's log.

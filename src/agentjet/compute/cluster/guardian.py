@@ -3,7 +3,8 @@
 The launcher holds the other end of standard input and never writes. When that closes, the launcher has died, and the
 guardian kills the command and its children. When the command ends by itself, its children are killed, and the guardian
 ends with the same exit code, or with 128 and the number of the signal. If the guardian is killed, Linux kills the
-command. At the end the guardian removes the folders of weights that killed processes left behind.
+command, and vLLM's processes with it (`replica_path`). At the end the guardian removes the folders of weights that
+killed processes left behind.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ NOT_STARTED = 127
 """Exit code if the command could not be started; the reason is on standard error."""
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "agentjet-weights-"
-LOCK, SEGMENTS = "lock", "segments"
-"""Files of a folder of weights: its process locks one; the other may name segments of shared memory of a library."""
+LOCK = "lock"
+"""The file of a folder of weights that its process locks."""
 
 
 def main(command: list[str]) -> None:
+    own = os.getpid()
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_the_guardian
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _end_with_the_guardian(own)
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
@@ -58,20 +60,14 @@ def remove_abandoned() -> None:
         for folder in place.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder of weights, and the segments that it names."""
-    with contextlib.suppress(OSError):
-        for segment in (folder / SEGMENTS).read_text().split():
-            (SHARED_MEMORY / segment).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_with_the_guardian() -> None:
+def _end_with_the_guardian(guardian: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:  # It ended before.
+        os._exit(1)
 
 
 def _kill_at_end_of_input(group: int) -> None:

@@ -157,9 +157,9 @@ StartEngine = Callable[[Link, ModelConfig, ModelInfo, SamplerConfig, ComputeConf
 async def start_vllm(
     link: Link, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
 ) -> Engine:
-    """Start vLLM, whose processes end with the connection. Raises `ConfigError`."""
+    """Start vLLM, whose processes end with this one (`replica_path`). Raises `ConfigError`."""
     try:
-        from agentjet.compute.cluster.vllm_engine import Engine, end_children, processes
+        from agentjet.compute.cluster.vllm_engine import Engine
     except ImportError as error:
         raise ConfigError(
             f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "
@@ -171,15 +171,8 @@ async def start_vllm(
             "from the server's: run `agentjet cluster install`, or `pip install --no-deps 'llguidance>=1.9,<2'` there"
         )
     folder = SharedFolder(places()[0])  # It removes what killed replicas left, too.
-
-    def end() -> None:
-        end_children()
-        folder.close()
-
-    link.before_exit = end
-    engine = await Engine.start(model, info, sampler, compute)
-    folder.own_segments(processes())
-    return engine
+    link.before_exit = folder.close
+    return await Engine.start(model, info, sampler, compute, folder.path)
 
 
 class Replica:

@@ -16,14 +16,12 @@ import dataclasses
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 # The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
@@ -69,9 +67,8 @@ class Sets:
     The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
     """
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="agentjet-sets-")
-        self.path = f"{self._folder.name}/socket"
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "sets")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(1)
@@ -86,9 +83,8 @@ class Sets:
         asyncio.get_running_loop().add_reader(self._connection, self._receive)
 
     def stop_listening(self) -> None:
-        """Accept no further connection, and remove the socket's folder."""
+        """Accept no further connection."""
         self._listener.close()
-        self._folder.cleanup()
 
     def begin(self, id: int) -> None:
         self._known[id] = {}
@@ -138,13 +134,19 @@ class Engine:
         self._num_scores = 0
 
     @classmethod
-    async def start(cls, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> Self:
-        """Start vLLM with the model of these settings. Raises `ConfigError` if it cannot hold the model."""
+    async def start(
+        cls, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig, folder: Path
+    ) -> Self:
+        """Start vLLM with the model of these settings. Raises `ConfigError` if it cannot hold the model.
+
+        Sockets are made in `folder`.
+        """
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         set_environment(model, compute)
-        sets = Sets()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+        sets = Sets(folder)
         ours = {
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
             "worker_extension_cls": f"{vllm_worker.__name__}.WeightsLoader",
@@ -315,19 +317,6 @@ class Engine:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.vocabulary - 1}")
 
 
-def processes() -> list[int]:
-    """Returns the ids of this process and of vLLM's."""
-    own = psutil.Process()
-    return [one.pid for one in (own, *own.children(recursive=True))]
-
-
-def end_children() -> None:
-    """Kill vLLM's processes, which would outlive this one."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-
-
 def _token_score(token: int, at: Mapping[int, Any], num_likeliest: int) -> TokenScore:
     """Returns a token's score from vLLM's log-probabilities at its position."""
     best = sorted((one.rank, id, one.logprob) for id, one in at.items() if one.rank <= num_likeliest)
@@ -399,6 +388,7 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
 
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # `replica_path` ends processes that are not forks.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if current_platform.is_cpu():
         threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers.most)
