@@ -8,7 +8,7 @@
    a tied head is not left with a part of its old weights;
 6. a request that would end vLLM's engine fails alone, and a cancelled one leaves no trace;
 7. weights that are not finite fail completions, and the replica lives;
-8. a publication that lacks a weight ends the process, because the engine has half of it.
+8. a publication that lacks a weight ends the process, because the engine has half of it, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import jsonschema_rs
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -310,10 +311,17 @@ def test_weights_that_are_not_finite_fail_completions_only(world: World) -> None
 
 
 def test_z_a_publication_without_a_weight_ends_the_replica(world: World) -> None:
-    """The last test of the file: the replica is gone after it."""
+    """The last test of the file: the replica is gone after it, with vLLM's processes, sockets and shared memory."""
+    own = psutil.Process(world.replica.process.pid)
+    family = [own, *own.children(recursive=True)]
+    sockets = {Path(one.laddr) for process in family for one in process.net_connections("unix") if one.laddr}
+    segments = {Path(one.path) for process in family for one in process.memory_maps() if "/dev/shm/" in one.path}
+    assert len(family) >= 3 and segments and any(path.exists() for path in sockets)
     whole = publish(world.model, world.folder, 9)
     with pytest.raises(ComputeError, match="lack 1 parameters"):
         world.replica.adopt(without_weight(whole, world.folder, "model.norm.weight"))
     assert world.replica.process.wait(60) != 0
+    assert not psutil.wait_procs(family[1:], timeout=60)[1]
+    assert not [path for path in sockets | segments if path.exists()]
     with pytest.raises(WorkerDied):
         world.replica.sample(Wanted([5], SamplingParams(max_tokens=2)))
