@@ -6,7 +6,8 @@
 4. a token has the version that the engine noted for it, also if it arrives late; no piece has two versions;
 5. tokens are sent when they are old enough, though the piece is not full;
 6. tokens whose log-probability is not finite fail their completion;
-7. an environment without vLLM is named, with the command that makes one.
+7. an environment without vLLM is named, with the command that makes one;
+8. an engine that dies ends the process, also while it loads weights.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class FakeEngine:
     def __init__(self) -> None:
         self.deltas: asyncio.Queue[FakeDelta] = asyncio.Queue()
         self.may_score = asyncio.Event()
+        self.death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.done: list[str] = []
+
+    async def died(self) -> BaseException:
+        return await self.death
 
     async def check(self, *_: Any) -> None:
         pass
@@ -97,6 +102,9 @@ class FakeLink:
         self.sent: list[Any] = []
         self.deliver: Callable[[Request], object] = lambda request: None
         self.changed = asyncio.Event()
+
+    def before_exit(self) -> None:
+        self.sent.append("before exit")
 
     def read_forever(self, deliver: Callable[[Request], object]) -> None:
         self.deliver = deliver
@@ -264,3 +272,19 @@ def test_an_environment_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match="agentjet cluster install"):
         asyncio.run(start_vllm(FakeLink(), ModelConfig(), INFO, SamplerConfig(), ComputeConfig()))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_dies_during_an_adoption_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with Scene(tmp_path) as scene:
+            monkeypatch.setattr(replica.os, "_exit", lambda code: scene.link.send(f"exit code {code}"))
+            scene.ask("adopt", scene.publication(7))
+            while scene.engine.done.count("resume 7") < 1:  # The probe is never scored.
+                await asyncio.sleep(0)
+            scene.engine.death.set_result(RuntimeError("EngineCore was killed"))
+            assert await scene.link.until(2) == ["before exit", "exit code 1"]
+            assert "the engine is dead: RuntimeError: EngineCore was killed" in caplog.text
+
+    asyncio.run(asyncio.wait_for(run(), 30))

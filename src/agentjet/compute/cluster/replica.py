@@ -229,11 +229,21 @@ class Replica:
             self._outbox.put(Answer(id, error=failure))
             return
         self._link.send(Answer(id, error=failure, ends=True))
+        self._end()
+
+    async def _end_with(self, engine: Engine) -> None:
+        """End the process when its engine is dead. vLLM fails completions then, and an adoption would wait for ever."""
+        error = await engine.died()
+        log.error("the engine is dead: %s: %s", type(error).__name__, error)
+        self._end()
+
+    def _end(self) -> None:
         self._link.before_exit()
         os._exit(1)
 
     async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
         self._loaded = await self._start(self._link, model, info, sampler, compute)
+        self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
         self._places = asyncio.Semaphore(sampler.max_concurrent)
 

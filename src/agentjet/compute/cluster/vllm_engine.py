@@ -47,6 +47,8 @@ SEED_BITS = 2**63 - 1
 KV_BYTES = 2**28
 """Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
 CONNECT_SECONDS = 10.0
+DEATH_SECONDS = 0.5
+"""Time between two looks at whether vLLM is dead."""
 RECEIVE_BYTES = 1 << 20
 
 
@@ -171,6 +173,13 @@ class Engine:
         finally:
             sets.stop_listening()
         return cls(engine, info, sets, settings["max_model_len"])
+
+    async def died(self) -> BaseException:
+        """Wait until vLLM is dead; returns its error."""
+        while not self._engine.errored:
+            await asyncio.sleep(DEATH_SECONDS)
+        error: BaseException = self._engine.dead_error
+        return error
 
     async def check(self, tokens: NDArray[np.int32], params: SamplingParams, num_sampled: int) -> None:
         """Raises `ComputeError`, `OutOfCache` or `GrammarError` for a request that cannot be served."""
