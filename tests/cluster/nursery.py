@@ -64,6 +64,8 @@ class Nursery:
         """Process ids of the replicas that were started and not stopped, oldest first."""
         self.peers: dict[str, Peer] = {}
         self.num_started = 0
+        self.explain: Callable[[str], str] = lambda name: ""
+        """See `fleet.Explain`."""
         self.fail_start: list[Exception] = []
         """Raised by the next starts, one each."""
         self._server = server

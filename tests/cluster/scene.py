@@ -32,7 +32,9 @@ class Scene:
         self.born = born
         self.adopting = 0
         self.most_adopting = 0
-        self.replicas = Replicas(POLICY, self._start, born.stop, count, limits, timeout=timeout)
+        self.replicas = Replicas(
+            POLICY, self._start, born.stop, count, limits, timeout=timeout, explain=lambda name: born.explain(name)
+        )
 
     async def _start(self, name: str) -> Peer:
         """Starts a replica, and counts those that adopt at the same time."""

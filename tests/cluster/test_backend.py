@@ -25,7 +25,7 @@ import pytest
 from agentjet.compute.channel import Answer, Request, encode, read
 from agentjet.compute.cluster import autoscaler, backend, learner_group
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
-from agentjet.compute.cluster.launcher import LocalLauncher
+from agentjet.compute.cluster.launcher import LocalLauncher, Process
 from agentjet.compute.cluster.link import Link, dial
 from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
@@ -94,6 +94,8 @@ class ThreadLauncher:
         self.all: dict[str, ThreadProcess] = {}
         self.special: dict[str, Handler] = {}
         """Handlers of processes by name."""
+        self.programs: LocalLauncher | None = None
+        """Starts the replicas as processes."""
         self.version = 0
 
     async def num_gpus(self) -> int | None:
@@ -101,7 +103,9 @@ class ThreadLauncher:
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
-    ) -> ThreadProcess:
+    ) -> Process:
+        if self.programs is not None and "replica" in name:
+            return await self.programs.start(name, command, environment, gpus=gpus, log_path=log_path)
         handler = self.special.get(name, self._rank if "rank" in name else self._replica)
         process = self.running[name] = self.all[name] = ThreadProcess(environment, handler)
         process.ended.add_done_callback(lambda _: self.running.pop(name))
@@ -294,6 +298,18 @@ async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -
         await compute.add(POLICY, ModelConfig(), settings=settings())
         with pytest.raises(ConfigError, match="does not hold"):
             await compute.publish(POLICY, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"), [("/bin/echo", "exit code 0.*'-m agentjet"), (sys.executable, "environment .* lacks vllm")]
+)
+async def test_a_program_that_runs_no_replica_is_refused(tmp_path: Path, program: str, says: str) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        launcher.programs = LocalLauncher(list)
+        await compute.add(POLICY, ModelConfig(), settings=settings(sampler_python=program))
+        with pytest.raises(ConfigError, match=rf"{says}.*compute\.sampler_python"):
+            await compute.publish(POLICY, 0)
+        await launcher.programs.close()
 
 
 @pytest.mark.parametrize(

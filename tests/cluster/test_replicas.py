@@ -220,6 +220,51 @@ def test_a_policy_whose_replicas_never_start_fails(server: ForkServer, error: Ex
     run(test())
 
 
+@pytest.mark.parametrize("point", ["load", "adopt", "adopted"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_replicas_that_all_end_of_the_same_error_refuse_the_settings(
+    server: ForkServer, point: str, count: int
+) -> None:
+    async def test() -> None:
+        async with scene(server, count, hooks=lambda number: Hooks(die=point)) as on:
+            on.born.explain = lambda name: f"RuntimeError: head_dim=16 in {name}"
+            with pytest.raises(ConfigError, match=r"same reason: RuntimeError: head_dim=16.*backend = 'embedded'"):
+                await on.replicas.publish(publication(0))
+            assert on.born.num_started <= 2 + count
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "causes", [["", "", ""], ["OSError: a", "OSError: a", ""], ["OSError: a", "OSError: b", "OSError: a"]]
+)
+def test_replicas_that_were_killed_before_they_served_refuse_nothing(server: ForkServer, causes: list[str]) -> None:
+    """The engine tries again after a `ComputeError`."""
+
+    async def test() -> None:
+        async with scene(server, 1, hooks=lambda number: Hooks(die="adopt")) as on:
+            left = list(causes)
+            on.born.explain = lambda name: left.pop(0)
+            with pytest.raises(ComputeError, match="3 replicas ended before one could serve"):
+                await on.replicas.publish(publication(0))
+            assert left == []
+
+    run(test())
+
+
+def test_replicas_that_served_once_are_started_for_ever(server: ForkServer) -> None:
+    async def test() -> None:
+        async with scene(server, 1) as on:
+            await on.serve()
+            on.born.explain = lambda name: "RuntimeError: the same"
+            on.born.hooks = lambda number: Hooks(die="adopt" if number < 7 else "")
+            on.kill(on.names()[0])
+            await on.complete()
+            assert on.born.num_started == 7
+
+    run(test())
+
+
 def test_a_newcomer_that_cannot_start_does_not_harm_the_others(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1) as on:

@@ -108,9 +108,7 @@ def waiting_for(
         return f"the engine, {doing}"
     if state not in ("sampling", "learning"):
         return reason or WAITING_FOR[state]
-    if state == "sampling" and process:
-        return process
-    return divergence(swarm.last_step) or swarm.queries.waiting_for(names_silent=names_silent)
+    return process or divergence(swarm.last_step) or swarm.queries.waiting_for(names_silent=names_silent)
 
 
 def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:

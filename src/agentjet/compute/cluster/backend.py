@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from agentjet.compute.cluster.autoscaler import Autoscaler
+from agentjet.compute.cluster.causes import cause_of
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
 from agentjet.compute.cluster.learner_group import LearnerGroup
@@ -73,6 +74,8 @@ class HostedPolicy:
     info: asyncio.Future[ModelInfo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The loaded model. Replicas start at once and wait for it."""
     ranks: LearnerGroup | None = None
+    log_starts: dict[str, int] = field(default_factory=dict)
+    """Bytes that the log of each replica had when it was started."""
     num_groups: int = 0
     """Learner groups started so far."""
     rank_state: str = ""
@@ -127,14 +130,16 @@ class ClusterCompute:
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
     ) -> ModelInfo:
-        hosted = self._policies.get(policy)
-        if hosted is not None and (
-            (hosted.model, hosted.settings) != (model, settings) or hosted.replicas.failed.done()
-        ):
-            await self.remove(policy)
-            hosted = None
+        hosted, has_served = self._policies.get(policy), False
+        if hosted is not None:
+            is_same = (hosted.model, hosted.settings) == (model, settings)
+            has_served = is_same and hosted.replicas.fleet.has_served
+            if not is_same or hosted.replicas.failed.done():
+                await self.remove(policy)
+                hosted = None
         if hosted is None:
             hosted = await self._host(policy, model, settings)
+            hosted.replicas.fleet.has_served = has_served
         elif hosted.ranks is not None:
             await hosted.ranks.close()
         hosted.num_groups += 1
@@ -321,6 +326,7 @@ class ClusterCompute:
             settings.samplers.least,
             self._config.sampler,
             timeout=self._config.server.worker_timeout,
+            explain=lambda name: cause_of(self._log_path(name), hosted.log_starts.pop(name, 0)),
         )
         if self._autoscaling is None:
             self._autoscaling = asyncio.create_task(self._autoscale())
@@ -353,12 +359,14 @@ class ClusterCompute:
         """See `fleet.Start`."""
         command, settings = (python, "-m", REPLICA_MODULE), hosted.settings
         log_path = self._log_path(name)
+        hosted.log_starts[name] = log_path.stat().st_size if log_path.exists() else 0
         found = os.pathsep.join(filter(None, (str(REPLICA_PATH), os.environ.get("PYTHONPATH"))))
         try:
             gpus = hosted.gpus * settings.tensor_parallel
             peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path, variables={"PYTHONPATH": found})
         except WorkerDied as error:
-            if "No module named" in str(error):
+            is_no_python = "with exit code" in str(error) and not settings.address
+            if "No module named" in str(error) or (is_no_python and not hosted.replicas.fleet.has_served):
                 raise ConfigError(f"{error}. {_way_out(python)}") from None
             raise
         try:

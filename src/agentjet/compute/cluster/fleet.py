@@ -15,6 +15,7 @@ import contextlib
 import copy
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,12 +36,18 @@ Start = Callable[[str], Awaitable[Peer]]
 """Starts the replica of that name: launches, connects and loads it. Raises `ConfigError` if no retry can help."""
 Stop = Callable[[str], Awaitable[str]]
 """Kills the process of that name; returns the reason why it ended, or "". Idempotent."""
+Explain = Callable[[str], str]
+"""Returns the error that the ended process of that name reported as the cause of its end, or ""."""
 
 Cause = Literal["work", "replica", "unwanted"]
 """Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
 
 MAX_FIRST_DEATHS = 3
-"""Replicas that may end before any replica ever served. Then the policy fails: its settings never worked."""
+"""Replicas that may end before any replica ever served. Then the policy fails.
+
+It fails for good if each reported the same error: the settings cannot work. Else the engine tries again: something from
+outside may have ended them.
+"""
 MAX_LATER_DEATHS = 12
 """The same if some served before, but none is left: several minutes of attempts."""
 MAX_FAILED_PROBES = 2
@@ -147,7 +154,14 @@ class Fleet:
     """Keeps `count` replicas alive and current."""
 
     def __init__(
-        self, policy: PolicyId, start: Start, stop: Stop, count: int, settings: SamplerConfig, timeout: float
+        self,
+        policy: PolicyId,
+        start: Start,
+        stop: Stop,
+        count: int,
+        settings: SamplerConfig,
+        timeout: float,
+        explain: Explain = lambda name: "",
     ) -> None:
         """A replica that has work and is silent for `timeout` seconds is ended."""
         self.changed: Callable[[], None] = lambda: None
@@ -162,6 +176,7 @@ class Fleet:
         self._policy = policy
         self._start = start
         self._stop = stop
+        self._explain = explain
         self.count = count
         """Replicas that there should be."""
         self._settings = settings
@@ -170,9 +185,10 @@ class Fleet:
         self._num_started = 0
         self._ends: deque[End] = deque(maxlen=MAX_ENDS)
         """The last ends of replicas that were wanted."""
-        self._early_deaths = 0
-        """Replicas that ended before they served, since the last adoption."""
-        self._has_served = False
+        self.has_served = False
+        """True if a replica of the policy ever served, also one of an earlier fleet."""
+        self._early_ends: list[str] = []
+        """The causes of the ends of replicas before they served, since the last adoption, without their numbers."""
         self._failed_probes = 0
         """Probes of the present publication that failed."""
         self._publication: Publication | None = None
@@ -271,11 +287,6 @@ class Fleet:
             self._ends.append(end)
         if replica.peer is not None:
             replica.peer.close()
-        if replica.version is None and cause != "unwanted":
-            self._early_deaths += 1
-            most = MAX_LATER_DEATHS if self._has_served else MAX_FIRST_DEATHS
-            if self._early_deaths >= most and not any(one.version is not None for one in self.replicas):
-                self._fail(ComputeError(f"{self._early_deaths} replicas ended before one could serve: {why}"))
         self._change()
 
     async def close(self) -> None:
@@ -300,7 +311,7 @@ class Fleet:
 
     async def _live(self, replica: Replica) -> None:
         """Boundary: a failure ends this replica only. Its `reason` records the failure."""
-        work = asyncio.create_task(self._serve(replica, delay=_backoff(self._early_deaths)))
+        work = asyncio.create_task(self._serve(replica, delay=_backoff(len(self._early_ends))))
         end = await asyncio.shield(replica.end)
         work.cancel()
         await asyncio.wait([work])
@@ -310,11 +321,31 @@ class Fleet:
             log.exception("%s could not be stopped", replica.name)
             how = ""
         if end.cause != "unwanted" and self._failure is None:
-            known = str(end.reason)
-            log.warning("%s", f"{known}: {how}" if how and how not in known else known)
+            known, cause = str(end.reason), self._explain(replica.name)
+            log.warning("%s", ": ".join([known, *(text for text in (cause, how) if text and text not in known)]))
+            if replica.version is None:
+                self._count_early_end(known.removeprefix(f"{replica.name} "), cause)
         del self._lives[replica]
         self._fill()
         self._change()
+
+    def _count_early_end(self, why: str, cause: str) -> None:
+        """Count a replica that ended before it served. Too many fail the policy."""
+        self._early_ends.append(re.sub(r"\d+", "", cause))
+        count, most = len(self._early_ends), MAX_LATER_DEATHS if self.has_served else MAX_FIRST_DEATHS
+        if count < most or any(one.version is not None for one in self.replicas):
+            return
+        text = f"{count} replicas ended before one could serve"
+        if self.has_served or not cause or len(set(self._early_ends)) > 1:
+            self._fail(ComputeError(f"{text}: {cause or why}"))
+        else:
+            self._fail(
+                ConfigError(
+                    f"{text}, each for the same reason: {cause}. If vLLM cannot compute this model, set "
+                    "compute.backend = 'embedded', which holds every model of transformers, or another model.name; "
+                    "the logs of the replicas have the whole reason"
+                )
+            )
 
     async def _serve(self, replica: Replica, delay: float) -> None:
         """Start a replica and keep it current, until it is cancelled or `end` was called."""
@@ -386,7 +417,7 @@ class Fleet:
             replica.verified.add(publication.version)
             replica.load.forget()
             replica.attempts, replica.problem = 0, ""
-            self._early_deaths, self._has_served = 0, True
+            self._early_ends, self.has_served = [], True
             self.probe_error = max(self.probe_error, probe_error(publication, logprobs))
             self.pause_seconds = max(self.pause_seconds, time.monotonic() - began)
         finally:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentjet.compute.cluster.fleet import Fleet, Replica, Start, Stop
+from agentjet.compute.cluster.fleet import Explain, Fleet, Replica, Start, Stop
 from agentjet.compute.cluster.routing import Work, choose
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import SamplerConfig
@@ -43,14 +43,22 @@ class Replicas:
     """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
 
     def __init__(
-        self, policy: PolicyId, start: Start, stop: Stop, count: int, settings: SamplerConfig, *, timeout: float = 120.0
+        self,
+        policy: PolicyId,
+        start: Start,
+        stop: Stop,
+        count: int,
+        settings: SamplerConfig,
+        *,
+        timeout: float = 120.0,
+        explain: Explain = lambda name: "",
     ) -> None:
         """Starts `count` replicas; `timeout` in seconds is that of `Fleet`. Must be called in an event loop."""
         self._policy = policy
         self._waiting: OrderedDict[Work, asyncio.Future[Replica]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
         self._num_resumed = 0
-        self.fleet = Fleet(policy, start, stop, count, settings, timeout)
+        self.fleet = Fleet(policy, start, stop, count, settings, timeout, explain)
         self.fleet.changed = self._assign
         self.fleet.open()
 
