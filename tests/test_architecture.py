@@ -50,13 +50,12 @@ PACKAGES = {
     "types": rule(""),
     "section": rule("", "pydantic"),
     "protocol": rule(VOCABULARY, "pydantic"),
-    "demonstrations": rule("types protocol", "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),
     "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic", lazy="torch"),
     "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "swarm": rule(
-        f"{VOCABULARY} config protocol demonstrations timeline recipes.hooks recipes.recipe recipes.rollout",
+        f"{VOCABULARY} config protocol timeline recipes.hooks recipes.recipe recipes.rollout",
         "numpy pydantic",
     ),
     "compute": rule(
@@ -64,15 +63,15 @@ PACKAGES = {
         "gguf huggingface_hub llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
-        f"{VOCABULARY} config protocol demonstrations timeline rendering swarm compute.operations compute.protocol",
+        f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
     "server": rule(
-        f"{VOCABULARY} config protocol demonstrations gateway",
+        f"{VOCABULARY} config protocol gateway",
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
-    "client": rule(f"{VOCABULARY} protocol demonstrations", "httpx pydantic", lazy="rich"),
+    "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "trackers": rule(VOCABULARY, "mlflow tensorboardX trackio wandb"),
     "research": rule(f"{VOCABULARY} config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
     "__init__": rule(f"{VOCABULARY} client"),

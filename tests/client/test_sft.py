@@ -21,9 +21,8 @@ import pytest
 from agentjet.cli.main import app
 from agentjet.client.sft import _learned, read_demonstrations
 from agentjet.config import JobConfig
-from agentjet.demonstrations import SftRequest
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
-from agentjet.protocol import BeginRequest, Event
+from agentjet.protocol import BeginRequest, Event, SftRequest
 from agentjet.swarm.demonstrations import Answered
 from agentjet.types import ModelInfo
 from tests.client.test_real_server import client

@@ -20,9 +20,8 @@ from agentjet.client.inputs import build_request, check_counts
 from agentjet.client.progress import CROSS_ENTROPY, progress_for
 from agentjet.client.report import Step
 from agentjet.client.training import target_version
-from agentjet.demonstrations import DemonstrationBody, SftRequest, SftResponse
 from agentjet.errors import ConfigError, Conflict, Later
-from agentjet.protocol import Event
+from agentjet.protocol import DemonstrationBody, Event, SftRequest, SftResponse
 
 SERVER_WAIT = 600.0
 """Seconds that the server may need to tokenise a batch, besides the usual limit of a request."""

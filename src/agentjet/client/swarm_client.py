@@ -31,9 +31,8 @@ from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.sft import Sft, SftReport, checked_demonstrations
 from agentjet.client.training import Training
-from agentjet.demonstrations import DemonstrationBody
 from agentjet.errors import AgentJetError
-from agentjet.protocol import HealthView, WaitingView
+from agentjet.protocol import DemonstrationBody, HealthView, WaitingView
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
 T = TypeVar("T")

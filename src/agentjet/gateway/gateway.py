@@ -19,7 +19,6 @@ from typing import Any
 
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
-from agentjet.demonstrations import SftRequest, SftResponse
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
 from agentjet.gateway import first_weights, observability, views
 from agentjet.gateway.activity import Activity, work_text
@@ -45,6 +44,8 @@ from agentjet.protocol import (
     JobBody,
     ProcessView,
     ScaleRequest,
+    SftRequest,
+    SftResponse,
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, SwarmState

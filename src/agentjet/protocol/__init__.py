@@ -6,26 +6,25 @@ are Unix seconds, durations are seconds.
 
 from agentjet.protocol.base import (
     LARGEST,
-    MAX_CALL_REWARDS,
     PREFIX,
-    CallRewards,
     Finite,
     Int64,
-    MetricMap,
     Name,
     Request,
     Response,
     Temperature,
+    duration,
+    remaining,
 )
 from agentjet.protocol.control import (
     REPORTED_BATCHES,
-    TAG_NAME,
     AbortRequest,
     BeginRequest,
     BeginResponse,
     CheckpointInfo,
     ClusterView,
     CodeVersionStatus,
+    DemonstrationBody,
     EmptyRequest,
     EvaluationRequest,
     EvaluationView,
@@ -41,6 +40,8 @@ from agentjet.protocol.control import (
     RunView,
     ScaleRequest,
     ScoredAnswer,
+    SftRequest,
+    SftResponse,
     StatusResponse,
     TagRequest,
     TaskSetStatus,
@@ -52,23 +53,25 @@ from agentjet.protocol.control import (
     flatten,
     report_lines,
 )
-from agentjet.protocol.durations import duration, remaining
-from agentjet.protocol.health import (
+from agentjet.protocol.page import (
     Answer,
     CellView,
+    ComparedRunView,
+    ComparisonView,
+    ExchangeRequest,
     HealthRuleView,
     HealthView,
     LearningView,
     Level,
-    WaitingGroupView,
-    WaitingView,
-)
-from agentjet.protocol.look import (
-    ComparedRunView,
-    ComparisonView,
     LookedRunView,
     LookedStudyView,
     LookView,
+    Role,
+    SessionCode,
+    SessionRequest,
+    SessionView,
+    WaitingGroupView,
+    WaitingView,
 )
 from agentjet.protocol.records import (
     MOST_EPISODES,
@@ -94,7 +97,6 @@ from agentjet.protocol.records import (
     SettingChangeView,
     StepList,
 )
-from agentjet.protocol.sessions import ExchangeRequest, Role, SessionCode, SessionRequest, SessionView
 
 __all__ = [
     "AbortRequest",
@@ -107,7 +109,6 @@ __all__ = [
     "BeginRequest",
     "BeginResponse",
     "CallFacts",
-    "CallRewards",
     "CallRuns",
     "CallView",
     "CellView",
@@ -116,6 +117,7 @@ __all__ = [
     "CodeVersionStatus",
     "ComparedRunView",
     "ComparisonView",
+    "DemonstrationBody",
     "EmptyRequest",
     "EpisodeForm",
     "EpisodeList",
@@ -145,10 +147,8 @@ __all__ = [
     "LookedRunView",
     "LookedStudyView",
     "LostEpisode",
-    "MAX_CALL_REWARDS",
     "MOST_EPISODES",
     "MemberView",
-    "MetricMap",
     "Name",
     "PREFIX",
     "Problem",
@@ -166,9 +166,10 @@ __all__ = [
     "SessionRequest",
     "SessionView",
     "SettingChangeView",
+    "SftRequest",
+    "SftResponse",
     "StatusResponse",
     "StepList",
-    "TAG_NAME",
     "TagRequest",
     "TaskSetStatus",
     "Tick",

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentjet.demonstrations import DemonstrationBody
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.demonstrations import Demonstration
+from agentjet.protocol import DemonstrationBody
 from agentjet.server.dialects.chat import CHAT, ChatBody
 
 

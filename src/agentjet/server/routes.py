@@ -13,7 +13,6 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import StreamingResponse
 
 import agentjet.protocol as bodies
-from agentjet.demonstrations import SftRequest, SftResponse
 from agentjet.gateway.concurrency import offload
 from agentjet.gateway.views import view
 from agentjet.server.demonstrations import to_demonstration
@@ -91,8 +90,8 @@ async def abort_episode(
 
 @router.post("/sft", dependencies=CLIENT)
 async def learn_demonstrations(
-    body: SftRequest, request: Request, deps: Deps, idempotency_key: IdempotencyKey = None
-) -> SftResponse:
+    body: bodies.SftRequest, request: Request, deps: Deps, idempotency_key: IdempotencyKey = None
+) -> bodies.SftResponse:
     """Train on conversations with given answers: one batch. The answer does not wait until the batch is learned."""
     num_bytes = len(await request.body())
     given = await offload(num_bytes, lambda: [to_demonstration(one) for one in body.demonstrations])

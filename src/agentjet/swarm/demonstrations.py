@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
-from agentjet.demonstrations import SftRequest
 from agentjet.errors import Conflict, Later
+from agentjet.protocol import SftRequest
 from agentjet.swarm.groups import announce, training_is_over
 from agentjet.swarm.journal import RecordedCall
 from agentjet.swarm.mixture import RETRY_SECONDS

@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from agentjet.config import JobConfig
-from agentjet.demonstrations import SftRequest
 from agentjet.errors import Conflict, InvalidRequest, Later
-from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest
+from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest, SftRequest
 from agentjet.swarm import demonstrations, groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest

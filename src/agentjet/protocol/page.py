@@ -1,10 +1,58 @@
-"""Bodies of `GET /health` and `GET /waiting`: does the run learn, is it healthy, and the groups that it waits for."""
+"""Bodies of the page's routes: its sessions, the health of a run, the groups that training waits for, `agentjet look`.
+
+The read routes, which the page uses as well, are in `records`.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from agentjet.protocol.base import Response
+from pydantic import Field
+
+from agentjet.protocol.base import Request, Response
+from agentjet.protocol.control import EvaluationView
+
+# --- sessions
+
+Role = Literal["viewer", "client", "admin"]
+"""Rights of a token or of a session. Each role has those of the roles before it."""
+
+
+class SessionRequest(Request):
+    """`POST /swarm/v1/sessions`."""
+
+    role: Role = "viewer"
+    """Role of the session: at most that of the token of the request."""
+
+
+class SessionCode(Response):
+    """A one-time code that opens a session."""
+
+    code: str
+    expires_in: float
+    """Seconds until the code ends."""
+
+
+class ExchangeRequest(Request):
+    """`POST /swarm/v1/sessions/exchange`."""
+
+    code: Annotated[str, Field(max_length=256)]
+
+
+class SessionView(Response):
+    """A session of the page."""
+
+    key: str
+    """Sent as the bearer token."""
+    role: Role
+    run: str
+    expires: float
+    """Unix seconds."""
+    live: bool = True
+    """False for the stored runs of `agentjet look`."""
+
+
+# --- health and waiting
 
 Answer = Literal["yes", "no", "falls", "too_early"]
 """`no`: the newest steps show neither a rise nor a fall. `too_early`: there are fewer steps than a trend needs."""
@@ -87,3 +135,62 @@ class WaitingView(Response):
     """Number of groups, also of those that are left out."""
     groups: list[WaitingGroupView]
     """The groups in the order they were opened, at most 200."""
+
+
+# --- `agentjet look`
+
+
+class LookedRunView(Response):
+    """A run, as a line of a list."""
+
+    name: str
+    title: str
+    """The path or the URL that it was opened with."""
+    is_served: bool
+    """True if another server answers for it; false if its files are read."""
+    error: str = ""
+    """Why it cannot be read. Then the following fields are missing."""
+    model: str = ""
+    waiting_for: str = ""
+    policy_version: int | None = None
+    episodes: dict[str, int] = Field(default_factory=dict)
+    steps: int | None = None
+    newest_step: float | None = None
+    """Unix seconds."""
+    reward: float | None = None
+    """`reward/mean` of the newest step."""
+
+
+class LookedStudyView(Response):
+    """A study, as a line of a list."""
+
+    name: str
+    title: str
+    error: str = ""
+    """Why it cannot be read. Then `summary` is null."""
+    summary: dict[str, Any] | None = None
+
+
+class LookView(Response):
+    """The runs and the studies of `agentjet look`."""
+
+    runs: list[LookedRunView]
+    studies: list[LookedStudyView]
+
+
+class ComparedRunView(Response):
+    """A run in a comparison."""
+
+    name: str
+    title: str
+    figures: dict[str, float | None]
+    """As `agentjet compare` prints them."""
+    evaluations: list[EvaluationView]
+
+
+class ComparisonView(Response):
+    """Runs side by side."""
+
+    runs: list[ComparedRunView]
+    settings: dict[str, list[Any]]
+    """The settings that differ, with the value in each run; null where a run has none."""
