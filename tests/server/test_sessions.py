@@ -17,8 +17,14 @@ import pytest
 
 from agentjet.errors import Unauthorized
 from agentjet.server import Keys
-from agentjet.server.auth import SECRET_FILES, SESSION_SECONDS, replace_secret
-from agentjet.server.session_codes import CODE_SECONDS, MAX_CODES, SessionCodes
+from agentjet.server.auth import (
+    CODE_SECONDS,
+    MAX_CODES,
+    SECRET_FILES,
+    SESSION_SECONDS,
+    SessionCodes,
+    replace_secret,
+)
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
 

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from agentjet import __version__
 from agentjet.gateway.runs import Runs
-from agentjet.server import health, inference, monitoring, page, records, routes, sessions
+from agentjet.server import inference, monitoring, page, records, routes, sessions
 from agentjet.server.auth import Keys
 from agentjet.server.error_handlers import HANDLED, respond_to_error
 from agentjet.server.http import Entry, allowed_hosts
@@ -32,7 +32,7 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     app.state.deps = served.default
     # Routes are tried in this order: the most frequent ones come first. They are shared, because `include_router` would
     # build all of them again at the first request.
-    for module in (inference, routes, records, sessions, health, monitoring, page):
+    for module in (inference, routes, records, sessions, monitoring, page):
         app.routes.extend(module.router.routes)
     app.add_middleware(Entry, runs=served, allowed=allowed_hosts(server))
     return app

@@ -7,8 +7,8 @@ own, in its folder; those of the default run are in the data dir.
   run.
 * An **episode key** opens the inference routes and the control routes of its episode, nothing else. It expires after
   the present `job.max_episode_seconds`.
-* A **session key** opens for twelve hours what the token of its role opens. The page has one: see
-  `server/sessions.py`.
+* A **session key** opens for twelve hours what the token of its role opens. The page has one. It gets it for a one-time
+  code of `agentjet open`, which opens one session, within a minute.
 
 Episode keys and session keys are signed with `key-secret`. Replacing a token revokes no key; replacing this
 secret revokes all.
@@ -278,3 +278,34 @@ class Keys:
 
 def _present(secret: Secret) -> str:
     return secret if isinstance(secret, str) else secret()
+
+
+CODE_SECONDS = 60
+MAX_CODES = 100
+"""Codes that are kept. A newer one replaces the oldest."""
+
+
+class SessionCodes:
+    """The one-time codes of `agentjet open`. They are in memory only: a restart of the server ends them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[str, tuple[str, Bearer, float]] = {}
+
+    def create(self, run: str, role: Bearer) -> str:
+        """Returns a code for a session with `role` in a run."""
+        if len(self._held) >= MAX_CODES:
+            del self._held[next(iter(self._held))]
+        code = secrets.token_urlsafe(24)
+        self._held[code] = run, role, self._clock() + CODE_SECONDS
+        return code
+
+    def redeem(self, code: str) -> tuple[str, Bearer]:
+        """Returns the run and the role of a code, which is then used up. Raises `Unauthorized`."""
+        run, role, expires = self._held.pop(code, ("", "viewer", 0.0))
+        if self._clock() >= expires:
+            raise Unauthorized(
+                f"This link was used already, or is older than {CODE_SECONDS} s: run `agentjet open` again.",
+                code="code_invalid",
+            )
+        return run, role

@@ -1,5 +1,5 @@
-"""The control routes, under `/swarm/v1/`: episodes, status, events, the job, the engine, checkpoints, evaluations; and
-the runs of the server.
+"""The control routes, under `/swarm/v1/`: episodes, status, health, events, the job, the engine, checkpoints,
+evaluations; and the runs of the server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from starlette.responses import StreamingResponse
 import agentjet.protocol as bodies
 from agentjet.gateway.concurrency import offload
 from agentjet.gateway.views import view
-from agentjet.server.demonstrations import to_demonstration
 from agentjet.server.deps import (
     ADMIN,
     BEARER,
@@ -30,6 +29,7 @@ from agentjet.server.deps import (
     IdempotencyKey,
     until_disconnect,
 )
+from agentjet.server.dialects.chat import to_demonstration
 from agentjet.server.error_handlers import PROBLEMS
 
 STOP_PATIENCE = 20.0
@@ -102,6 +102,18 @@ async def learn_demonstrations(
 async def get_status(deps: Deps) -> bodies.StatusResponse:
     """Return the state of the run and of its training."""
     return deps.gateway.status()
+
+
+@router.get("/health", dependencies=SHARED_VIEWER)
+async def get_health(deps: Deps) -> bodies.HealthView:
+    """Return the trend of the training reward with an interval, and the health rules with their results."""
+    return await deps.gateway.overview.health()
+
+
+@router.get("/waiting", dependencies=SHARED_VIEWER)
+async def get_waiting(deps: Deps) -> bodies.WaitingView:
+    """Return the groups that fill the present batch, with the state of each episode."""
+    return await deps.gateway.overview.waiting()
 
 
 @router.get("/events", dependencies=VIEWER, response_class=StreamingResponse, responses=EVENT_STREAM)

@@ -25,9 +25,8 @@ from agentjet.gateway.reader import Reader
 from agentjet.gateway.runs import Runs
 from agentjet.gateway.ticks import SharedAnswers
 from agentjet.protocol import RunSettings, RunView
-from agentjet.server.auth import Bearer, Keys
+from agentjet.server.auth import Bearer, Keys, SessionCodes
 from agentjet.server.limits import Limits
-from agentjet.server.session_codes import SessionCodes
 from agentjet.types import DEFAULT_RUN
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ from fastapi import APIRouter, Depends, Request
 
 import agentjet.protocol as bodies
 from agentjet.errors import Forbidden
-from agentjet.server.auth import LEVELS, SESSION_PREFIX, Bearer
+from agentjet.server.auth import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
 from agentjet.server.deps import BEARER, SMALL_BODY, VIEWER, Deps, GuardedRoute
 from agentjet.server.error_handlers import PROBLEMS
 from agentjet.server.runs import bearer_of
-from agentjet.server.session_codes import CODE_SECONDS
 
 router = APIRouter(prefix=bodies.PREFIX, tags=["page"], route_class=GuardedRoute, responses=PROBLEMS)
 

@@ -1,20 +1,23 @@
 """The chat completions of OpenAI's API.
 
 Messages are compared by meaning, so forms with one meaning become one form here. An assistant's null content is the
-empty string. The text parts of a content list are joined. `developer` is `system`.
+empty string. The text parts of a content list are joined. `developer` is `system`. The messages of demonstrations have
+the same keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from agentjet.errors import InvalidRequest
+from agentjet.gateway.demonstrations import Demonstration
 from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.protocol import DemonstrationBody
 from agentjet.server.dialects.completions import SamplingBody, answer_head, sampling_request, stream_choices, usage_of
 from agentjet.server.dialects.dialect import (
     AnswerHead,
@@ -232,3 +235,32 @@ def _logprobs(body: ChatBody, chunk: CallChunk) -> dict[str, Any] | None:
 
 
 CHAT = Dialect("/v1/chat/completions", ChatBody, CHAT_KEYS, OPENAI_ERRORS, translate, to_answer, to_events)
+
+
+# --- demonstrations
+
+
+def to_demonstration(body: DemonstrationBody) -> Demonstration:
+    """Returns a demonstration. Raises `InvalidRequest` for the first thing that cannot be honoured."""
+    weights = [_take_weight(message, f"{body.task_id}: messages.{i}.") for i, message in enumerate(body.messages)]
+    asked = {"model": "policy", "messages": [message for message, _ in weights], "tools": body.tools or None}
+    try:
+        chat = ChatBody.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{body.task_id}: {where}: {first['msg']}.", param=where) from None
+    try:
+        conversation = CHAT.to_request(chat, lambda _: None).conversation
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{body.task_id}: {error}", code=error.code, param=error.param) from None
+    return Demonstration(body.task_id, conversation, frozenset(i for i, (_, weight) in enumerate(weights) if weight))
+
+
+def _take_weight(message: Mapping[str, Any], where: str) -> tuple[dict[str, Any], bool]:
+    """Returns a message without its `weight`, and True if its answer is learned."""
+    rest = dict(message)
+    weight = rest.pop("weight", 1)
+    if weight not in (0, 1):
+        raise InvalidRequest(f"{where}weight = {weight!r}: it is 1 to learn the answer, or 0.", param="weight")
+    return rest, rest.get("role") == "assistant" and bool(weight)
