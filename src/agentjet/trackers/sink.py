@@ -1,6 +1,6 @@
 """`Sink`: one tracker, or one file. `Run` and `Step` are what it gets. `open_sink` finds that of `--to KIND:TARGET`.
 
-The sinks of libraries are modules of their own, which are imported only where they are used.
+Each sink that needs a library has its module, which only `open_sink` imports.
 """
 
 from __future__ import annotations
