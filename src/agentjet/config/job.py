@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
@@ -181,17 +181,6 @@ class JobConfig(Section):
         constant = {"lr": lr, "schedule": "constant", "warmup_steps": 0}
         optimizers = {**self.optimizers, policy: self.optimizer_of(policy).model_copy(update=constant)}
         return self.model_copy(update={"recipe": recipe, "optimizers": optimizers})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _algorithm_is_a_recipe(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "algorithm" in values:
-            raise ValueError(
-                'job.algorithm is now job.recipe: advantage = "rloo" is recipe = "rloo", loss = "gspo" is recipe = '
-                '"gspo", or recipe.loss = "gspo" with another recipe. The clip bounds are in [job.recipe.loss], and '
-                "all other keys keep their names in [job.recipe]; docs/recipes.md lists the recipes"
-            )
-        return values
 
     @field_validator("recipe", mode="before")
     @classmethod
