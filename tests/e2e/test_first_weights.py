@@ -22,7 +22,7 @@ def test_a_run_begins_from_an_adapter(tmp_path: Path) -> None:
         server.post("/checkpoints")
         trained = load_file(Path(server.post("/exports")["path"]) / "model.safetensors")
         admin = {"Authorization": f"Bearer {(tmp_path / 'data' / 'admin-token').read_text().strip()}"}
-        body = {"policies": {"p": {"from": "default@1", "worker": "own", "lora": {"rank": 0}}}}
+        body = {"policies": {"p": {"model": "default@1", "worker": "own", "lora": {"rank": 0}}}}
         with httpx.Client(base_url=server.url, headers=admin, timeout=60, trust_env=False) as http:
             assert http.put("/swarm/v1/runs/study", json=body).status_code == 200
             server.until(lambda: http.get("/runs/study/swarm/v1/status").json()["state"] == "sampling")

@@ -1,8 +1,7 @@
-"""A run that begins from a checkpoint of another one: `from = "RUN@VERSION"`.
+"""A run that begins from a checkpoint of another one: `model = "RUN@VERSION"`.
 
 1. The checkpoint becomes version 0 of the new run, once: later starts need neither the other run nor its checkpoints.
 2. A run, policy or version that does not exist is refused by name, with those that do.
-3. `from` and a model exclude each other.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.checkpoints import branch
-from agentjet.config import load_config, parse_config
-from agentjet.errors import ConfigError, Conflict, InvalidRequest
+from agentjet.errors import Conflict
 from agentjet.gateway.first_weights import whole_model
 from agentjet.protocol import RunSettings
 from agentjet.types import PolicyId
@@ -30,7 +28,7 @@ async def test_a_checkpoint_becomes_the_first_version(tmp_path: Path) -> None:
         weights = run.compute.weights
         await run.gateway.versions.save()
         await run.gateway.versions.tag("good", 1)
-        await run.runs.put("study", RunSettings(policies={"p": {"from": "default@good"}}))
+        await run.runs.put("study", RunSettings(policies={"p": {"model": "default@good"}}))
         await run.until(lambda: run.runs.get("study").engine.state == "sampling")
         start = run.runs.get("study").folder / "start" / "default@good"
         assert (start / "model.txt").read_text() == weights
@@ -62,14 +60,4 @@ async def test_wrong_names_are_refused_with_the_right_ones(tmp_path: Path) -> No
             ("default/coder@1", "has no such policy; give default@1"),
         ):
             with pytest.raises(Conflict, match=why):
-                await run.runs.put("study", RunSettings(policies={"p": {"from": name}}))
-        with pytest.raises(InvalidRequest, match="give RUN@VERSION"):
-            await run.runs.put("study", RunSettings(policies={"p": {"from": "default"}}))
-
-
-def test_from_is_another_spelling_of_the_model(tmp_path: Path) -> None:
-    assert parse_config({"model.from": "study@40"}).model.name == "study@40"
-    assert parse_config({"policies": {"p": {"from": "study/q@best"}}}).model_of("p").name == "study/q@best"
-    (tmp_path / "job.toml").write_text('[model]\nname = "smollm2-135m"\n')
-    with pytest.raises(ConfigError, match="exclude each other"):
-        load_config(tmp_path / "job.toml", ["model.from=study@40"])
+                await run.runs.put("study", RunSettings(policies={"p": {"model": name}}))

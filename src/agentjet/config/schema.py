@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, fi
 
 from agentjet.config.job import JobConfig, PolicyName, unknown_policy
 from agentjet.section import Int64, Section
-from agentjet.types import SOLE_POLICY, CheckpointName, SamplerBounds
+from agentjet.types import SOLE_POLICY, SamplerBounds
 
 SamplerCount = Annotated[SamplerBounds, BeforeValidator(SamplerBounds.parse), PlainSerializer(str)]
 
@@ -28,17 +28,6 @@ class LoraConfig(Section):
     """Scale of the adapters: the product of their two matrices is multiplied by alpha / rank."""
     target_modules: str = "all-linear"
     """Modules that get an adapter: `all-linear`, or a comma-separated list of module names."""
-
-
-def _from_as(values: object, key: str) -> object:
-    """Returns the values of a section with `from` under its key of the model. Raises `ValueError`."""
-    if not isinstance(values, dict) or "from" not in values:
-        return values
-    if key in values:
-        raise ValueError(f"from = {values['from']!r} and {key} = {values[key]!r} exclude each other: omit {key}")
-    if not isinstance(values["from"], str) or CheckpointName.parse(values["from"]) is None:
-        raise ValueError(f"from = {values['from']!r}: give RUN@VERSION, such as default@40 or study/planner@best")
-    return {**{name: value for name, value in values.items() if name != "from"}, key: values["from"]}
 
 
 def bfloat16_is_faster(facts: Path = Path("/proc/cpuinfo")) -> bool:
@@ -56,7 +45,7 @@ class ModelConfig(Section):
 
     name: str = "smollm2-135m"
     """A Hugging Face id, a local folder, the bundled model `smollm2-135m`, or `RUN@VERSION`: the policy of another run
-    of the same data dir at a checkpoint, as in `default@40`. `from = "RUN@VERSION"` means the same."""
+    of the same data dir at a checkpoint, as in `default@40`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the weights. `auto`: CUDA if available, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -71,11 +60,6 @@ class ModelConfig(Section):
     threads: Int64 = Field(0, ge=0, le=1024)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_is_the_name(cls, values: object) -> object:
-        return _from_as(values, "name")
 
 
 class ComputeConfig(Section):
@@ -128,7 +112,7 @@ class PolicyConfig(Section):
     """
 
     model: str = ""
-    """Base model, as in `model.name`. Empty: `model.name`. `from = "RUN@VERSION"` means the same."""
+    """Base model, as in `model.name`. Empty: `model.name`."""
     lora: LoraConfig | None = None
     """Adapter of this policy, such as `{rank = 8}`. Not given: `[model.lora]`."""
     compute: ComputeConfig | None = None
@@ -136,11 +120,6 @@ class PolicyConfig(Section):
     worker: str = Field("", pattern=r"^[a-z0-9_-]{0,64}$")
     """Name of the worker process. Policies with the same name share a process, and their adapters share one copy of the
     base model; those of other runs, too."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_is_the_model(cls, values: object) -> object:
-        return _from_as(values, "model")
 
 
 class SamplerConfig(Section):

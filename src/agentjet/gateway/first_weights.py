@@ -1,4 +1,4 @@
-"""First weights of a policy that begins from a checkpoint of another run: `model.from = "RUN@VERSION"`.
+"""First weights of a policy that begins from a checkpoint of another run: `model.name = "RUN@VERSION"`.
 
 At the first start, the policy of the checkpoint is written into the folder `start/` of the new run as a whole model,
 with its adapter merged. From then on this folder is the model of version 0, and the other run is not needed. The
@@ -75,7 +75,7 @@ def find_source(run_folder: Path, model: ModelConfig) -> Source:
     """
     wanted = CheckpointName.parse(model.name)
     assert wanted is not None
-    start, runs = f"model.from = {model.name!r}", run_folder.parent
+    start, runs = f"model.name = {model.name!r}", run_folder.parent
     folder = runs / wanted.run
     if folder == run_folder or not (folder / JOURNAL).is_file():
         known = sorted({path.parent.name for path in runs.glob(f"*/{JOURNAL}")} - {run_folder.name})
