@@ -32,7 +32,7 @@ from agentjet.server.deps import BEARER, SMALL_BODY, VIEWER, GuardedRoute
 from agentjet.server.error_handlers import HANDLED, PROBLEMS, error_response, respond_to_error
 from agentjet.server.http import Entry, allowed_hosts
 from agentjet.server.limits import Limits
-from agentjet.server.runs import RUN, bearer_of, entered_run, route_path
+from agentjet.server.runs import RUN, EnteredRun, bearer_of, entered_run, route_path
 from agentjet.types import DEFAULT_RUN
 
 MOST_COMPARED = 8
@@ -68,7 +68,11 @@ class Look:
         """Returns a run. Raises `Unauthorized`, and `NotFound` for a name without a run."""
         self.keys.control(bearer_of(request))
         self.collection.run(name)
-        return EnteredRecords(self, name)
+        return self.entered(name)
+
+    def entered(self, name: str) -> EnteredRecords:
+        """Returns a run, without a check."""
+        return EnteredRecords(self.keys, self.limits, self, name)
 
     def open_session(self, code: str) -> bodies.SessionView:
         """Raises `Unauthorized` for another code than the one of the link."""
@@ -79,8 +83,8 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class EnteredRecords:
-    """An `EnteredRun`. All runs have the same keys."""
+class EnteredRecords(EnteredRun):
+    """A run of `agentjet look`. All runs have the same keys."""
 
     look: Look
     name: str
@@ -95,25 +99,6 @@ class EnteredRecords:
     @property
     def reader(self) -> Reader:
         return self.recorded.reader
-
-    @property
-    def keys(self) -> Keys:
-        return self.look.keys
-
-    @property
-    def limits(self) -> Limits:
-        return self.look.limits
-
-    @property
-    def shared(self) -> None:
-        return None
-
-    @property
-    def max_age(self) -> float:
-        return 0.0
-
-    def refuse_foreign(self, token: str) -> None:
-        """Does nothing: no run has other keys."""
 
 
 class Forwarding:
@@ -161,7 +146,7 @@ def create_look_app(look: Look, server: ServerConfig) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         exception_handlers=dict.fromkeys(HANDLED, respond_to_error),
     )
-    app.state.deps = EnteredRecords(look, look.first)
+    app.state.deps = look.entered(look.first)
     app.include_router(router)
     app.include_router(records.router)
     app.include_router(page.router)

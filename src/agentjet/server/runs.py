@@ -38,25 +38,26 @@ KEY_PATH = re.compile(r"/k/([^/]+)")
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 
-class EnteredRun(Protocol):
+@dataclass(frozen=True, slots=True)
+class EnteredRun:
     """The parts of a run that guards and read routes use. The runs of `agentjet look` have no more."""
 
-    @property
-    def reader(self) -> Reader: ...
+    keys: Keys
+    limits: Limits
 
     @property
-    def keys(self) -> Keys: ...
-
-    @property
-    def limits(self) -> Limits: ...
+    def reader(self) -> Reader:
+        raise NotImplementedError
 
     @property
     def shared(self) -> SharedAnswers[Response] | None:
         """Answers that viewers share; None for a run without events."""
+        return None
 
     @property
     def max_age(self) -> float:
         """Seconds that an episode key is valid from the start of its episode."""
+        return 0.0
 
     def refuse_foreign(self, token: str) -> None:
         """Raises `Forbidden` if another run has this token or key."""
@@ -70,13 +71,11 @@ class Entrance(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AppDeps:
+class AppDeps(EnteredRun):
     """The objects that the routes use: a run and its keys, and the server around it."""
 
     gateway: Gateway
-    keys: Keys
     runs: ServedRuns
-    limits: Limits
 
     @property
     def shared(self) -> SharedAnswers[Response]:
@@ -84,7 +83,6 @@ class AppDeps:
 
     @property
     def max_age(self) -> float:
-        """Seconds that an episode key is valid from the start of its episode."""
         return self.gateway.swarm.job.max_episode_seconds
 
     @property
@@ -138,7 +136,7 @@ class ServedRuns:
         """`keys` are those of the default run. A run whose keys cannot be read is logged and cannot be entered."""
         self.runs = runs
         self.codes = SessionCodes(keys.clock)
-        self.default = AppDeps(runs.default, keys, self, limits)
+        self.default = AppDeps(keys, limits, runs.default, self)
         self._keys = {DEFAULT_RUN: keys}
         for view in runs.views()[1:]:
             try:
@@ -169,7 +167,7 @@ class ServedRuns:
             raise NotFound(f"The run {name!r} is not open: {way_out}.", code="run_not_found") from None
         if keys is None:
             raise NotFound(f"The keys of run {name!r} cannot be read: see the server's log.", code="run_not_found")
-        return AppDeps(gateway, keys, self, self.default.limits)
+        return AppDeps(keys, self.default.limits, gateway, self)
 
     def exchange(self, code: str) -> tuple[str, Bearer, str, float]:
         """Returns run, role, key and end of the session that a code opens. Raises `Unauthorized`."""
