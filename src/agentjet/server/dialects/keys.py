@@ -21,7 +21,7 @@ from functools import cache
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import InvalidRequest
@@ -45,14 +45,9 @@ def check_portable_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class _FirstErrorOnly(FailFast):
-    """Stops a list at its first invalid item: one error for each item would take gigabytes."""
-
-    __hash__ = object.__hash__  # Members of a union must be hashable.
-
-
 ItemT = TypeVar("ItemT")
-Items = Annotated[list[ItemT], _FirstErrorOnly()]
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that is checked up to its first invalid item: one error for each item would take gigabytes."""
 Text = Annotated[str, AfterValidator(_check_whole_characters)]
 """Text in whole characters."""
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_portable_json)]
