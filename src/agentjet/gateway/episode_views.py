@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from agentjet.errors import NotFound
-from agentjet.gateway import gallery
 from agentjet.gateway.token_texts import control_names, runs, token_texts, utf16_length
 from agentjet.gateway.views import facts
 from agentjet.protocol import CallRuns, CallView, EpisodeRuns, EpisodeTree, Kept
@@ -55,16 +54,17 @@ class _ShownCall:
 
 
 def _shown_calls(journal: Journal, episode: Episode) -> tuple[Kept, list[_ShownCall]]:
-    found, names = gallery.transcript(journal, episode), journal.control_tokens()
-    orphaned = orphans([call for call, *_ in found.calls], found.undelivered)
+    calls, names = journal.calls(episode.id), journal.control_tokens()
+    orphaned = orphans([call for call, *_ in calls], journal.undelivered(episode.id))
     shown = [
         _ShownCall(
             call, orphaned.get(call.id, ""), token_texts([*suffix, *completion], control_names(names, call.role))
         )
-        for call, suffix, completion in found.calls
+        for call, suffix, completion in calls
     ]
     roles = list(dict.fromkeys(one.call.role for one in shown))
-    return found.kept, sorted(shown, key=lambda one: roles.index(one.call.role))
+    is_gone = episode.is_settled and episode.num_calls and not calls
+    return "gone" if is_gone else "journal", sorted(shown, key=lambda one: roles.index(one.call.role))
 
 
 def _call_view(shown: _ShownCall) -> CallView:

@@ -28,7 +28,6 @@ from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.gallery import Gallery
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
@@ -130,8 +129,7 @@ class Gateway:
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
-        self._gallery = Gallery(self._journal, config.server.keep_transcripts)
-        self.swarm.store.before_prune = self._gallery.before_prune
+        self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
         self.ticks = Ticks(lambda: self.last_event, lambda after: self.swarm.queries.events(after, EVENTS_PAGE))
@@ -194,7 +192,6 @@ class Gateway:
             self._calls.close()
             await self._commits.close()
             await self.reader.close()
-            await self._gallery.close()  # The last connection to be closed empties the journal's log.
             self._journal.close()
 
     async def stop_engine(self) -> None:
