@@ -16,7 +16,7 @@ from agentjet.errors import ConfigError
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from agentjet.gateway.comparison import Figures
+    from agentjet.gateway.collection import Figures
 
 
 def compare(
@@ -25,7 +25,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
-    from agentjet.gateway.comparison import differing_settings
+    from agentjet.gateway.collection import differing_settings
 
     if len(runs) < 2:
         raise ConfigError(f"only one run, {str(runs[0])!r}: name two or more to compare")
@@ -48,7 +48,7 @@ def compare(
 
 def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any]]:
     """The figures of a run and its settings, from its folder or its data dir. Raises `ConfigError`."""
-    from agentjet.gateway.comparison import figures
+    from agentjet.gateway.collection import figures
     from agentjet.protocol import EvaluationRequest, flatten
     from agentjet.swarm import Journal
 
