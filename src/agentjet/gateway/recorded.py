@@ -14,7 +14,7 @@ from typing import Any
 from agentjet.errors import ConfigError
 from agentjet.gateway import views
 from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.overview import facts_of, groups_of, health_of, waiting_of
+from agentjet.gateway.overview import facts_of, health_of, waiting_of
 from agentjet.gateway.reader import Reader
 from agentjet.protocol import (
     CheckpointInfo,
@@ -104,15 +104,7 @@ class RecordedRun:
         return await self.reader.read(self._waiting)
 
     def _waiting(self, journal: Journal) -> WaitingView:
-        queries = self._queries(journal)
-        view = WaitingView(
-            text=self._waiting_for(),
-            needed=queries.settings.job.batch_size,
-            places=queries.places,
-            num_groups=len(queries.groups),
-            groups=[],
-        )
-        return waiting_of(view, groups_of(queries, has_leases=False), queries.num_lost, journal)
+        return waiting_of(self._queries(journal), self._waiting_for(), has_leases=False)(journal)
 
     async def job(self) -> JobBody:
         """Returns the job settings in force at the end of the journal."""
