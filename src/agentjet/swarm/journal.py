@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.config import ModelConfig
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import EvaluationView, Event
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
@@ -256,6 +256,13 @@ class Journal:
     def episode(self, episode_id: str) -> Episode | None:
         body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
         return None if body is None else self.episode_of(body)
+
+    def known_episode(self, episode_id: str) -> Episode:
+        """An episode. Raises `NotFound`."""
+        episode = self.episode(episode_id)
+        if episode is None:
+            raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
+        return episode
 
     def episode_of(self, body: str) -> Episode:
         """The episode of a row."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
-from agentjet.errors import Conflict, Later, NotFound
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
@@ -99,10 +99,7 @@ class Store:
 
     def episode(self, episode_id: str) -> Episode:
         """Any episode that the journal keeps. Raises `NotFound`."""
-        episode = self.episodes.get(episode_id) or self.journal.episode(episode_id)
-        if episode is None:
-            raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
-        return episode
+        return self.episodes.get(episode_id) or self.journal.known_episode(episode_id)
 
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
