@@ -250,7 +250,7 @@ class Gateway:
         if self.engine.state in NOT_SERVING:
             raise self.engine.refusal()
         await self.ready()
-        renderer = self.engine.models[policy].renderer
+        renderer = self.engine.renderers[policy]
         size = sum(num_characters(one.conversation) for one in given)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
@@ -415,7 +415,7 @@ class Gateway:
 
     def _model_weights(self) -> str:
         """Returns the fingerprint of the first weights, or '' before they are loaded or if policies differ in them."""
-        found = {loaded.info.weights for loaded in self.engine.models.values()}
+        found = {renderer.model.weights for renderer in self.engine.renderers.values()}
         return found.pop() if len(found) == 1 else ""
 
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
