@@ -189,10 +189,6 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
-    def tokens_lower_bound(self, num_bytes: int) -> int:
-        """Returns the minimum number of tokens of encoded text with this many bytes."""
-        return -(-num_bytes // self._vocabulary.longest_piece)
-
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
         return self._vocabulary.tokenize(encoded)
