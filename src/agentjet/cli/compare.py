@@ -49,22 +49,16 @@ def compare(
 def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any]]:
     """The figures of a run and its settings, from its folder or its data dir. Raises `ConfigError`."""
     from agentjet.gateway.collection import figures
-    from agentjet.protocol import EvaluationRequest, flatten
+    from agentjet.gateway.recorded import settings_of
     from agentjet.swarm import Journal
 
     folder = path if (path / METRICS).exists() else path / "runs" / run
     steps = _steps(folder / METRICS)
     with closing(Journal.open_read_only(folder / JOURNAL)) as journal:
-        try:
-            held = journal.job_settings()
-        except ConfigError:  # Figures can be compared without the package of the run's recipe.
-            held = None
-        origin = journal.origin
-        evaluations = [EvaluationRequest(**event.body) for event in journal.events_of("evaluation")]
+        settings, evaluations = settings_of(journal), journal.evaluations()
         rollbacks = [event.body for event in journal.events_of("rollback")]
     undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
-    job = flatten(held.job.model_dump(mode="json"), "job.") if held is not None else ()
-    return figures(steps, evaluations, undone), {**origin, **dict(job)}
+    return figures(steps, evaluations, undone), settings
 
 
 def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
