@@ -11,7 +11,7 @@ import pytest
 from agentjet.cli.checkpoints import roll_back
 from agentjet.cli.compare import read_run
 from agentjet.errors import ConfigError
-from agentjet.gateway.comparison import differing_settings
+from agentjet.gateway.collection import differing_settings
 from agentjet.protocol import EvaluationRequest
 from tests.cli.test_commands import run
 from tests.fakes import running

@@ -28,7 +28,6 @@ from agentjet.cli.remote_run import RemoteRun
 from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, RequestError, Unreachable
 from agentjet.gateway.collection import Collection
-from agentjet.gateway.recorded import RecordedRun
 from agentjet.protocol import EvaluationRequest
 from agentjet.server.look import Look, create_look_app
 from agentjet.swarm.journal_file import SCHEMA_VERSION
@@ -105,7 +104,7 @@ def test_a_run_is_read_while_it_is_written_and_after(tmp_path: Path) -> None:
         before = names(data)
         async with looking(found_at(data / "runs" / "default")) as (http, _):
             assert await read(http, "/swarm/v1/steps") == steps
-            assert "no server runs it" in (await read(http, "/swarm/v1/status"))["waiting_for"]
+            assert "read from its folder" in (await read(http, "/swarm/v1/status"))["waiting_for"]
             assert [one["policy_version"] for one in await read(http, "/swarm/v1/checkpoints")] != []
         assert names(data) == before
 
@@ -229,17 +228,6 @@ def test_wrong_places_are_refused(tmp_path: Path) -> None:
 def test_no_run_is_called_as_the_default_run_of_a_server(tmp_path: Path) -> None:
     asyncio.run(trained(tmp_path / "default"))
     assert list(found_at(tmp_path / "default").runs) == ["default-2"]
-
-
-def test_the_writer_of_a_journal(tmp_path: Path) -> None:
-    lock, locks = tmp_path / "journal.sqlite.lock", tmp_path / "locks"
-    lock.touch()
-    row = f"1: POSIX  ADVISORY  READ 5 08:02:{lock.stat().st_ino} 128 128\n"
-    locks.write_text(f"{row}2: FLOCK  ADVISORY  WRITE 4711 08:02:{lock.stat().st_ino} 0 EOF\n")
-    assert RecordedRun(tmp_path, locks=locks).writer() == 4711
-    locks.write_text(f"{row}torn")
-    assert RecordedRun(tmp_path, locks=locks).writer() is None
-    assert RecordedRun(tmp_path, locks=tmp_path / "none").writer() is None
 
 
 def test_a_run_of_another_server(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 5. An interrupted write leaves no checkpoint that counts, even if the journal had recorded it.
 6. A stop while the journal refuses a published batch writes no checkpoint, and the batch is learned later.
 7. An incomplete journal is refused, and no checkpoint is renamed.
+8. The calls of a few episodes outlive the checkpoints that cover them; those of the others are gone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pytest
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Later
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree
 from agentjet.types import CheckpointStamp
 from tests.fakes import RUN, Running, ScriptedCompute, running
 
@@ -305,3 +307,18 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
         assert (run.gateway.engine.state, versions(run)) == ("offline", [])
         await run.gateway.start_engine()
         await run.until(lambda: run.gateway.swarm.policy_version == 2)
+
+
+async def test_some_transcripts_outlive_checkpoints_and_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1, "group_size": 3}) as run:
+        failed = await run.gateway.begin(BeginRequest(task_id="t", client_id="c", wait=5))
+        await run.say(failed.id, "hello")
+        await run.gateway.abort(failed.id, AbortRequest(reason="Timeout: tool"))
+        ids = await run.fill_batch()
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)
+        await run.batch()
+    async with running(tmp_path / "d") as run:
+        trees = [EpisodeTree.model_validate_json(await run.gateway.reader.episode(one)) for one in (failed.id, *ids)]
+    assert [tree.kept for tree in trees] == ["journal", "journal", "gone", "gone", *["journal"] * 3]
+    assert [bool(tree.calls) for tree in trees] == [tree.kept == "journal" for tree in trees]
+    assert trees[0].calls[0].response["content"] == "hi"

@@ -33,7 +33,7 @@ def renderer(tool_format: str) -> Renderer:
 
 def answer(tool_format: str = "hermes", *, tools: bool = True, stop: Sequence[str] = ()) -> CompletionParser:
     conversation = Conversation(USER, TOOLS if tools else ())
-    return CompletionParser(renderer(tool_format), conversation, stop=stop, tool_format=tool_format, id_prefix="call")
+    return CompletionParser(renderer(tool_format), conversation, stop=stop, id_prefix="call")
 
 
 def sent(made: CompletionParser, tokens: Sequence[int], sizes: Sequence[int]) -> tuple[str, str, Message]:

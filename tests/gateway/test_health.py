@@ -267,7 +267,7 @@ def test_a_rule_trips_on_its_run_and_not_on_a_similar_one(case: tuple[str, Facts
 
 
 def test_every_rule_is_tripped_and_explained() -> None:
-    names = [one.name for one in RULES]
+    names = list(RULES)
     assert len(set(names)) == len(names) and {case[0] for case in TRIPS} == set(names)
     page = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")
     assert page == TEXT.read_text(encoding="utf-8"), "`make docs` copies it"

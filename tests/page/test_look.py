@@ -137,7 +137,7 @@ def test_a_killed_run_shows_the_same_text(browser: Browser, tmp_path: Path) -> N
             assert len(live[view]) > 100
         page = site.open("/runs/data/")
         assert page.locator("main section").first.inner_text() == learning
-        expect(page.locator("main")).to_contain_text("no server runs it")
+        expect(page.locator("main")).to_contain_text("read from its folder")
 
 
 @pytest.mark.thorough

@@ -83,10 +83,7 @@ class Session:
     ) -> Call:
         """Samples `completion` after a prompt and records the call."""
         id = f"{self.episode_id}_{self.role}_{len(self.tree.calls)}"
-        tool_format = self.model.card.tool_format
-        answer = CompletionParser(
-            self.model.renderer, conversation, stop=stop, tool_format=tool_format, id_prefix=f"call_{id}"
-        )
+        answer = CompletionParser(self.model.renderer, conversation, stop=stop, id_prefix=f"call_{id}")
         logprobs = tuple(-float(next(self.record.numbers)) for _ in completion)
         answer.push(Sampled(tuple(completion), logprobs, len(self.prompts), "stop"))
         message, _, _ = answer.message()

@@ -16,7 +16,7 @@ from agentjet.errors import ConfigError
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from agentjet.gateway.comparison import Figures
+    from agentjet.gateway.collection import Figures
 
 
 def compare(
@@ -25,7 +25,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
-    from agentjet.gateway.comparison import differing_settings
+    from agentjet.gateway.collection import differing_settings
 
     if len(runs) < 2:
         raise ConfigError(f"only one run, {str(runs[0])!r}: name two or more to compare")
@@ -48,23 +48,17 @@ def compare(
 
 def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any]]:
     """The figures of a run and its settings, from its folder or its data dir. Raises `ConfigError`."""
-    from agentjet.gateway.comparison import figures
-    from agentjet.protocol import EvaluationRequest, flatten
+    from agentjet.gateway.collection import figures
+    from agentjet.gateway.recorded import settings_of
     from agentjet.swarm import Journal
 
     folder = path if (path / METRICS).exists() else path / "runs" / run
     steps = _steps(folder / METRICS)
     with closing(Journal.open_read_only(folder / JOURNAL)) as journal:
-        try:
-            held = journal.job_settings()
-        except ConfigError:  # Figures can be compared without the package of the run's recipe.
-            held = None
-        origin = journal.origin
-        evaluations = [EvaluationRequest(**event.body) for event in journal.events_of("evaluation")]
+        settings, evaluations = settings_of(journal), journal.evaluations()
         rollbacks = [event.body for event in journal.events_of("rollback")]
     undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
-    job = flatten(held.job.model_dump(mode="json"), "job.") if held is not None else ()
-    return figures(steps, evaluations, undone), {**origin, **dict(job)}
+    return figures(steps, evaluations, undone), settings
 
 
 def _steps(file: Path) -> dict[int, Mapping[str, Any]]:

@@ -148,8 +148,8 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     version = f"policy version {gateway.swarm.policy_version}"
     if gateway.policies:
         _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
-    for policy, loaded in gateway.engine.models.items():
-        model = loaded.info
+    for policy, renderer in gateway.engine.renderers.items():
+        model = renderer.model
         size = f"{model.num_parameters / 1e6:.0f}M parameters"
         facts = f"{size} on {model.device} in {model.dtype}, context {model.context_length}"
         if gateway.policies:

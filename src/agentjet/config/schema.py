@@ -162,8 +162,8 @@ class ServerConfig(Section):
     keep_exports: Int64 = Field(8, ge=1)
     """Number of newest exports to keep in `exports/` of the data dir. A new export removes older ones."""
     keep_transcripts: Int64 = Field(200, ge=0, le=1_000_000)
-    """Maximum size of `gallery.sqlite` in MB, one file for each run. It keeps calls of a few episodes of each batch, of
-    failed episodes and of evaluations after the journal has deleted them. 0: nothing is added."""
+    """Maximum size in MB of the calls that the journal of each run keeps for people when no replay needs them: of a
+    few episodes of each batch, of failed episodes and of evaluations. 0: none are kept."""
     max_connections: Int64 = Field(4096, ge=16)
     """Maximum number of open connections; further ones are closed. The process's limit on open files can lower it."""
     episode_may_finish: bool = True

@@ -39,10 +39,11 @@ from agentjet.errors import (
 from agentjet.gateway import observability
 from agentjet.gateway.completion_parser import CompletionParser
 from agentjet.gateway.concurrency import offload
-from agentjet.gateway.engine import Engine, LoadedModel
+from agentjet.gateway.engine import Engine
 from agentjet.gateway.prompts import Prompt, num_characters, prepare_prompt
 from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, choice_seed, sampling_params, with_overrides
 from agentjet.gateway.training_loop import OpenRun
+from agentjet.rendering import Renderer
 from agentjet.swarm import Episode
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
@@ -74,7 +75,7 @@ class ActiveCall:
     crashed_workers: set[int] = field(default_factory=set)
     """Numbers of the workers that crashed during the call."""
     # `CallPath._prepare` sets the rest.
-    model: LoadedModel = field(init=False)
+    renderer: Renderer = field(init=False)
     prompts: list[tuple[Prompt, SamplingParams]] = field(init=False)
     """One per conversation of the request."""
 
@@ -147,8 +148,8 @@ class CallPath:
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Returns the prompt length of a call. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
-            model = await self._loaded_model(role)
-            return len((await self._prompt(model, episode_id, role, request, request.conversation)).tokens)
+            renderer = await self._renderer(role)
+            return len((await self._prompt(renderer, episode_id, role, request, request.conversation)).tokens)
 
     def episode_ended(self, episode_id: str) -> None:
         """Ends the episode's answers: they will not be trained."""
@@ -224,20 +225,20 @@ class CallPath:
 
     # ---- prompt -----------------------------------------------------------------------------------------------------
 
-    async def _loaded_model(self, role: str) -> LoadedModel:
-        """Returns the model of a role's policy. Waits until the policies were up once."""
-        if not self._engine.models:
+    async def _renderer(self, role: str) -> Renderer:
+        """Returns the renderer of a role's policy. Waits until the policies were up once."""
+        if not self._engine.renderers:
             async with self._run.gate.enter(self._run.config.server.call_timeout):
                 pass
-        return self._engine.models[self._run.policy_id(role).policy]
+        return self._engine.renderers[self._run.policy_id(role).policy]
 
     async def _prompt(
-        self, model: LoadedModel, episode_id: str, role: str, request: CallRequest, conversation: Conversation
+        self, renderer: Renderer, episode_id: str, role: str, request: CallRequest, conversation: Conversation
     ) -> Prompt:
         tree, history = self._swarm.tree(episode_id, role), self._swarm.job.history
         size = request.num_bytes + num_characters(conversation)
         return await offload(
-            size, prepare_prompt, model.renderer, tree, conversation, history, fingerprint=request.fingerprint
+            size, prepare_prompt, renderer, tree, conversation, history, fingerprint=request.fingerprint
         )
 
     async def _prepare(self, call: ActiveCall) -> None:
@@ -246,8 +247,8 @@ class CallPath:
         self._check_turns(call)
         call.request = request = with_overrides(call.request, job, episode)
         params = sampling_params(request, job, episode)
-        call.model = model = await self._loaded_model(call.role)
-        renderer, limit = model.renderer, model.info.context_length
+        call.renderer = renderer = await self._renderer(call.role)
+        limit = renderer.context_length
         if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
                 f"chat_template_kwargs: {dict(request.template_kwargs)!r:.200} would change the prompt that this "
@@ -258,7 +259,7 @@ class CallPath:
         is_new_role = not self._swarm.tree(episode.id, call.role).calls and episode.num_calls
         call.prompts = []
         for conversation in request.conversations:
-            prompt = await self._prompt(model, episode.id, call.role, request, conversation)
+            prompt = await self._prompt(renderer, episode.id, call.role, request, conversation)
             room = limit - len(prompt.tokens)
             if room < 1:
                 raise ContextOverflow(request.asked, len(prompt.tokens), limit)
@@ -337,7 +338,7 @@ class CallPath:
         return True
 
     def _new_choice(self, call: ActiveCall, index: int) -> Choice:
-        request, renderer = call.request, call.model.renderer
+        request = call.request
         which, number = divmod(index, request.choices)
         prompt, params = call.prompts[which]
         seed = choice_seed(
@@ -345,10 +346,9 @@ class CallPath:
         )
         call_id = (index == 0 and request.id) or uuid.uuid4().hex
         parser = CompletionParser(
-            renderer,
+            call.renderer,
             request.conversations[which],
             stop=request.stop,
-            tool_format=call.model.info.tool_format,
             id_prefix=f"call_{call_id[:12]}",
         )
         return Choice(index, call_id, prompt, replace(params, seed=seed), parser)
@@ -375,7 +375,7 @@ class CallPath:
             return ()
         with _request_errors(call.request):
             scores = await self._compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
-        token_bytes = call.model.renderer.token_bytes
+        token_bytes = call.renderer.token_bytes
         texts = [token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
@@ -415,7 +415,7 @@ class CallPath:
             support=pack_sets(parser.support) if call.episode.mode == "train" else b"",
             untrained=call.request.untrained,
         )
-        self._swarm.record_call(record, prompt.pieces, call.model.renderer.pieces(completion))
+        self._swarm.record_call(record, prompt.pieces, call.renderer.pieces(completion))
         call.recorded.append(choice.call_id)
         await self._run.commits.durable()
         self._run.tracing.annotate(

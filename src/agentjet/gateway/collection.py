@@ -1,18 +1,22 @@
-"""`Collection`: the runs and the studies of `agentjet look`, as lists, and comparisons of its runs."""
+"""`Collection`: the runs and the studies of `agentjet look`, as lists, and comparisons of its runs.
+
+`figures` and `differing_settings` compare runs also for `agentjet compare`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
-from agentjet.gateway.comparison import differing_settings, figures
 from agentjet.gateway.recorded import RecordedRun
 from agentjet.protocol import (
     ComparedRunView,
     ComparisonView,
+    EvaluationRequest,
     EvaluationView,
     LookedRunView,
     LookedStudyView,
@@ -20,6 +24,12 @@ from agentjet.protocol import (
     StatusResponse,
     StepList,
 )
+
+FINAL_STEPS = 5
+"""The first and the final reward are means of this many batches: the reward of a single batch is mostly noise."""
+TIMES = ("time/sample", "time/wait", "time/learn")
+
+Figures = dict[str, float | None]
 
 
 class Run(Protocol):
@@ -144,3 +154,55 @@ async def _compared(name: str, run: Run) -> ComparedRunView:
 
 def _missing(noun: str, name: str, known: Mapping[str, object]) -> str:
     return f"There is no {noun} {name!r} here; there are: {', '.join(known) or 'none'}."
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def figures(
+    steps: Mapping[int, Mapping[str, float | None]],
+    evaluations: Sequence[EvaluationRequest],
+    undone: AbstractSet[int] = frozenset(),
+) -> Figures:
+    """Returns the figures of a run. `steps` are its metrics by the policy version after the step, in order.
+
+    Batches that a rollback undid count for tokens and time, and not for rewards. Scores are None without evaluations.
+    """
+    rewards = {
+        version: reward
+        for version, step in steps.items()
+        if (reward := step.get("reward/mean")) is not None and version not in undone
+    }
+    scored = [one for one in evaluations if one.policy_version not in undone]
+    scores = [one.score for one in scored]
+    return {
+        "policy_version": max(steps, default=0),
+        "batches": len(steps),
+        "undone_batches": len(steps.keys() & undone),
+        f"reward_first_{FINAL_STEPS}": _mean(list(rewards.values())[:FINAL_STEPS]),
+        f"reward_last_{FINAL_STEPS}": _mean(list(rewards.values())[-FINAL_STEPS:]),
+        "reward_best": max(rewards.values(), default=None),
+        "reward_best_version": max(rewards, key=rewards.__getitem__, default=None),
+        "evaluations": len(scores),
+        "score_first": scores[0] if scores else None,
+        "score_last": scores[-1] if scores else None,
+        "score_best": max(scores, default=None),
+        "score_best_version": scored[scores.index(max(scores))].policy_version if scores else None,
+        "episodes": round(_sum(steps, "batch/episodes")),
+        "sampled_tokens": round(_sum(steps, "batch/sampled_tokens")),
+        "minutes": sum(_sum(steps, name) for name in TIMES) / 60,
+    }
+
+
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the value in each run of the settings that differ, by name."""
+    values = {key: [one.get(key) for one in settings] for key in dict.fromkeys(key for one in settings for key in one)}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _sum(steps: Mapping[int, Mapping[str, float | None]], name: str) -> float:
+    return math.fsum(step.get(name) or 0.0 for step in steps.values())
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

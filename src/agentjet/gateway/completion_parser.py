@@ -19,10 +19,7 @@ from agentjet.types import Conversation, FinishReason, Message, Sampled
 class CompletionParser:
     """Parses one choice. Call `push` until the completion ends or `stopped` is True, then `message`."""
 
-    def __init__(
-        self, renderer: Renderer, conversation: Conversation, *, stop: Sequence[str], tool_format: str, id_prefix: str
-    ) -> None:
-        """`tool_format` is the model's. It is ignored if the conversation has no tools."""
+    def __init__(self, renderer: Renderer, conversation: Conversation, *, stop: Sequence[str], id_prefix: str) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -33,7 +30,7 @@ class CompletionParser:
         self._renderer = renderer
         self._conversation = conversation
         self._stop = tuple(stop)
-        self._tool_format = tool_format if conversation.tools else ""
+        self._tool_format = renderer.model.tool_format if conversation.tools else ""
         self._id_prefix = id_prefix
         self._stream = renderer.stream()
         self._text = ""

@@ -16,7 +16,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,14 +50,6 @@ STOP_GRACE_SECONDS = 10.0
 """Time that calls in progress have to end when the engine is stopped."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The model of a policy."""
-
-    info: ModelInfo
-    renderer: Renderer
-
-
 class Engine:
     """The supervisor of a run's policies. One task supervises; `start` and `stop` begin and end it."""
 
@@ -66,8 +57,8 @@ class Engine:
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
-        self.models: dict[str, LoadedModel] = {}
-        """Models by policy. Empty until all policies were up once."""
+        self.renderers: dict[str, Renderer] = {}
+        """Renderers of the models by policy. Empty until all policies were up once."""
         self.num_workers = 0
         """Number of times that the policies were brought up so far: 1, and 1 for each crash of a worker."""
         self.num_hung = 0
@@ -222,7 +213,7 @@ class Engine:
             return False
         has_learned, self._version_at_failure = version > self._version_at_failure, version
         self._failures = (0 if has_learned or lived > HEALTHY_SECONDS else self._failures) + is_ours
-        is_new = is_ours and not self.models and self._store.newest() is None and version == 0
+        is_new = is_ours and not self.renderers and self._store.newest() is None and version == 0
         if is_new or self._failures > MAX_FAILURES:
             await self._fail(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
@@ -277,12 +268,12 @@ class Engine:
         await self._add_policies()
         batches, operations = await self._load_newest()
         self._swarm.record_origin()
-        self._swarm.record_control_tokens({name: one.renderer.control_tokens for name, one in self.models.items()})
+        self._swarm.record_control_tokens({name: one.control_tokens for name, one in self.renderers.items()})
         await self.training.catch_up(batches, operations)
 
     async def _add_policies(self) -> None:
         """Adds each policy with the weights of version 0."""
-        models: dict[str, LoadedModel] = {}
+        renderers: dict[str, Renderer] = {}
         for policy in self._run.policies:
             name = policy.policy
             config = self._run.config
@@ -296,9 +287,9 @@ class Engine:
                 model = await self._compute.add(policy, resolved, worker=worker, settings=settings)
             self._swarm.check_origin(name, model)
             _check_model(self._swarm.job, model)
-            known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
-            models[name] = known or LoadedModel(model, await asyncio.to_thread(Renderer, model))
-        self.models = models
+            known = [one for one in (*renderers.values(), *self.renderers.values()) if one.model == model]
+            renderers[name] = known[0] if known else await asyncio.to_thread(Renderer, model)
+        self.renderers = renderers
 
     async def _load_newest(self) -> tuple[list[Batch], dict[str, int]]:
         """Loads the newest good checkpoint, if any. Returns the batches after it, and each policy's next operation.
@@ -357,8 +348,8 @@ class Engine:
         prompt.
         """
         check_capabilities(self._compute.capabilities, self._run.config, job)
-        for model in self.models.values():
-            _check_model(job, model.info)
+        for renderer in self.renderers.values():
+            _check_model(job, renderer.model)
 
 
 def _check_model(job: JobConfig, model: ModelInfo) -> None:

@@ -8,7 +8,6 @@ optimiser begins without moments.
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from agentjet.compute.protocol import Compute
@@ -20,14 +19,6 @@ from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import JOURNAL, SOLE_POLICY, CheckpointName, PolicyId
 
 FOLDER = "start"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The policy of a checkpoint, with the model settings that it was trained with."""
-
-    checkpoint: Path
-    model: ModelConfig
 
 
 def whole_model(run_folder: Path, name: str) -> Path | None:
@@ -60,16 +51,16 @@ async def write(
     folder = whole_model(run_folder, model.name)
     if folder is None or folder.exists():
         return
-    source = find_source(run_folder, model)
+    checkpoint, trained = find_source(run_folder, model)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    await compute.add(policy, source.model, worker=worker, settings=settings)
-    await compute.load(policy, source.checkpoint)
+    await compute.add(policy, trained, worker=worker, settings=settings)
+    await compute.load(policy, checkpoint)
     await compute.export(policy, folder)
     await compute.remove(policy)
 
 
-def find_source(run_folder: Path, model: ModelConfig) -> Source:
-    """Returns the checkpoint that a model names.
+def find_source(run_folder: Path, model: ModelConfig) -> tuple[Path, ModelConfig]:
+    """Returns the checkpoint of the policy that a model names, and the model settings that it was trained with.
 
     Raises `ConfigError` with the existing runs, policies or versions.
     """
@@ -100,4 +91,4 @@ def find_source(run_folder: Path, model: ModelConfig) -> Source:
     own = of_policy(origin, policy)
     lora = {key: own[f"model.lora.{key}"] for key in ("rank", "alpha", "target_modules") if f"model.lora.{key}" in own}
     settings = {"name": own["model.name"], "dtype": own["model.dtype"], "lora": LoraConfig.model_validate(lora)}
-    return Source(checkpoint, resolved(folder, model.model_copy(update=settings)))
+    return checkpoint, resolved(folder, model.model_copy(update=settings))

@@ -27,7 +27,6 @@ from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.gallery import Gallery
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
@@ -131,8 +130,7 @@ class Gateway:
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
-        self._gallery = Gallery(self._journal, config.server.keep_transcripts)
-        self.swarm.store.before_prune = self._gallery.before_prune
+        self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
         self.ticks = Ticks(lambda: self.last_event, lambda after: self.swarm.queries.events(after, EVENTS_PAGE))
@@ -195,7 +193,6 @@ class Gateway:
             self._calls.close()
             await self._commits.close()
             await self.reader.close()
-            await self._gallery.close()  # The last connection to be closed empties the journal's log.
             self._journal.close()
 
     async def stop_engine(self) -> None:
@@ -254,7 +251,7 @@ class Gateway:
         if self.engine.state in NOT_SERVING:
             raise self.engine.refusal()
         await self.ready()
-        renderer = self.engine.models[policy].renderer
+        renderer = self.engine.renderers[policy]
         size = sum(num_characters(one.conversation) for one in given)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
@@ -419,7 +416,7 @@ class Gateway:
 
     def _model_weights(self) -> str:
         """Returns the fingerprint of the first weights, or '' before they are loaded or if policies differ in them."""
-        found = {loaded.info.weights for loaded in self.engine.models.values()}
+        found = {renderer.model.weights for renderer in self.engine.renderers.values()}
         return found.pop() if len(found) == 1 else ""
 
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:

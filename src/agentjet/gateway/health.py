@@ -98,12 +98,7 @@ class Finding(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule. Its name is the anchor of its section in the documentation."""
-
-    name: str
-    judge: Callable[[Facts], Finding | None]
+Judge = Callable[[Facts], Finding | None]
 
 
 @cache
@@ -119,7 +114,7 @@ def remedies() -> Mapping[str, str]:
 
 def health(facts: Facts) -> HealthView:
     """Returns the answers for a run."""
-    found = [(rule.name, rule.judge(facts)) for rule in RULES]
+    found = {name: judge(facts) for name, judge in RULES.items()}
     rules = [
         HealthRuleView(
             name=name,
@@ -128,7 +123,7 @@ def health(facts: Facts) -> HealthView:
             docs=f"{PAGE}#{name}",
             remedy="" if finding.level == "ok" else remedies().get(name, ""),
         )
-        for name, finding in found
+        for name, finding in found.items()
         if finding is not None
     ]
     return HealthView(learning=learning(facts.steps, facts.evaluations), rules=rules)
@@ -158,9 +153,7 @@ def worst(findings: Mapping[str, Finding | None]) -> Finding | None:
     return Finding(level, f"{policy}: {text}" if policy else text)
 
 
-def of_each_policy(
-    metric: str, judge: Callable[[list[float], Facts], Finding | None]
-) -> Callable[[Facts], Finding | None]:
+def of_each_policy(metric: str, judge: Callable[[list[float], Facts], Finding | None]) -> Judge:
     """A rule on the values of a metric, applied to each policy."""
     return lambda facts: worst({policy: judge(values, facts) for policy, values in values_of(facts, metric).items()})
 
@@ -433,24 +426,24 @@ def drift(values: list[float], facts: Facts) -> Finding | None:
     return Finding("bad", "tokens of the journal differ from the sampled ones: the journal is damaged")
 
 
-RULES = (
-    Rule("engine", engine),
-    Rule("disk", disk),
-    Rule("clients", clients),
-    Rule("weights", weights),
-    Rule("gradient", gradient),
-    Rule("update", of_each_policy("weights/sampler", update)),
-    Rule("mismatch", of_each_policy("policy/mismatch_kl", mismatch)),
-    Rule("entropy", of_each_policy("policy/entropy", entropy)),
-    Rule("reward", reward),
-    Rule("groups", groups),
-    Rule("silent", silent),
-    Rule("episodes", episodes),
-    Rule("dropped", dropped),
-    Rule("truncated", of_each_policy("completion/truncated", truncated)),
-    Rule("refused", refused),
-    Rule("delivery", of_each_policy("forest/orphan_tokens", delivery)),
-    Rule("drift", of_each_policy("forest/drift", drift)),
-    Rule("held_out", held_out),
-)
-"""The rules, causes before their consequences."""
+RULES: Mapping[str, Judge] = {
+    "engine": engine,
+    "disk": disk,
+    "clients": clients,
+    "weights": weights,
+    "gradient": gradient,
+    "update": of_each_policy("weights/sampler", update),
+    "mismatch": of_each_policy("policy/mismatch_kl", mismatch),
+    "entropy": of_each_policy("policy/entropy", entropy),
+    "reward": reward,
+    "groups": groups,
+    "silent": silent,
+    "episodes": episodes,
+    "dropped": dropped,
+    "truncated": of_each_policy("completion/truncated", truncated),
+    "refused": refused,
+    "delivery": of_each_policy("forest/orphan_tokens", delivery),
+    "drift": of_each_policy("forest/drift", drift),
+    "held_out": held_out,
+}
+"""The rules, causes before their consequences. Each name is the anchor of a section in the documentation."""

@@ -1,7 +1,7 @@
 """The health of a run and the groups that training waits for; `Overview` has both of a run that is served.
 
 Facts in memory are collected in the event loop. Journal reads, rules and views run in the reader's thread. A run
-without a server has the same views, from `Queries.recorded`: `facts_of` and `health_of`, `groups_of` and `waiting_of`.
+without a server has the same views, from `Queries.recorded`: `facts_of` and `health_of`, and `waiting_of`.
 """
 
 from __future__ import annotations
@@ -69,17 +69,7 @@ class Overview:
 
     async def waiting(self) -> WaitingView:
         """Returns the groups that fill the present batch, with their episodes. Raises `Later`."""
-        queries = self._run.swarm.queries
-        found = groups_of(queries, has_leases=True)
-        view = WaitingView(
-            text=self._waiting_for(),
-            needed=self._run.swarm.job.batch_size,
-            places=queries.places,
-            num_groups=len(queries.groups),
-            groups=[],
-        )
-        lost = queries.num_lost
-        return await self._reader.read(lambda journal: waiting_of(view, found, lost, journal))
+        return await self._reader.read(waiting_of(self._run.swarm.queries, self._waiting_for(), has_leases=True))
 
     def _server_facts(self) -> ServerFacts:
         engine, queries = self._engine, self._run.swarm.queries
@@ -144,24 +134,34 @@ def usual_seconds(journal: Journal) -> float | None:
     return median(seconds) if seconds else None
 
 
-def groups_of(queries: Queries, *, has_leases: bool) -> list[FillingGroup]:
-    """Returns the groups that fill the present batch, at most `MAX_GROUPS`."""
+def waiting_of(queries: Queries, text: str, *, has_leases: bool) -> Callable[[Journal], WaitingView]:
+    """Collects the groups that fill the present batch, at most `MAX_GROUPS`, from memory.
+
+    The returned function makes the view. Lost episodes, which only the journal has, fill places that are free again.
+    """
+    view = WaitingView(
+        text=text,
+        needed=queries.settings.job.batch_size,
+        places=queries.places,
+        num_groups=len(queries.groups),
+        groups=[],
+    )
     found = []
     for group in queries.groups[:MAX_GROUPS]:
         members = queries.members(group)
         live = [one for one in members if one.status == "live"] if has_leases else []
         silences = {one.id: queries.silence(one) for one in live}
         found.append(FillingGroup(group, queries.size(group), members, silences))
-    return found
+    num_lost = queries.num_lost
 
+    def of_journal(journal: Journal) -> WaitingView:
+        failed: dict[int | None, list[Episode]] = {}
+        if num_lost and any(len(one.members) < one.size for one in found):
+            for episode in newest_lost(journal, min(num_lost, MAX_LOST)):
+                failed.setdefault(episode.group_id, []).append(episode)
+        return view.model_copy(update={"groups": [_group_view(one, failed.get(one.group.id, [])) for one in found]})
 
-def waiting_of(view: WaitingView, found: Sequence[FillingGroup], num_lost: int, journal: Journal) -> WaitingView:
-    """Returns `view` with the groups. Lost episodes, which only the journal has, fill places that are free again."""
-    failed: dict[int | None, list[Episode]] = {}
-    if num_lost and any(len(one.members) < one.size for one in found):
-        for episode in newest_lost(journal, min(num_lost, MAX_LOST)):
-            failed.setdefault(episode.group_id, []).append(episode)
-    return view.model_copy(update={"groups": [_group_view(one, failed.get(one.group.id, [])) for one in found]})
+    return of_journal
 
 
 def newest_lost(journal: Journal, limit: int) -> list[Episode]:

@@ -16,8 +16,6 @@ from agentjet.types import Call, Conversation, Fork, Message, NewContext
 
 MAX_BYTES_PER_TOKEN = 8
 """Text with more bytes per context token than this is counted before it is tokenised."""
-FORM_FACTOR = 2
-"""Upper bound of the ratio of a text's length to the length of its shortest Unicode form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,6 @@ def prepare_prompt(
 
     Raises `InvalidRequest` if the template refuses the conversation, or if no tokenisation of it can fit the context.
     """
-    _refuse_oversized(renderer, conversation)
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
@@ -154,33 +151,17 @@ def _prepare_raw(
 
 def _tokenize_rest(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     """Tokenises the new text. Raises `ContextOverflow` before that if the text is far too long."""
-    least = match.kept + renderer.tokens_lower_bound(len(match.suffix))
-    if least <= renderer.context_length and len(match.suffix) > MAX_BYTES_PER_TOKEN * renderer.context_length:
-        least = match.kept + renderer.counted_lower_bound(match.suffix, renderer.context_length)
-    if least > renderer.context_length:
-        raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
+    limit = renderer.context_length
+    if len(match.suffix) > MAX_BYTES_PER_TOKEN * limit:
+        least = match.kept + renderer.counted_lower_bound(match.suffix, limit)
+        if least > limit:
+            raise ContextOverflow(asked, least, limit, or_more=True)
     return renderer.tokenize(match.suffix)
 
 
 def num_characters(conversation: Conversation) -> int:
     """Returns the characters of all texts but the tools: a measure of the work of a prompt."""
     return sum(len(message.content) for message in conversation.messages) + len(conversation.prompt or ())
-
-
-def _refuse_oversized(renderer: Renderer, conversation: Conversation) -> None:
-    """Raises `ContextOverflow` for texts that cannot fit, before they are rendered.
-
-    White space at the ends and assistant turns do not count, because a template may drop them.
-    """
-    texts = [message.content for message in conversation.messages if message.role != "assistant"]
-    if isinstance(conversation.prompt, str):
-        texts.append(conversation.prompt)
-    if sum(map(len, texts)) <= FORM_FACTOR * renderer.context_length:  # The usual case, without a copy of the texts.
-        return
-    least = renderer.tokens_lower_bound(sum(len(text.strip()) for text in texts) // FORM_FACTOR)
-    if least > renderer.context_length:
-        asked = "messages" if conversation.prompt is None else "prompt"
-        raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
 
 
 def _with_sampled_answers(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:

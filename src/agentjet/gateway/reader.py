@@ -92,8 +92,7 @@ class Reader:
     async def episode(self, episode_id: str, form: EpisodeForm = "tokens") -> bytes:
         """Returns an `EpisodeTree`, or `EpisodeRuns` for `runs`. Raises `NotFound`."""
         leases = self._leases()
-        of = episode_views.tree_of_runs if form == "runs" else episode_views.tree
-        return await self._encoded(lambda journal: of(journal, episode_id, leases))
+        return await self._encoded(lambda journal: episode_views.tree(journal, episode_id, form, leases))
 
     async def group(self, group_id: int) -> bytes:
         """Returns a `GroupView`. Raises `NotFound`."""

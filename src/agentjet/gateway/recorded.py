@@ -6,15 +6,13 @@ The server may have ended, may have been killed, or may be writing the journal n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
 from agentjet.gateway import views
 from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.overview import facts_of, groups_of, health_of, waiting_of
+from agentjet.gateway.overview import facts_of, health_of, waiting_of
 from agentjet.gateway.reader import Reader
 from agentjet.protocol import (
     CheckpointInfo,
@@ -32,21 +30,17 @@ from agentjet.swarm.queries import Queries
 from agentjet.types import JOURNAL
 
 MOST_STEPS = 1_000_000
-LOCKS = Path("/proc/locks")
+WAITING_FOR = "unknown: the run is read from its folder; a server that runs it has the live page (`agentjet open`)"
 
 
 class RecordedRun:
     """The records of a run in its folder. Close it at the end."""
 
-    def __init__(
-        self, folder: Path, *, title: str = "", clock: Callable[[], float] = time.time, locks: Path = LOCKS
-    ) -> None:
-        """`title` names the run for people. `locks` is the kernel's list of file locks."""
+    def __init__(self, folder: Path, *, title: str = "") -> None:
+        """`title` names the run for people."""
         self.folder = folder
         self.title = title or str(folder)
         self.reader = Reader.at(folder / JOURNAL)
-        self._clock = clock
-        self._locks = locks
         self._checkpoints = CheckpointStore(folder)
 
     def check(self) -> None:
@@ -66,7 +60,7 @@ class RecordedRun:
         return StatusResponse(
             **views.recorded_status(queries),
             state="offline",
-            waiting_for=self._waiting_for(),
+            waiting_for=WAITING_FOR,
             run=self.folder.name,
             policies=policies_of(origin),
             model=Path(name).name if Path(name).is_dir() else name,
@@ -78,22 +72,6 @@ class RecordedRun:
             uptime=0.0,
         )
 
-    def _waiting_for(self) -> str:
-        writer = self.writer()
-        if writer is None:
-            return "nothing: no server runs it on this machine"
-        return f"unknown: its server, process {writer}, is running; `agentjet open` shows the live page"
-
-    def writer(self) -> int | None:
-        """Returns the process that has the journal open for writing; None if there is none on this machine."""
-        with suppress(OSError, ValueError, IndexError):
-            file = (self.folder / f"{JOURNAL}.lock").stat().st_ino
-            for line in self._locks.read_text().splitlines():
-                fields = line.split()  # "7: FLOCK ADVISORY WRITE 4711 fe:01:1234 0 EOF"
-                if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == file:
-                    return int(fields[4])
-        return None
-
     async def health(self) -> HealthView:
         """Returns the trend of the reward, and the results of the rules that need no server."""
         checkpoints = [info.policy_version for info in self._checkpoints.listing()]
@@ -104,15 +82,7 @@ class RecordedRun:
         return await self.reader.read(self._waiting)
 
     def _waiting(self, journal: Journal) -> WaitingView:
-        queries = self._queries(journal)
-        view = WaitingView(
-            text=self._waiting_for(),
-            needed=queries.settings.job.batch_size,
-            places=queries.places,
-            num_groups=len(queries.groups),
-            groups=[],
-        )
-        return waiting_of(view, groups_of(queries, has_leases=False), queries.num_lost, journal)
+        return waiting_of(self._queries(journal), WAITING_FOR, has_leases=False)(journal)
 
     async def job(self) -> JobBody:
         """Returns the job settings in force at the end of the journal."""
@@ -131,13 +101,14 @@ class RecordedRun:
 
     async def settings(self) -> dict[str, Any]:
         """Returns the origin of the run and its job settings, by name, for a comparison."""
-        return await self.reader.read(_settings)
+        return await self.reader.read(settings_of)
 
     def _queries(self, journal: Journal) -> Queries:
-        return Queries.recorded(journal, self._clock)
+        return Queries.recorded(journal, time.time)
 
 
-def _settings(journal: Journal) -> dict[str, Any]:
+def settings_of(journal: Journal) -> dict[str, Any]:
+    """Returns the origin of a run and its job settings, by name."""
     try:
         held = journal.job_settings()
     except ConfigError:  # Other settings can be compared without the package of the run's recipe.

@@ -1,4 +1,4 @@
-"""Views for the control API: an episode with its calls and tokens, and the parts of the status."""
+"""Views for the control API: episodes, steps, and the parts of the status."""
 
 from __future__ import annotations
 

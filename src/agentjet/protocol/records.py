@@ -16,7 +16,7 @@ MOST_EPISODES = 1000
 """Maximum number of episodes in an answer."""
 Text = Annotated[str, Field(max_length=2000)]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
-Kept = Literal["journal", "gallery", "gone"]
+Kept = Literal["journal", "gone"]
 EpisodeForm = Literal["tokens", "runs"]
 
 
@@ -175,7 +175,7 @@ class CallRuns(CallFacts):
 
 
 class EpisodeTree(EpisodeView):
-    """An episode with its calls, and where they are `kept`: `gallery` once the journal has deleted them, or `gone`."""
+    """An episode with its calls. `kept` is `gone` once the journal has deleted them."""
 
     kept: Kept = "journal"
     calls: list[CallView]

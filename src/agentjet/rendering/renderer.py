@@ -36,7 +36,7 @@ class Renderer:
         """Raises `ConfigError` if the tokenizer or the template cannot be used."""
         if model_info.tool_format and model_info.tool_format not in TOOL_FORMATS:
             raise ConfigError(f"tool_format = {model_info.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
-        self._model_info = model_info
+        self.model = model_info
         vocabulary = self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
         self.pieces, self.show = vocabulary.pieces, vocabulary.show
         self.counted_lower_bound = vocabulary.counted_lower_bound
@@ -76,9 +76,9 @@ class Renderer:
         Raises `InvalidRequest`: `template_error` if the template refuses the conversation, `tools_not_supported` if it
         ignores tools, `invalid_text` if a message is not Unicode.
         """
-        if conversation.tools and not self._model_info.tool_format:
+        if conversation.tools and not self.model.tool_format:
             raise InvalidRequest(
-                f"model {self._model_info.name} has no tools: its template ignores them, or has an unknown tool format",
+                f"model {self.model.name} has no tools: its template ignores them, or has an unknown tool format",
                 code="tools_not_supported",
                 param="tools",
             )
@@ -117,7 +117,7 @@ class Renderer:
                 param="messages",
             )
         tokens = self.tokenize(whole[len(prompt) :])
-        end = next((i for i, token in enumerate(tokens) if token in self._model_info.end_tokens), None)
+        end = next((i for i, token in enumerate(tokens) if token in self.model.end_tokens), None)
         if end is None:
             raise InvalidRequest(
                 "the model's chat template ends this answer without an end token",
@@ -189,10 +189,6 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
-    def tokens_lower_bound(self, num_bytes: int) -> int:
-        """Returns the minimum number of tokens of encoded text with this many bytes."""
-        return -(-num_bytes // self._vocabulary.longest_piece)
-
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
         return self._vocabulary.tokenize(encoded)
@@ -235,7 +231,7 @@ class Renderer:
             text,
             reasons=self.reasons,
             in_reasoning=self._style.in_reasoning,
-            tool_format=self._model_info.tool_format if conversation.tools else "",
+            tool_format=self.model.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
 
@@ -269,7 +265,7 @@ class Renderer:
         self._cut_head(pieces, at, slot)
         pieces[at], own_end = body
         end = "" if isinstance(then, BodySlot) else then
-        if slot.in_call and not (end and self._control[end].id in self._model_info.end_tokens):
+        if slot.in_call and not (end and self._control[end].id in self.model.end_tokens):
             # Without an end token after it, the end of a tool call is unknown.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
         if slot.in_call or (end and self._escapes[end] == own_end and not pieces[at + 1].strip()):
@@ -318,7 +314,7 @@ class Renderer:
 
     def _split_end(self, encoded: bytes) -> tuple[bytes, bytes]:
         """Returns a completion without its end token, and the end token or b"". Templates write that themselves."""
-        ends = (escape(token_id) for token_id in self._model_info.end_tokens)
+        ends = (escape(token_id) for token_id in self.model.end_tokens)
         end = next((end for end in ends if encoded.endswith(end)), b"")
         return encoded.removesuffix(end), end
 

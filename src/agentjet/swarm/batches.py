@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from agentjet.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ from agentjet.swarm.groups import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
 from agentjet.swarm.origin import of_policy
-from agentjet.swarm.state import Batch, Group, State
+from agentjet.swarm.state import Batch, Episode, Group, State
 from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, OperationKind
@@ -159,6 +160,8 @@ class Batches:
         merged = {name: value for name, value in merged.items() if math.isfinite(value)}
         with store.transaction():
             self._journal.add_step(batch.id, merged)
+            for episode_id in _shown(batch, store.episodes):
+                self._journal.keep_transcript(episode_id, f"batch {batch.id}", len(batch.episode_ids))
             store.state.advance(batch.id + 1)
             store.pending, store.steps = None, self._journal.recent_steps(RECENT_STEPS)
             for episode_id in batch.episode_ids:
@@ -289,6 +292,14 @@ class Batches:
             done = Rollback(to, version, len(undone), len(trained), waiting, len(live))
             store.emit(ROLLBACK, asdict(done))
         return done
+
+
+def _shown(batch: Batch, episodes: Mapping[str, Episode]) -> list[str]:
+    """The best and the worst member of a batch, and the group with the median mean reward."""
+    rewards = {member: episodes[member].reward or 0.0 for member in batch.episode_ids}
+    by_reward = sorted(rewards, key=rewards.__getitem__)
+    by_mean = sorted(batch.groups, key=lambda group: fmean(rewards[member] for member in group))
+    return list(dict.fromkeys([by_reward[-1], by_reward[0], *by_mean[len(by_mean) // 2]]))
 
 
 @contextmanager

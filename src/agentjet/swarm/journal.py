@@ -1,10 +1,10 @@
 """`Journal`: the SQLite file that holds every fact that must survive a crash. One writer at a time.
 
 The journal stores and finds; the rules are elsewhere. Each episode and each group has one row with its present value.
-Times are Unix seconds. Bodies are JSON. Retention, by `prune`: calls that no replay needs, idempotency keys older than
-`IDEMPOTENCY_SECONDS`, all events except the newest `EVENTS_KEPT`, evaluations and rollbacks, and all settled episodes
-except the newest `EPISODES_KEPT` are deleted, and statistics of tasks except those of the newest `TASKS_KEPT` groups.
-Batches, operations and metrics are kept.
+Times are Unix seconds. Bodies are JSON. Retention, by `prune`: calls that neither a replay nor a kept transcript needs,
+idempotency keys older than `IDEMPOTENCY_SECONDS`, all events except the newest `EVENTS_KEPT`, evaluations and
+rollbacks, and all settled episodes except the newest `EPISODES_KEPT` are deleted, and statistics of tasks except those
+of the newest `TASKS_KEPT` groups. Batches, operations and metrics are kept.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.config import ModelConfig
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import EvaluationView, Event
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.origin import BRANCHED_FROM, Origin
-from agentjet.swarm.state import NOT_NEEDED, NOT_NEEDED_REASONS, Batch, Episode, Group, JobSettings, State
+from agentjet.swarm.state import NOT_NEEDED_REASONS, Batch, Episode, Group, JobSettings, State
 from agentjet.types import Call, CheckpointStamp
 
 IDEMPOTENCY_SECONDS = 86_400.0
@@ -49,6 +49,7 @@ CREATE TABLE episodes (
 );
 CREATE INDEX episodes_by_status ON episodes (status, seq);
 CREATE INDEX unsettled_episodes ON episodes (seq) WHERE NOT settled;
+CREATE INDEX episodes_of_group ON episodes (json_extract(body, '$.group_id'));
 
 CREATE TABLE groups (id INTEGER PRIMARY KEY, body TEXT NOT NULL);
 
@@ -75,6 +76,14 @@ CREATE TABLE calls (
     body TEXT NOT NULL
 );
 CREATE INDEX calls_of_episode ON calls (episode_id, seq);
+
+CREATE TABLE transcripts (
+    seq INTEGER PRIMARY KEY,
+    episode_id TEXT NOT NULL UNIQUE,
+    reason TEXT NOT NULL,
+    most INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL
+);
 
 CREATE TABLE batches (id INTEGER PRIMARY KEY, body TEXT NOT NULL, metrics TEXT);
 
@@ -107,15 +116,10 @@ CREATE TABLE events (
 CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
 """
 
-GROUP_INDEX = "CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (json_extract(body, '$.group_id'))"
-
 RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 """A call with the encoded bytes of each token of its suffix and of its completion."""
 _CALL = TypeAdapter[RecordedCall](
     RecordedCall, config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
-)
-_PACKED = TypeAdapter[list[tuple[bool, RecordedCall]]](
-    list[tuple[bool, RecordedCall]], config=ConfigDict(val_json_bytes="base64")
 )
 _EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
 _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
@@ -123,19 +127,6 @@ _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), Typ
 
 def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-PRUNABLE = (
-    "SELECT DISTINCT episode_id FROM calls "
-    "EXCEPT SELECT id FROM episodes WHERE NOT settled EXCEPT SELECT value FROM json_each(?)"
-)
-"""Episodes whose calls no replay needs. The parameter lists those of the batches that may be replayed."""
-
-
-def unpacked(text: str) -> tuple[list[RecordedCall], frozenset[str]]:
-    """The calls of `Journal.packed` in order, and the ids of those whose answer did not reach the agent."""
-    rows = _PACKED.validate_json(text)
-    return [call for _, call in rows], frozenset(call.id for undelivered, (call, *_) in rows if undelivered)
 
 
 class Journal:
@@ -154,7 +145,6 @@ class Journal:
         other policies or another origin than `models`.
         """
         journal = cls(JournalFile.open(path, SCHEMA))
-        journal._db.execute(GROUP_INDEX)  # Journals of earlier versions lack it.
         if models is None:
             return journal
         try:
@@ -178,20 +168,6 @@ class Journal:
         """The same journal on a read-only connection, for another thread. It reads committed changes only."""
         with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             yield type(self)(JournalFile(self.path, connection))
-
-    def snapshot(self) -> Self:
-        """The committed rows of this moment, on a read-only connection for another thread. Close it soon: the log of
-        the file grows until then. Raises `sqlite3.Error`.
-        """
-        uri = f"{self.path.resolve().as_uri()}?mode=ro"
-        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-        try:
-            connection.execute("BEGIN")
-            connection.execute("SELECT 1 FROM meta").fetchone()  # The first read fixes what later ones find.
-        except BaseException:
-            connection.close()
-            raise
-        return type(self)(JournalFile(self.path, connection))
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent."""
@@ -241,11 +217,7 @@ class Journal:
         self.file.set_meta("control_tokens", json.dumps(names, ensure_ascii=False))
 
     def read_state(self) -> State:
-        state = _STATE.validate_json(self.file.meta("state", "{}"))
-        if NOT_NEEDED not in state.counts:  # Earlier versions counted these as aborted.
-            number = int(self._one(f"SELECT COUNT(*) FROM episodes WHERE {IS_NOT_NEEDED}"))
-            state.counts |= {NOT_NEEDED: number, "aborted": state.counts["aborted"] - number}
-        return state
+        return _STATE.validate_json(self.file.meta("state", "{}"))
 
     def put_state(self, state: State) -> None:
         self.file.set_meta("state", _STATE.dump_json(state).decode())
@@ -284,6 +256,13 @@ class Journal:
     def episode(self, episode_id: str) -> Episode | None:
         body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
         return None if body is None else self.episode_of(body)
+
+    def known_episode(self, episode_id: str) -> Episode:
+        """An episode. Raises `NotFound`."""
+        episode = self.episode(episode_id)
+        if episode is None:
+            raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
+        return episode
 
     def episode_of(self, body: str) -> Episode:
         """The episode of a row."""
@@ -340,11 +319,6 @@ class Journal:
         rows = self._db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
         return [_CALL.validate_json(body) for (body,) in rows]
 
-    def packed(self, episode_id: str) -> str:
-        """An episode's calls and deliveries as JSON, for `unpacked`; an empty list if none are kept."""
-        rows = self._db.execute("SELECT undelivered, body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
-        return f"[{','.join(f'[{undelivered},{body}]' for undelivered, body in rows)}]"
-
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
         self._db.executemany("UPDATE calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids])
@@ -353,6 +327,17 @@ class Journal:
         """The episode's calls whose answer did not reach the agent, according to the transport."""
         rows = self._db.execute("SELECT id FROM calls WHERE episode_id = ? AND undelivered", (episode_id,))
         return frozenset(row[0] for row in rows)
+
+    def keep_transcript(self, episode_id: str, reason: str, most: int) -> None:
+        """Keep the calls of an ended episode beyond their replay, for people, as one of the `most` newest of a reason.
+        An episode without calls is left out.
+        """
+        self._db.execute(
+            "INSERT OR REPLACE INTO transcripts (episode_id, reason, most, num_bytes) "
+            "SELECT episode_id, ?, ?, SUM(LENGTH(CAST(body AS BLOB))) FROM calls WHERE episode_id = ? "
+            "GROUP BY episode_id",
+            (reason, most, episode_id),
+        )
 
     # ---- batches -------------------------------------------------------------------------------------------
 
@@ -457,21 +442,26 @@ class Journal:
         """Number of the newest event, 0 before the first."""
         return int(self._one("SELECT MAX(seq) FROM events") or 0)
 
-    def prunable(self, durable_version: int) -> list[Episode]:
-        """The settled episodes whose calls `prune` deletes at that durable version, in the order they began."""
-        rows = self._db.execute(
-            f"SELECT body FROM episodes WHERE id IN ({PRUNABLE}) ORDER BY seq", (self._replayed(durable_version),)
+    def prune(self, state: State, now: float, transcript_bytes: int) -> None:
+        """Delete what the retention rule above does not keep. Kept transcripts have at most `transcript_bytes`."""
+        self._db.execute(
+            "DELETE FROM transcripts WHERE seq IN (SELECT seq FROM (SELECT seq, most, "
+            "ROW_NUMBER() OVER (PARTITION BY reason ORDER BY seq DESC) AS place FROM transcripts) WHERE place > most)"
         )
-        return [_EPISODE.validate_json(body) for (body,) in rows]
-
-    def _replayed(self, durable_version: int) -> str:
-        """Ids of the episodes of all batches from that version on, as JSON."""
-        return json.dumps([e for batch in self.batches(durable_version) for e in batch.episode_ids])
-
-    def prune(self, state: State, now: float) -> None:
-        """Delete what the retention rule above does not keep."""
-        replayed = self._replayed(state.durable_version)
-        self._db.execute(f"DELETE FROM calls WHERE episode_id IN ({PRUNABLE})", (replayed,))
+        # One large transcript does not displace all others.
+        self._db.execute("DELETE FROM transcripts WHERE num_bytes > ?", (transcript_bytes // 2,))
+        self._db.execute(
+            "DELETE FROM transcripts WHERE seq IN (SELECT seq FROM (SELECT seq, "
+            "SUM(num_bytes) OVER (ORDER BY seq DESC) AS total FROM transcripts) WHERE total > ?)",
+            (transcript_bytes,),
+        )
+        replayed = json.dumps([e for batch in self.batches(state.durable_version) for e in batch.episode_ids])
+        self._db.execute(
+            "DELETE FROM calls WHERE episode_id IN (SELECT DISTINCT episode_id FROM calls "
+            "EXCEPT SELECT id FROM episodes WHERE NOT settled EXCEPT SELECT value FROM json_each(?) "
+            "EXCEPT SELECT episode_id FROM transcripts)",
+            (replayed,),
+        )
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
         self._db.execute(
             "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ? "

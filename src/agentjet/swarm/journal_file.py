@@ -21,7 +21,7 @@ from agentjet.errors import ConfigError, Later
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 CHECKPOINT_EVERY = 256
 """Syncs between two checkpoints. A checkpoint in their thread cannot restart the log while the writer uses it. The
 writer restarts it at `LONGEST_LOG` pages, and then has almost nothing left to copy.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from agentjet.errors import InvalidRequest, NotFound
+from agentjet.errors import InvalidRequest
 from agentjet.protocol import EpisodeQuery
 from agentjet.swarm.journal import IS_NOT_NEEDED, Journal
 from agentjet.swarm.state import NOT_NEEDED, Episode
@@ -136,10 +136,9 @@ def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
 
 
 def _place(journal: Journal, episode_id: str, key: str) -> dict[str, Any]:
-    row = journal.file.db.execute(f"SELECT seq, {key} FROM episodes WHERE id = ?", (episode_id,)).fetchone()
-    if row is None:
-        raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
-    if row[1] is None:
+    seq = journal.known_episode(episode_id).seq
+    [value] = journal.file.db.execute(f"SELECT {key} FROM episodes WHERE seq = ?", (seq,)).fetchone()
+    if value is None:
         message = f"before = {episode_id!r}: it has no reward, so no page of this order follows it."
         raise InvalidRequest(message, code="invalid_value", status=422, param="before")
-    return {"seq": row[0], "key": row[1]}
+    return {"seq": seq, "key": value}

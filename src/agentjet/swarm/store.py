@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
-from agentjet.errors import Conflict, Later, NotFound
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
@@ -27,6 +27,10 @@ RECENT_STEPS = 50
 PRUNE_EVERY = 2000
 """Episodes after which the journal is pruned without a checkpoint."""
 MAX_CLIENTS_SHOWN = 256
+KEPT_PER_REASON = 50
+"""Transcripts that are kept of the newest episodes that ended for a reason and train nothing."""
+LONGEST_REASON = 80
+"""Characters of a reason that distinguish it from others."""
 STALL_SECONDS = 3.0
 """The server checks leases every half second. A longer gap between two checks means that the event loop was blocked."""
 
@@ -56,8 +60,8 @@ class Store:
         """Called with each event after it is on disk."""
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
-        self.before_prune: Callable[[int], None] = lambda durable_version: None
-        """Called with the first version that may be replayed, before the journal deletes what no replay needs."""
+        self.transcript_bytes = 0
+        """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
         self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
         """Returns the recorded calls of an ending episode that are still on their way to its agent."""
         self._clock = clock
@@ -95,10 +99,7 @@ class Store:
 
     def episode(self, episode_id: str) -> Episode:
         """Any episode that the journal keeps. Raises `NotFound`."""
-        episode = self.episodes.get(episode_id) or self.journal.episode(episode_id)
-        if episode is None:
-            raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
-        return episode
+        return self.episodes.get(episode_id) or self.journal.known_episode(episode_id)
 
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
@@ -196,6 +197,7 @@ class Store:
             self.state.count_lost("episodes", self.next_batch, reason)
         if episode.is_settled:
             self.episodes.pop(episode.id, None)
+            self._keep_transcript(episode)
         else:
             self.episodes[episode.id] = episode
         self.journal.put_episode(episode)
@@ -203,9 +205,18 @@ class Store:
             self.prune()
 
     def prune(self) -> None:
-        """Delete what no replay needs from the journal."""
-        self.before_prune(self.state.durable_version)
-        self.journal.prune(self.state, self._clock())
+        """Delete from the journal what neither a replay nor a kept transcript needs."""
+        self.journal.prune(self.state, self._clock(), self.transcript_bytes)
+
+    def _keep_transcript(self, episode: Episode) -> None:
+        """Keep the calls of the newest episodes of each reason not to train, and of the newest evaluation of a task."""
+        if episode.dropped:
+            self.journal.keep_transcript(episode.id, f"dropped {episode.dropped}", KEPT_PER_REASON)
+        elif episode.status in ("aborted", "expired"):
+            reason = episode.reason.partition(":")[0][:LONGEST_REASON]
+            self.journal.keep_transcript(episode.id, f"{episode.status} {reason}", KEPT_PER_REASON)
+        elif episode.mode == "eval":
+            self.journal.keep_transcript(episode.id, f"eval {episode.task_set}/{episode.task_id}", 1)
 
     def put_group(self, group: Group) -> None:
         """Record a new or changed group, and count a dropped one. Dropped and batched ones leave memory."""

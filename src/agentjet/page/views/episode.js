@@ -73,8 +73,7 @@ function Remarks({ episode, advantage }) {
     ${why && html`<p class="warn">Not trained: <${Text} value=${why[1]} />.</p>`}
     ${episode.unscorable && html`<p class="warn">A refused request ended a call of the agent, so the reward may judge the refusal.</p>`}
     ${counts(episode.refused) && html`<p class="warn">Refused: <${Text} value=${counts(episode.refused)} /></p>`}
-    ${counts(episode.noted) && html`<p class="muted">Noted: <${Text} value=${counts(episode.noted)} /></p>`}
-    ${episode.kept === "gallery" && html`<p class="muted">A checkpoint covers this episode. Its transcript is from the gallery.</p>`}`;
+    ${counts(episode.noted) && html`<p class="muted">Noted: <${Text} value=${counts(episode.noted)} /></p>`}`;
 }
 
 function CallSection({ call, position, parent, numbers, overlay, facts, here, onPick }) {
@@ -153,8 +152,8 @@ function Calls({ facts, overlayName }) {
 
 function noCalls(episode) {
   if (episode.kept === "gone") {
-    return html`<${Gone}><p>The calls of this episode are not kept: a checkpoint covers its batch, and the gallery has no
-      place for it. server.keep_transcripts sets the size of the gallery.</p><//>`;
+    return html`<${Gone}><p>The calls of this episode are not kept: a checkpoint covers its batch, and only some episodes of
+      a batch stay readable. server.keep_transcripts sets how many.</p><//>`;
   }
   return html`<p class="state empty">The agent has made no call${episode.status === "live" ? " yet" : ""}.</p>`;
 }

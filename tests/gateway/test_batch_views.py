@@ -1,4 +1,4 @@
-"""Records of groups and batches.
+"""Views of groups and batches.
 
 1. Advantages are those that the learner's recipe gives every token of an episode, for each recipe that has them; others
    have a note.
@@ -17,17 +17,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import NotFound
+from agentjet.gateway.batch_views import advantages_of, batch, batch_list, group, members_of, records
 from agentjet.recipes.registry import make_recipe
 from agentjet.swarm.advantages import Advantages
-from agentjet.swarm.batch_records import (
-    batch_advantages,
-    batch_record,
-    batch_records,
-    group_record,
-    job_changes,
-    lost_episodes,
-    members_of,
-)
 from agentjet.swarm.origin import POLICIES
 from tests.swarm.world import World
 
@@ -37,18 +29,18 @@ OF_TOKENS = ("gigpo", "aepo", "ppo", "opo", "dr_mas", "direct_advantage", "disti
 
 def learned(world: World, *rewards: tuple[float, ...]) -> Advantages:
     """Fill and learn the newest batch; its advantages."""
-    for number, group in enumerate(rewards):
-        world.play(f"g{number}", *group)
-    batch = world.swarm.batches.compose()
-    found = advantages_of(world, batch.id)
-    world.swarm.batches.learned(batch, {})
-    assert advantages_of(world, batch.id) == found, "learning changes no reward"
+    for number, of_group in enumerate(rewards):
+        world.play(f"g{number}", *of_group)
+    composed = world.swarm.batches.compose()
+    found = found_in(world, composed.id)
+    world.swarm.batches.learned(composed, {})
+    assert found_in(world, composed.id) == found, "learning changes no reward"
     return found
 
 
-def advantages_of(world: World, batch_id: int) -> Advantages:
-    record = batch_record(world.journal, batch_id)
-    return batch_advantages(world.journal, record, members_of(world.journal, record))
+def found_in(world: World, batch_id: int) -> Advantages:
+    [record] = records(world.journal, batch_id + 1, 1)
+    return advantages_of(world.journal, record, members_of(world.journal, record))
 
 
 @pytest.fixture
@@ -62,10 +54,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_advantages_are_the_learners(tmp_path: Path, recipe: str) -> None:
     world = World(tmp_path, recipe=recipe, group_size=3)
     rewards = ((0.0, 0.5, 1.0), (1.0, 1.0, 0.25))
-    for number, group in enumerate(rewards):
-        world.play(f"g{number}", *group)
+    for number, of_group in enumerate(rewards):
+        world.play(f"g{number}", *of_group)
     batch = world.swarm.batches.compose()
-    found = advantages_of(world, 0)
+    found = found_in(world, 0)
     assert found.note == ""
     training = world.training(batch)
     forest = batch.job.recipe.columns(training, {})[0]
@@ -86,7 +78,7 @@ def test_recipes_of_tokens_have_a_note(world: World, recipe: str, monkeypatch: p
     made = make_recipe(recipe if recipe != "distill" else {"name": "distill", "teacher": "somewhere"})
     job = world.swarm.job.model_copy(update={"recipe": made})
     monkeypatch.setattr(world.journal, "batches", lambda start, stop: [replace(world.swarm.store.pending, job=job)])
-    found = advantages_of(world, 0)
+    found = found_in(world, 0)
     assert (found.of, found.note) == ({}, f"{recipe} computes advantages from tokens or calls, next to the weights")
 
 
@@ -99,7 +91,7 @@ def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
         world.finish(episode, 0.5, by_role={"planner": planner, "coder": coder, "coder/critic": critic})
     batch = world.swarm.batches.compose()
     first, second = batch.episode_ids
-    found = advantages_of(world, 0).of
+    found = found_in(world, 0).of
     assert found[first].keys() == {"planner", "coder", "coder/critic"}
     assert found[first]["planner"] == -found[second]["planner"] < 0 and found[first]["coder"] == 0.0
     assert found[first]["coder/critic"] == -found[second]["coder/critic"] < 0
@@ -108,24 +100,25 @@ def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
 
 def test_states_of_a_group(world: World) -> None:
     first = world.begin("a")
-    opened = group_record(world.journal, 1)
-    assert (opened.state, opened.size, opened.batch, opened.advantages.note) == (
-        "open", 2, None, "the group is in no batch yet"
-    )  # fmt: skip
+    opened = group(world.journal, 1, {first.id: 5.0})
+    assert (opened.state, opened.size, opened.batch) == ("open", 2, None)
+    assert (opened.advantages_note, opened.episodes[0].expires_at) == ("the group is in no batch yet", 5.0)
     world.call(first, 7), world.finish(first, 1.0)
     world.play("a", 0.0), world.play("b", 0, 1)
-    assert group_record(world.journal, 1).state == "complete"
-    batch = world.swarm.batches.compose()
-    waiting = group_record(world.journal, 1)
+    assert group(world.journal, 1, {}).state == "complete"
+    composed = world.swarm.batches.compose()
+    waiting = group(world.journal, 1, {})
     assert (waiting.state, waiting.batch, len(waiting.episodes)) == ("batched", 0, 2)
-    world.swarm.batches.learned(batch, {})
-    assert group_record(world.journal, 2).batch == 0 and group_record(world.journal, 2).advantages.of
+    world.swarm.batches.learned(composed, {})
+    trained = group(world.journal, 2, {})
+    assert trained.batch == 0 and [one.advantage is None for one in trained.episodes] == [False, False]
     lost = world.begin("c")
     world.abort(lost, "no")
-    gone = group_record(world.journal, 3)
-    assert (gone.state, gone.reason) == ("dropped", "no_members") and [e.id for e in gone.episodes] == [lost.id]
+    gone = group(world.journal, 3, {})
+    assert (gone.state, gone.reason) == ("dropped", "no_members")
+    assert [one.episode_id for one in gone.episodes] == [lost.id]
     with pytest.raises(NotFound, match="no group 9"):
-        group_record(world.journal, 9)
+        group(world.journal, 9, {})
 
 
 def test_what_was_lost_and_changed(world: World) -> None:
@@ -141,16 +134,16 @@ def test_what_was_lost_and_changed(world: World) -> None:
     world.now += 1
     world.abort(late, "late"), world.begin("z", mode="eval")
     learned(world, (0, 1), (0, 1))
-    first, second = batch_record(world.journal, 0), batch_record(world.journal, 1)
-    assert [e.id for e in lost_episodes(world.journal, first)] == [early.id]
-    assert [e.id for e in lost_episodes(world.journal, second)] == [late.id]
-    assert job_changes(world.journal, first) == []
-    changes = {change.key: (change.before, change.after) for change in job_changes(world.journal, second)}
+    first, second = batch(world.journal, 0), batch(world.journal, 1)
+    assert [one.episode_id for one in first.dropped] == [early.id]
+    assert [one.episode_id for one in second.dropped] == [late.id]
+    assert first.job_changes == []
+    changes = {change.key: (change.before, change.after) for change in second.job_changes}
     assert changes["temperature"] == (1.0, 0.5) and changes["recipe.kl_coef"] == (0.0, 0.1) and len(changes) == 2
-    assert [batch.id for batch in batch_records(world.journal, None, 5)] == [1, 0]
-    assert [batch.id for batch in batch_records(world.journal, 1, 5)] == [0]
+    assert [one.id for one in batch_list(world.journal, None, 5).batches] == [1, 0]
+    assert [one.id for one in batch_list(world.journal, 1, 5).batches] == [0]
     with pytest.raises(NotFound, match="no batch 7"):
-        batch_record(world.journal, 7)
+        batch(world.journal, 7)
 
 
 def test_a_batch_of_a_recipe_that_is_gone(world: World) -> None:
@@ -158,5 +151,5 @@ def test_a_batch_of_a_recipe_that_is_gone(world: World) -> None:
     world.journal.file.db.execute(
         """UPDATE batches SET body = json_set(body, '$.job.recipe', json('{"name": "gone.package:Recipe"}'))"""
     )
-    found = advantages_of(world, 0)
+    found = found_in(world, 0)
     assert found.of == {} and "gone.package" in found.note and "install its package" in found.note
