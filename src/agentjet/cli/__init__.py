@@ -57,15 +57,10 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
         return token
     if token is not None:
         raise ConfigError("--token and --token-file exclude each other")
-    return read_token_file(token_file)
-
-
-def read_token_file(path: Path) -> str:
-    """The token in a file that an option names. Raises `ConfigError`."""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return token_file.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError(f"--token-file {path}: {error.strerror}") from None
+        raise ConfigError(f"--token-file {token_file}: {error.strerror}") from None
 
 
 def example(name: str) -> Path:

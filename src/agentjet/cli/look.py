@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli import TokenFile, read_token_file
-from agentjet.errors import ConfigError
+from agentjet.cli import TokenFile, read_token
+from agentjet.errors import ConfigError, Later, RequestError, Unauthorized, Unreachable
+from agentjet.protocol import EvaluationView, JobBody, StatusResponse, StepList, flatten
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from agentjet.cli.remote_run import RemoteRun
+    import httpx
+
     from agentjet.gateway.recorded import RecordedRun
     from agentjet.research.report.view import StudyView
     from agentjet.server.look import Forward
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 PORT = 8401
 STUDY_FILES = ("study.json", "study.sqlite")
 URL = re.compile(r"https?://\S+")
+MOST_STEPS = 10_000
+"""Steps that are read of a run of another server."""
 
 
 def look(
@@ -45,8 +49,7 @@ def look(
 
     Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
     """
-    token = read_token_file(token_file) if token_file else os.environ.get("AGENTJET_TOKEN", "")
-    found = Found(token)
+    found = Found(read_token(None, token_file))
     for place in places:
         found.add(place)
     with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -92,10 +95,49 @@ class RecordedStudy:
         return read_study(StudyFolder(self._folder))
 
 
+class RemoteRun:
+    """A run of another server, which is read over HTTP with a token."""
+
+    def __init__(self, url: str, token: str | None, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """Raises `ConfigError` if the URL or the token is malformed."""
+        from agentjet.client.connection import Connection, Retry, load_settings
+
+        self.title = url
+        once = Retry(patience=0.0, first_patience=0.0)
+        self._connection = Connection(load_settings(url, token), retry=once, transport=transport)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def status(self) -> StatusResponse:
+        return StatusResponse.model_validate(await self.read("/status"))
+
+    async def steps(self) -> StepList:
+        return StepList.model_validate(await self.read(f"/steps?limit={MOST_STEPS}"))
+
+    async def evaluations(self) -> list[EvaluationView]:
+        return [EvaluationView.model_validate(one) for one in await self.read("/evaluations")]
+
+    async def settings(self) -> dict[str, Any]:
+        """Returns the model and the job settings, by name, for a comparison."""
+        status, job = await self.status(), JobBody.model_validate(await self.read("/job"))
+        weights = {"model_weights": status.model_weights} if status.model_weights else {}
+        return {"model.name": status.model, **weights, **dict(flatten(job.job, "job."))}
+
+    async def read(self, path: str) -> Any:
+        """Returns the JSON answer to a read below `/swarm/v1`. Raises `RequestError`, also if the server is silent."""
+        try:
+            return await self._connection.request("GET", path)
+        except Unauthorized as error:  # The session of the page is valid: this server refuses the token of `look`.
+            raise RequestError(error.message, code="token_refused", status=502) from None
+        except Unreachable as error:
+            raise Later(str(error), retry_after=1.0, code="server_unreachable", status=503) from None
+
+
 class Found:
     """The runs and the studies of the given places, by the names that they have in paths."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str | None) -> None:
         self._token = token
         self.recorded: dict[str, RecordedRun] = {}
         self.remote: dict[str, RemoteRun] = {}
@@ -107,12 +149,10 @@ class Found:
 
     @property
     def forwards(self) -> Mapping[str, Forward]:
-        return {name: run.forward for name, run in self.remote.items()}
+        return {name: run.read for name, run in self.remote.items()}
 
     def add(self, place: str) -> None:
         """Raises `ConfigError` if the place has no run and no study, or if none of them can be read."""
-        from agentjet.cli.remote_run import RemoteRun
-
         if URL.fullmatch(place):
             self.remote[self._new_name(place.partition("//")[2])] = RemoteRun(place, self._token)
             return
