@@ -22,7 +22,7 @@ import agentjet
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentjet.client import Swarm
+    from agentjet.client import Retry, Swarm
 
 Url = Annotated[
     str | None,
@@ -43,12 +43,19 @@ JOINERS = "\u200c\u200d"
 """Invisible characters that join letters and emoji."""
 
 
-def connect(url: str | None, token: str | None, token_file: Path | None, *, client_id: str | None = None) -> Swarm:
+def connect(
+    url: str | None,
+    token: str | None,
+    token_file: Path | None,
+    *,
+    client_id: str | None = None,
+    retry: Retry | None = None,
+) -> Swarm:
     """A client of the server that the options name. Raises `ConfigError` if the token file cannot be read."""
     from agentjet.client import Swarm
 
     # Each command is a separate process.
-    return Swarm(url, read_token(token, token_file), client_id=client_id, instance_id="")
+    return Swarm(url, read_token(token, token_file), client_id=client_id, instance_id="", retry=retry)
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:

@@ -1,9 +1,8 @@
-"""`agentjet compare`: rewards, held-out scores, cost and settings of runs, from their files."""
+"""`agentjet compare`: rewards, held-out scores, cost and settings of runs, from their journals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentjet.cli import Json, Run, one_line
-from agentjet.cli.data_dir import METRICS
+from agentjet.cli.data_dir import journal_of
 from agentjet.errors import ConfigError
-from agentjet.types import DEFAULT_RUN, JOURNAL
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from agentjet.gateway.comparison import Figures
@@ -49,36 +48,15 @@ def compare(
 def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any]]:
     """The figures of a run and its settings, from its folder or its data dir. Raises `ConfigError`."""
     from agentjet.gateway.comparison import figures
-    from agentjet.protocol import EvaluationRequest, flatten
-    from agentjet.swarm import Journal
+    from agentjet.gateway.recorded import MOST_STEPS, settings_of
+    from agentjet.swarm import Journal, records
 
-    folder = path if (path / METRICS).exists() else path / "runs" / run
-    steps = _steps(folder / METRICS)
-    with closing(Journal.open_read_only(folder / JOURNAL)) as journal:
-        try:
-            held = journal.job_settings()
-        except ConfigError:  # Figures can be compared without the package of the run's recipe.
-            held = None
-        origin = journal.origin
-        evaluations = [EvaluationRequest(**event.body) for event in journal.events_of("evaluation")]
-        rollbacks = [event.body for event in journal.events_of("rollback")]
-    undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
-    job = flatten(held.job.model_dump(mode="json"), "job.") if held is not None else ()
-    return figures(steps, evaluations, undone), {**origin, **dict(job)}
-
-
-def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
-    """The lines of a metrics file, by the policy version after the step."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        steps = [json.loads(line) for line in lines if line.endswith("\n")]  # The last line may be being written.
-        if steps:
-            return {step["step"]: step for step in steps}
-    except FileNotFoundError:
-        pass
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{str(file)!r} is damaged: {error!r}") from None
-    raise ConfigError(f"{str(file)!r} has no batch: name a data dir whose server has learned one")
+    with closing(Journal.open_read_only(journal_of(path, run))) as journal:
+        steps = {step.version: step.metrics for step in records.steps(journal, 0, MOST_STEPS)}
+        evaluations, settings = journal.evaluations(), settings_of(journal)
+    if not steps:
+        raise ConfigError(f"{str(path)!r} has no batch: name a data dir whose server has learned one")
+    return figures(steps, evaluations), settings
 
 
 def _figure(value: float | None) -> str:

@@ -38,6 +38,11 @@ def run_folder(data_dir: Path, run: str) -> Path:
     raise ConfigError(f"{str(data_dir)!r} is not a data dir of AgentJet: it has no runs/{run}/{JOURNAL}")
 
 
+def journal_of(place: Path, run: str) -> Path:
+    """The journal of a run, from the folder of the run or from its data dir. Raises as `run_folder` does."""
+    return (place if (place / JOURNAL).is_file() else run_folder(place, run)) / JOURNAL
+
+
 app = typer.Typer(name="token", no_args_is_help=True, help="Show or replace the tokens of a run.")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data dir.")]

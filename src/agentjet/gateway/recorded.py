@@ -131,13 +131,14 @@ class RecordedRun:
 
     async def settings(self) -> dict[str, Any]:
         """Returns the origin of the run and its job settings, by name, for a comparison."""
-        return await self.reader.read(_settings)
+        return await self.reader.read(settings_of)
 
     def _queries(self, journal: Journal) -> Queries:
         return Queries.recorded(journal, self._clock)
 
 
-def _settings(journal: Journal) -> dict[str, Any]:
+def settings_of(journal: Journal) -> dict[str, Any]:
+    """Returns the origin of a run and its job settings, by name."""
     try:
         held = journal.job_settings()
     except ConfigError:  # Other settings can be compared without the package of the run's recipe.
