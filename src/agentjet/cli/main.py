@@ -19,7 +19,6 @@ from agentjet.cli import (
     episodes,
     load_example,
     look,
-    merge,
     open_page,
     printable,
     recipes,
@@ -88,7 +87,7 @@ for command in (
     compare.compare,
     look.look,
     checkpoints.export,
-    merge.merge,
+    checkpoints.merge,
     track.track,
     doctor.doctor,
 ):
