@@ -19,12 +19,11 @@ METRICS = "metrics.jsonl"
 def check_data_dir(folder: Path) -> None:
     """Raises `ConfigError` if the default run lost its journal. `checkpoints/` alone is allowed."""
     run = folder / "runs" / DEFAULT_RUN
-    for place in (folder, run):
-        if (place / METRICS).exists() and (place / "checkpoints").is_dir() and not (place / JOURNAL).exists():
-            raise ConfigError(
-                f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
-                "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
-            )
+    if (run / METRICS).exists() and (run / "checkpoints").is_dir() and not (run / JOURNAL).exists():
+        raise ConfigError(
+            f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
+            "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
+        )
 
 
 def run_folder(data_dir: Path, run: str) -> Path:
@@ -95,8 +94,4 @@ def rotate(
 
 def _key_folder(data_dir: Path, run: str) -> Path:
     """The folder of a run's tokens; those of the default run are in the data dir."""
-    check_run_name(run)
-    folder = data_dir if run == DEFAULT_RUN else data_dir / "runs" / run
-    if run != DEFAULT_RUN and not folder.is_dir():
-        run_folder(data_dir, run)
-    return folder
+    return data_dir if run == DEFAULT_RUN else run_folder(data_dir, run)
