@@ -148,7 +148,7 @@ def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none: No such file"):
         read_tasks(tmp_path / "none")
     (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="byte 12 is not UTF-8"):
+    with pytest.raises(ConfigError, match="latin line 1, byte 13: the line is not UTF-8"):
         read_tasks(tmp_path / "latin")
 
 

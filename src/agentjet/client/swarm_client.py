@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 from urllib.parse import quote
 
@@ -33,7 +32,6 @@ from agentjet.client.sft import Sft, SftReport, checked_demonstrations
 from agentjet.client.training import Training
 from agentjet.demonstrations import DemonstrationBody
 from agentjet.errors import AgentJetError
-from agentjet.protocol import HealthView, WaitingView
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
 T = TypeVar("T")
@@ -331,13 +329,13 @@ class AsyncSwarm:
         """The server's present status."""
         return await self._connection.status()
 
-    async def health(self) -> HealthView:
+    async def health(self) -> protocol.HealthView:
         """The trend of the training reward, and the health rules with their results."""
-        return await self._read(HealthView, "/health")
+        return await self._read(protocol.HealthView, "/health")
 
-    async def waiting(self) -> WaitingView:
+    async def waiting(self) -> protocol.WaitingView:
         """The groups that fill the present batch, with the state of each episode."""
-        return await self._read(WaitingView, "/waiting")
+        return await self._read(protocol.WaitingView, "/waiting")
 
     def events(self, after: int = 0) -> AsyncGenerator[protocol.Event]:
         """The server's events numbered above `after`, without end, across restarts of the server."""
@@ -487,7 +485,5 @@ class AsyncSwarm:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
