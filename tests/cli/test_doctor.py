@@ -26,13 +26,11 @@ VLLM = {sys.executable: "0.32.0"}
 EIGHT = Machine(
     memory=1000 * GB,
     gpus=(80 * GB,) * 8,
-    shared_memory=500 * GB,
     versions=VERSIONS,
     vllm=VLLM,
-    file_system="nfs4",
     is_ray_node=True,
 )
-LAPTOP = Machine(memory=25 * GB, shared_memory=12 * GB, versions=VERSIONS, vllm=VLLM)
+LAPTOP = Machine(memory=25 * GB, versions=VERSIONS, vllm=VLLM)
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def test_what_fits(model: Path) -> None:
 
 
 def test_auto_is_gathered_if_that_fits(model: Path) -> None:
-    large = Machine(10**12, (200 * GB,) * 2, 10**12, VERSIONS)
+    large = Machine(10**12, (200 * GB,) * 2, VERSIONS)
     assert "each of 1 ranks (sharded): " in lines(settings(model), EIGHT)
     assert "each of 2 ranks (gathered): " not in lines(settings(model, ranks=2), EIGHT)
     assert "each of 1 ranks (gathered): 144.6 GB" in lines(settings(model), Machine(10**12, (250 * GB,) * 2))
@@ -144,16 +142,6 @@ def test_only_visible_gpus_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert visible_gpu_memory() == ()
 
 
-def test_an_adapter_is_published_alone(model: Path) -> None:
-    small = replace(EIGHT, shared_memory=GB)
-    assert "published weights need 48.2 GB" in lines(settings(model), small)
-    (model / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaForCausalLM"]}))
-    config = settings(model)
-    lora = config.model.lora.model_copy(update={"rank": 8})
-    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
-    assert "published weights" not in lines(config, small)
-
-
 def test_missing_packages(model: Path) -> None:
     bare = Machine(memory=10**12, versions={"torch": "2.13.0"})
     text = lines(settings(model, address="auto", sampler_python=""), bare)
@@ -211,15 +199,6 @@ def test_a_model_without_attention(model: Path) -> None:
     assert "problem" not in text
     (model / "config.json").write_text("{")
     assert "problem policy: " in lines(settings(model), EIGHT)
-
-
-def test_a_file_system_of_this_machine(model: Path) -> None:
-    config = settings(model, address="auto")
-    local = Machine(10**12, versions=VERSIONS, vllm=VLLM, file_system="ext4")
-    assert "note server.data_dir" in lines(config, local) and "ranks must see it at the same path" in lines(
-        config, local
-    )
-    assert "ok server.data_dir" in lines(config, EIGHT)
 
 
 def test_a_host_of_another_machine(model: Path) -> None:
