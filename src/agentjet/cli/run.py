@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -107,7 +106,7 @@ def run(
             report = swarm.evaluate(agent, tasks, repeats=repeats or 1, **shared)
         else:
             report = swarm.train(agent, tasks, steps=steps or STEPS, seed=seed, reload=code or False, **shared)
-    typer.echo(json.dumps(run_document(report), indent=2) if as_json else printable(str(report)))
+    typer.echo(_json(run_document(report)) if as_json else printable(str(report)))
 
 
 def _agent(
@@ -138,8 +137,15 @@ def _agent(
     return code.load().agent, code
 
 
+def _json(document: dict[str, Any]) -> str:
+    """A document as text; NaN becomes null."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(dict[str, Any]).dump_json(document, indent=2).decode()
+
+
 def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
-    """The report as JSON; a missing value is null."""
+    """The report as a JSON document."""
     from agentjet.client import TrainReport
 
     shared: dict[str, Any] = {
@@ -148,7 +154,7 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
         "expired": report.num_expired,
         "mean_reward": report.mean_reward,
         "errors": dict(report.errors.most_common(20)),
-        "code_versions": {version: dataclasses.asdict(code) for version, code in report.by_code_version.items()},
+        "code_versions": report.by_code_version,
         "seconds": round(report.seconds, 3),
     }
     if isinstance(report, TrainReport):
@@ -156,19 +162,11 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
             "steps": len(report.steps),
             "rewards": list(report.rewards),
             "not_needed": report.num_not_needed,
-            "code_changes": [dataclasses.asdict(change) for change in report.code_changes],
+            "code_changes": report.code_changes,
         }
     else:
         shared |= eval_document(report, {})
-    return {key: _without_nan(value) for key, value in shared.items()}
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    return [_without_nan(inner) for inner in value] if isinstance(value, list) else value
+    return shared
 
 
 def evaluate(
@@ -236,7 +234,7 @@ def evaluate(
     metrics = {name: report.metric_at_k(name) for name in report.metrics}
     chances = {f"pass@{k}": report.pass_at(k) for k in pass_at or ()}
     if as_json:
-        typer.echo(json.dumps({"target": target, **eval_document(report, metrics | chances)}, indent=2))
+        typer.echo(_json({"target": target, **eval_document(report, metrics | chances)}))
         return
     lines = [f"{target}: {report}", *(f"  {name}: {value}" for name, value in (metrics | chances).items())]
     typer.echo(printable("\n".join(lines)))
@@ -254,9 +252,9 @@ def evaluate_all(swarm: Swarm, agent: Agent, tasks: Sequence[Task], **options: A
 
 
 def eval_document(report: EvalReport, figures: dict[str, Estimate]) -> dict[str, Any]:
-    """The report as JSON: each figure as NAME and NAME_interval, unless the document uses the name; NaN is null."""
+    """The report as JSON: each figure as NAME and NAME_interval, unless the document uses the name."""
     estimates = figures | {"success": report.mean_at_k}
-    document = {
+    return {
         **{name: value.value for name, value in estimates.items()},
         **{f"{name}_interval": [value.low, value.high] for name, value in estimates.items()},
         "tasks": report.mean_at_k.num_tasks,
@@ -264,7 +262,6 @@ def eval_document(report: EvalReport, figures: dict[str, Estimate]) -> dict[str,
         "policy_version": report.policy_versions[1],
         "seconds": round(report.seconds, 3),
     }
-    return {key: _without_nan(value) for key, value in document.items()}
 
 
 def _agent_and_tasks(agent: str | None, task_file: str | None, num_tasks: int | None) -> tuple[Agent, list[Task]]:
@@ -347,6 +344,6 @@ def sft(
     if as_json:
         facts = {"batches": len(report.steps), "policy_version": version, "first_loss": first, "last_loss": last}
         counts = {"demonstrations": report.num_demonstrations, "answers": report.num_answers}
-        typer.echo(json.dumps({**facts, **counts, "tokens": report.num_tokens, "losses": report.losses}, indent=2))
+        typer.echo(_json({**facts, **counts, "tokens": report.num_tokens, "losses": report.losses}))
     else:
         typer.echo(f"policy version {version}: cross-entropy {first:.3f} in the first batch, {last:.3f} in the last")
