@@ -127,7 +127,7 @@ def test_a_tag_that_cannot_be(version: int, name: str, sentence: str) -> None:
 def test_a_job_has_finite_numbers(job: dict[str, Any], sentence: str) -> None:
     server = FakeServer()
     with pytest.raises(ConfigError, match=sentence):
-        asyncio.run(connect(server).set_job(job, revision=1))
+        asyncio.run(connect(server).start_run("x", job=job))
     assert not server.requests
 
 

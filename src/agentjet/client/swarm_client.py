@@ -345,11 +345,6 @@ class AsyncSwarm:
         """The job's settings and their revision."""
         return await self._read(protocol.JobBody, "/job")
 
-    async def set_job(self, job: Mapping[str, Any], *, revision: int) -> protocol.JobBody:
-        """Replace the job's settings if they are still those of `revision`, else raise `Conflict`. Needs the admin
-        token."""
-        return await self._put_job(build_request(protocol.JobBody, revision=revision, job=dict(job)))
-
     async def change_job(self, changes: Mapping[str, Any]) -> protocol.JobBody:
         """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay.
 
@@ -357,9 +352,7 @@ class AsyncSwarm:
         another client changes them at the same moment. Needs the admin token.
         """
         now = await self.job()
-        return await self._put_job(protocol.JobBody(revision=now.revision, job=edited(now.job, changes)))
-
-    async def _put_job(self, body: protocol.JobBody) -> protocol.JobBody:
+        body = protocol.JobBody(revision=now.revision, job=edited(now.job, changes))
         check_finite(body.job)
         return await self._send(protocol.JobBody, "PUT", "/job", body=body)
 

@@ -120,7 +120,6 @@ class Swarm:
     health = blocking(AsyncSwarm.health)
     waiting = blocking(AsyncSwarm.waiting)
     job = blocking(AsyncSwarm.job)
-    set_job = blocking(AsyncSwarm.set_job)
     change_job = blocking(AsyncSwarm.change_job)
     start = blocking(AsyncSwarm.start)
     stop = blocking(AsyncSwarm.stop)
