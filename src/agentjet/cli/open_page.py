@@ -41,6 +41,8 @@ def open_page(
 
     The address contains a code that opens one session within a minute. The session ends after 12 hours.
     """
+    from agentjet.client.connection import LOOPBACK
+
     check_view(view)
     with connect(url, token, token_file) as swarm:
         address = page_address(swarm, role, view)
@@ -50,7 +52,7 @@ def open_page(
         return
     if has_browser(os.environ):
         webbrowser.open(address)
-    elif is_loopback(server):
+    elif urlsplit(server).hostname in LOOPBACK:
         typer.echo(f"To open it on another machine, first run there: {tunnel_command(server)}")
 
 
@@ -74,11 +76,6 @@ def has_browser(environ: Mapping[str, str]) -> bool:
     if "SSH_CONNECTION" in environ:
         return False
     return sys.platform in ("darwin", "win32") or "DISPLAY" in environ or "WAYLAND_DISPLAY" in environ
-
-
-def is_loopback(server: str) -> bool:
-    """True for the address of a server that only this machine reaches."""
-    return urlsplit(server).hostname in ("127.0.0.1", "::1", "localhost")
 
 
 def tunnel_command(server: str) -> str:

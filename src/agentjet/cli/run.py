@@ -116,14 +116,14 @@ def _agent(
 
     Raises `ConfigError` for an error that every episode would have.
     """
-    from agentjet.cli.program import CommandSource, reward_source
+    from agentjet.cli.program import EXIT_CODE, CommandSource, reward_source
     from agentjet.client import Command
     from agentjet.client.agent_source import ModuleSource, code_version_of
 
-    scored = reward_source(reward)
-    version = program.version(program.here, code_version_of(scored.score) if scored.is_function else "")
-    options |= {"any_exit_code": scored.any_exit_code, "code_version": version}
-    command = Command(program.resolved(program.here), scored.score, **options)
+    score, is_function = reward_source(reward)
+    version = program.version(program.here, code_version_of(score) if is_function else "")
+    options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
+    command = Command(program.resolved(program.here), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
     for task in tasks:
@@ -133,7 +133,7 @@ def _agent(
     if not program.files():
         raise ConfigError("--watch: the command line has no file to watch: name one with --source")
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
-    code = CommandSource(program, command, ModuleSource(scored.score) if scored.is_function else None, Path(copies))
+    code = CommandSource(program, command, ModuleSource(score) if is_function else None, Path(copies))
     return code.load().agent, code
 
 
