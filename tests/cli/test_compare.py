@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.checkpoints import roll_back
-from agentjet.cli.compare import read_run
+from agentjet.cli.runs import read_run
 from agentjet.errors import ConfigError
 from agentjet.gateway.comparison import differing_settings, figures
 from agentjet.protocol import EvaluationRequest

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.cli.compare import read_run
 from agentjet.cli.look import Found, RemoteRun
+from agentjet.cli.runs import read_run
 from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.gateway.collection import Collection

@@ -75,6 +75,8 @@ def test_a_program_is_trained_and_evaluated(served: Served, folder: Path) -> Non
     assert list(evaluated["code_versions"]) == [version]
     (folder / "agent.py").write_text(AGENT + "# edited\n")
     assert list(run(served, "--reward", "reward.py:score", "--eval")["code_versions"]) != [version]
+    failing = run(served, "--reward", "exit-code", "--eval", command=("false",))
+    assert (failing["finished"], failing["mean_reward"]) == (6, 0.0)
     named = run(served, "--reward", "reward.py:score", "--eval", "--code-version", "v7")
     assert list(named["code_versions"]) == ["v7"]
 

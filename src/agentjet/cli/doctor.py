@@ -11,7 +11,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -342,18 +342,11 @@ def this_machine(settings: ServeConfig) -> Machine:
     return Machine(
         memory=psutil.virtual_memory().total,
         gpus=visible_gpu_memory(),
-        versions={package: found for package in ("torch", "transformers", "ray") if (found := _version(package))},
+        versions={one.name: one.version for one in distributions() if one.name in ("torch", "transformers", "ray")},
         vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
         is_ray_node=any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])),
         bfloat16_is_faster=bfloat16_is_faster(),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _vllm_version(python: Path) -> str:

@@ -1,4 +1,4 @@
-"""`agentjet look`: the page over finished, crashed or running runs, and over studies, from their files."""
+"""The page in the browser: `agentjet open` for a served run, `agentjet look` for runs and studies from their files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import contextlib
 import os
 import re
 import socket
+import sys
+import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlencode, urlsplit
 
 import typer
 
-from agentjet.cli import TokenFile, read_token
+from agentjet.cli import Token, TokenFile, Url, connect, read_token
 from agentjet.errors import ConfigError, Later, RequestError, Unauthorized, Unreachable
 from agentjet.protocol import EvaluationView, JobBody, StatusResponse, StepList, flatten
 from agentjet.types import DEFAULT_RUN, JOURNAL
@@ -22,6 +25,7 @@ from agentjet.types import DEFAULT_RUN, JOURNAL
 if TYPE_CHECKING:
     import httpx
 
+    from agentjet.client import Swarm
     from agentjet.gateway.recorded import RecordedRun
     from agentjet.research.report.view import StudyView
     from agentjet.server.look import Forward
@@ -31,6 +35,14 @@ STUDY_FILES = ("study.json", "study.sqlite")
 URL = re.compile(r"https?://\S+")
 MOST_STEPS = 10_000
 """Steps that are read of a run of another server."""
+MEANING = (
+    "What the session may do: viewer reads; client also saves, exports and aborts; admin also changes the job. "
+    "It needs the token of that role."
+)
+Role = Annotated[Literal["viewer", "client", "admin"], typer.Option("--role", help=MEANING)]
+VIEWS = ("episodes", "groups", "batches", "swarm", "studies", "compare", "runs")
+"""Beginnings of the paths of the page."""
+View = Annotated[str, typer.Argument(metavar="VIEW", help="View to open, such as `episodes` or `batches/3`.")]
 
 
 def look(
@@ -222,11 +234,8 @@ def _is_study(folder: Path) -> bool:
 
 async def _serve(found: Found, listener: socket.socket, only_print: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Raises `AgentJetError` if a server does not answer."""
-    import webbrowser
-
     import uvicorn
 
-    from agentjet.cli.open_page import has_browser, tunnel_command
     from agentjet.config import ServerConfig
     from agentjet.gateway.collection import Collection
     from agentjet.server.http import uvicorn_config
@@ -267,3 +276,61 @@ def _listen(port: int) -> socket.socket:
             f"--port {port}: 127.0.0.1:{port} is not available ({error.strerror or error}): another `agentjet look` "
             "may be using it; --port 0 takes a free one"
         ) from None
+
+
+# ---- the page of a server --------------------------------------------------------------------------------------------
+
+
+def open_page(
+    view: View = "",
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    role: Role = "viewer",
+    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+) -> None:
+    """Open the page of a run in the browser: is it learning, is it healthy, what does it wait for.
+
+    The address contains a code that opens one session within a minute. The session ends after 12 hours.
+    """
+    from agentjet.client.connection import LOOPBACK
+
+    check_view(view)
+    with connect(url, token, token_file) as swarm:
+        address = page_address(swarm, role, view)
+        server = swarm.url
+    typer.echo(f"{address}\nThis address opens one session, within 60 seconds. For another one, run the command again.")
+    if only_print:
+        return
+    if has_browser(os.environ):
+        webbrowser.open(address)
+    elif urlsplit(server).hostname in LOOPBACK:
+        typer.echo(f"To open it on another machine, first run there: {tunnel_command(server)}")
+
+
+def check_view(view: str) -> None:
+    """Raises `ConfigError` for a view that the page does not have."""
+    name = re.split(r"[/?]", view.strip("#").strip("/"), maxsplit=1)[0]
+    if name and name not in VIEWS:
+        raise ConfigError(f"{view!r} is not a view: give one of {', '.join(VIEWS)}, or nothing for the Overview")
+
+
+def page_address(swarm: Swarm, role: Literal["viewer", "client", "admin"], view: str) -> str:
+    """Returns the address that opens one session of the page."""
+    code = swarm.session_code(role).code
+    path = view.strip("#").strip("/")
+    server = swarm.url.partition("/runs/")[0]  # The code names the run.
+    return f"{server}/#" + urlencode({"code": code, **({"to": f"/{path}"} if path else {})})
+
+
+def has_browser(environ: Mapping[str, str]) -> bool:
+    """True if a browser that this process starts is visible to its user."""
+    if "SSH_CONNECTION" in environ:
+        return False
+    return sys.platform in ("darwin", "win32") or "DISPLAY" in environ or "WAYLAND_DISPLAY" in environ
+
+
+def tunnel_command(server: str) -> str:
+    """Returns the command that forwards the port of a server on loopback to another machine."""
+    port = urlsplit(server).port or 80
+    return f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"

@@ -13,13 +13,11 @@ from agentjet.cli import (
     Override,
     checkpoints,
     cluster,
-    compare,
     data_dir,
     doctor,
     episodes,
     load_example,
     look,
-    open_page,
     printable,
     recipes,
     research,
@@ -83,7 +81,7 @@ for command in (
     run.sft,
     status.status,
     watch.watch,
-    compare.compare,
+    runs.compare,
     look.look,
     checkpoints.export,
     checkpoints.merge,
@@ -92,7 +90,7 @@ for command in (
 ):
     app.command()(command)
 app.command("eval")(run.evaluate)
-app.command("open")(open_page.open_page)
+app.command("open")(look.open_page)
 for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
     app.add_typer(group.app)
 
