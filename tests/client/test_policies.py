@@ -153,15 +153,15 @@ def test_steps_of_other_clients_are_not_shown_as_own_work(capsys: pytest.Capture
     assert str(own).startswith("2 steps in 9 s, 4 episodes finished, 0 aborted")
 
 
-def test_a_program_gets_the_names_of_the_policies() -> None:
+def test_a_program_gets_the_names_of_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     async def begin(server: FakeServer) -> AsyncEpisode:
         return await connect(server).begin("t")
 
-    inherited = {"OPENAI_MODEL": "planner"}
-    given = environment(TASKS[0], asyncio.run(begin(FakeServer(policies=POLICIES))), inherited)
+    monkeypatch.setenv("OPENAI_MODEL", "planner")
+    given = environment(TASKS[0], asyncio.run(begin(FakeServer(policies=POLICIES))))
     assert (given["AGENTJET_POLICIES"], given["OPENAI_MODEL"]) == ("planner,coder", "planner")
     assert "ANTHROPIC_MODEL" not in given
-    given = environment(TASKS[0], asyncio.run(begin(FakeServer())), inherited)
+    given = environment(TASKS[0], asyncio.run(begin(FakeServer())))
     assert (given["OPENAI_MODEL"], given["ANTHROPIC_MODEL"]) == ("tiny", "tiny")
     assert "AGENTJET_POLICIES" not in given
 

@@ -65,15 +65,13 @@ def check_counts(least: int, **counts: object) -> None:
 def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
     """The tasks of the argument called `named`; uses up an iterator. Raises `ValueError` for anything but a list of
     tasks."""
-    if isinstance(tasks, Task):
-        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     if isinstance(tasks, Set):
         raise ValueError(
             f"{named} is a set, whose order differs from run to run: give a list, such as "
             f"sorted({named}, key=lambda task: task.id)"
         )
     if not isinstance(tasks, Iterable):
-        raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task")
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     listed = tuple(tasks)
     for index, task in enumerate(listed):
         if not isinstance(task, Task):
