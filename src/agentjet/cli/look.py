@@ -252,10 +252,8 @@ async def _serve(found: Found, listener: socket.socket, only_print: bool) -> Non
         address = f"http://127.0.0.1:{port}/#code={app_look.code}{view}"
         counts = f"{_counted(len(found.runs), 'run')}, {_counted(len(found.studies), 'study', 'studies')}"
         typer.echo(f"{address}\n{counts}. The address works until Ctrl-C ends this command.")
-        if not only_print and has_browser(os.environ):
-            await asyncio.to_thread(webbrowser.open, address)
-        elif not only_print:
-            typer.echo(f"To open it on another machine, first run there: {tunnel_command(address)}")
+        if not only_print:
+            await asyncio.to_thread(show_in_browser, address)
         await uvicorn.Server(uvicorn_config(create_look_app(app_look, server), server)).serve(sockets=[listener])
     finally:
         await collection.close()
@@ -293,19 +291,12 @@ def open_page(
 
     The address contains a code that opens one session within a minute. The session ends after 12 hours.
     """
-    from agentjet.client.connection import LOOPBACK
-
     check_view(view)
     with connect(url, token, token_file) as swarm:
         address = page_address(swarm, role, view)
-        server = swarm.url
     typer.echo(f"{address}\nThis address opens one session, within 60 seconds. For another one, run the command again.")
-    if only_print:
-        return
-    if has_browser(os.environ):
-        webbrowser.open(address)
-    elif urlsplit(server).hostname in LOOPBACK:
-        typer.echo(f"To open it on another machine, first run there: {tunnel_command(server)}")
+    if not only_print:
+        show_in_browser(address)
 
 
 def check_view(view: str) -> None:
@@ -330,7 +321,15 @@ def has_browser(environ: Mapping[str, str]) -> bool:
     return sys.platform in ("darwin", "win32") or "DISPLAY" in environ or "WAYLAND_DISPLAY" in environ
 
 
-def tunnel_command(server: str) -> str:
-    """Returns the command that forwards the port of a server on loopback to another machine."""
-    port = urlsplit(server).port or 80
-    return f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+def show_in_browser(address: str) -> None:
+    """Opens an address. Without a browser, prints the command that forwards the port of a server on loopback to another
+    machine."""
+    from agentjet.client.connection import LOOPBACK
+
+    server = urlsplit(address)
+    if has_browser(os.environ):
+        webbrowser.open(address)
+    elif server.hostname in LOOPBACK:
+        port = server.port or 80
+        tunnel = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+        typer.echo(f"To open it on another machine, first run there: {tunnel}")
