@@ -247,7 +247,7 @@ def test_a_run_of_another_server(tmp_path: Path) -> None:
         async with serving(tmp_path / "served") as served:
             await served.run.batch()
             found = found_at(served.url, tmp_path / "local", token=VIEWER)
-            name = next(iter(found.remote))
+            name = next(iter(found.runs))
             async with looking(found) as (http, _):
                 live = json.loads(served.run.gateway.status().model_dump_json())
                 assert await read(http, f"/runs/{name}/swarm/v1/status") | {"uptime": 0, "last_event": 0} == live | {

@@ -151,22 +151,17 @@ class Found:
 
     def __init__(self, token: str | None) -> None:
         self._token = token
-        self.recorded: dict[str, RecordedRun] = {}
-        self.remote: dict[str, RemoteRun] = {}
+        self.runs: dict[str, RecordedRun | RemoteRun] = {}
         self.studies: dict[str, RecordedStudy] = {}
 
     @property
-    def runs(self) -> Mapping[str, RecordedRun | RemoteRun]:
-        return {**self.recorded, **self.remote}
-
-    @property
     def forwards(self) -> Mapping[str, Forward]:
-        return {name: run.read for name, run in self.remote.items()}
+        return {name: run.read for name, run in self.runs.items() if isinstance(run, RemoteRun)}
 
     def add(self, place: str) -> None:
         """Raises `ConfigError` if the place has no run and no study, or if none of them can be read."""
         if URL.fullmatch(place):
-            self.remote[self._new_name(place.partition("//")[2])] = RemoteRun(place, self._token)
+            self.runs[self._new_name(place.partition("//")[2])] = RemoteRun(place, self._token)
             return
         path = Path(place)
         if not path.is_dir():
@@ -192,7 +187,7 @@ class Found:
         is_default = folder.name == DEFAULT_RUN
         name = self._new_name(data_dir.name if is_default else f"{data_dir.name}.{folder.name}")
         run = RecordedRun(folder, title=title if is_default else str(folder))
-        self.recorded[name] = run
+        self.runs[name] = run
         try:
             run.check()
         except ConfigError as error:
@@ -245,8 +240,8 @@ async def _serve(found: Found, listener: socket.socket, only_print: bool) -> Non
     collection = Collection(found.runs, found.studies)
     app_look = Look(collection, found.forwards, server)
     try:
-        for run in found.remote.values():
-            await run.status()
+        for read in found.forwards.values():
+            await read("/status")
         port = listener.getsockname()[1]
         view = "" if len(found.runs) == 1 else "&to=/runs" if found.runs else "&to=/studies"
         address = f"http://127.0.0.1:{port}/#code={app_look.code}{view}"
