@@ -115,18 +115,13 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
         print_text(line)
 
 
-AdminTokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help="File with the token: `admin-token` in the server's data dir.")
-]
-
-
 @app.command()
 def scale(
     setting: Annotated[str, typer.Argument(metavar="samplers=N", help="Such as samplers=6, or samplers=2..8.")],
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy, if the run has several.")] = "",
     url: Url = None,
     token: Token = None,
-    token_file: AdminTokenFile = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Change the number of sampler replicas while a run trains; needs the token in `admin-token`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -198,11 +199,8 @@ class Found:
         """A name for a path. The default run of a server would have the name `default`, so no run here has it."""
         slug = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:40] or "run"
         taken = {DEFAULT_RUN, *self.runs, *self.studies}
-        return next(name for number in range(1, 10_000) if (name := _numbered(slug, number)) not in taken)
-
-
-def _numbered(slug: str, number: int) -> str:
-    return slug if number == 1 else f"{slug}-{number}"
+        names = itertools.chain([slug], (f"{slug}-{number}" for number in itertools.count(2)))
+        return next(name for name in names if name not in taken)
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
@@ -245,17 +243,15 @@ async def _serve(found: Found, listener: socket.socket, only_print: bool) -> Non
         port = listener.getsockname()[1]
         view = "" if len(found.runs) == 1 else "&to=/runs" if found.runs else "&to=/studies"
         address = f"http://127.0.0.1:{port}/#code={app_look.code}{view}"
-        counts = f"{_counted(len(found.runs), 'run')}, {_counted(len(found.studies), 'study', 'studies')}"
-        typer.echo(f"{address}\n{counts}. The address works until Ctrl-C ends this command.")
+        typer.echo(
+            f"{address}\nRuns: {len(found.runs)}, studies: {len(found.studies)}. The address works until Ctrl-C ends "
+            "this command."
+        )
         if not only_print:
             await asyncio.to_thread(show_in_browser, address)
         await uvicorn.Server(uvicorn_config(create_look_app(app_look, server), server)).serve(sockets=[listener])
     finally:
         await collection.close()
-
-
-def _counted(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _listen(port: int) -> socket.socket:
