@@ -25,7 +25,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from agentjet import Episode, Reward, Swarm, Task
-from agentjet.cli.open_page import page_address
+from agentjet.cli.look import page_address
 from agentjet.cli.serve import ChildServer
 from examples.arithmetic.agent import agent, held_out_tasks, training_tasks
 

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from agentjet.cli import printable
 from agentjet.cli.data_dir import check_data_dir
-from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, episode_lines
+from agentjet.cli.episodes import episode_lines
 from agentjet.cli.main import app, main
+from agentjet.cli.overlays import BY_AGENT, BY_POLICY, ORPHAN
 from agentjet.client import Swarm
 from agentjet.errors import (
     ConfigError,
@@ -252,15 +253,15 @@ def test_a_recipe_that_is_gone_is_one_line(
     assert "stored job settings (recipe 'gone.package:Recipe') cannot be read" in line
 
 
-@pytest.mark.parametrize("place", ["", "runs/default"])
-def test_a_data_dir_without_its_journal_has_a_way_out(place: str, tmp_path: Path) -> None:
-    (tmp_path / place / "checkpoints").mkdir(parents=True)
-    (tmp_path / place / "metrics.jsonl").touch()
+def test_a_data_dir_without_its_journal_has_a_way_out(tmp_path: Path) -> None:
+    run_folder = tmp_path / "runs" / "default"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    (run_folder / "metrics.jsonl").touch()
     with pytest.raises(
         ConfigError, match=r"has checkpoints and no journal.*only checkpoints/ to runs/default/ of a new"
     ):
         check_data_dir(tmp_path)
-    (tmp_path / place / "journal.sqlite").touch()
+    (run_folder / "journal.sqlite").touch()
     check_data_dir(tmp_path)
 
 
@@ -304,7 +305,7 @@ def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:
         coloured = episode_lines(
             EpisodeTree.model_validate_json(run("episodes", "show", episode.id, "--json", *at(served)))
         )
-        assert {span.style for line in coloured for span in line.spans} == {CONTEXT, SAMPLED, ORPHAN}
+        assert {span.style for line in coloured for span in line.spans} == {BY_AGENT, BY_POLICY, ORPHAN}
         episode.finish(1.0)
     assert f"{episode.id}  finished  sum" in run("episodes", "list", *at(served))
     with pytest.raises(NotFound, match="no episode 'nope'"):

@@ -9,43 +9,31 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.checkpoints import roll_back
-from agentjet.cli.compare import read_run
+from agentjet.cli.runs import read_run
 from agentjet.errors import ConfigError
-from agentjet.gateway.collection import differing_settings
+from agentjet.gateway.collection import differing_settings, figures
 from agentjet.protocol import EvaluationRequest
 from tests.cli.test_commands import run
 from tests.fakes import running
 
 
-def metrics(path: Path, rewards: list[float]) -> Path:
-    path.write_text(
-        "".join(
-            json.dumps(
-                {"step": step, "time": 1.0, "reward/mean": reward, "batch/episodes": 4.0, "batch/sampled_tokens": 100.0,
-                 "time/sample": 30.0, "time/wait": 10.0, "time/learn": 20.0}
-            ) + "\n"
-            for step, reward in enumerate(rewards, 1)
-        )
-    )  # fmt: skip
-    return path
+def step(reward: float) -> dict[str, float]:
+    sizes = {"batch/episodes": 4.0, "batch/sampled_tokens": 100.0}
+    return {"reward/mean": reward, **sizes, "time/sample": 30.0, "time/wait": 10.0, "time/learn": 20.0}
 
 
-def test_figures_of_a_metrics_file(tmp_path: Path) -> None:
-    asyncio.run(trained(tmp_path / "a", 1e-5, ()))
-    asyncio.run(trained(tmp_path / "b", 1e-5, ()))
-    file = metrics(tmp_path / "a" / "runs" / "default" / "metrics.jsonl", [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4])
-    found, _ = read_run(tmp_path / "a")
+def test_figures_of_steps(tmp_path: Path) -> None:
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4]
+    found = figures({version: step(reward) for version, reward in enumerate(rewards, 1)}, [])
     assert (found["policy_version"], found["batches"], found["episodes"]) == (7, 7, 28)
     assert (found["sampled_tokens"], found["minutes"]) == (700, 7.0)
     assert (found["reward_first_5"], found["reward_last_5"]) == (pytest.approx(0.2), pytest.approx(0.44))
     assert (found["reward_best"], found["reward_best_version"]) == (0.9, 6)
-    assert (found["evaluations"], found["score_best"], found["undone_batches"]) == (0, None, 0)
-    printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert ["reward", "best", "0.900", "0.500"] in [line.split() for line in printed.splitlines()]
+    assert (found["evaluations"], found["score_best"]) == (0, None)
+    asyncio.run(trained(tmp_path / "a", 1e-5, ()))
+    printed = run("compare", str(tmp_path / "a"), str(tmp_path / "a"))
+    assert ["reward", "best", "0.500", "0.500"] in [line.split() for line in printed.splitlines()]
     assert ["score", "best", "-", "-"] in [line.split() for line in printed.splitlines()]
-    with file.open("a") as out:
-        out.write('{"step": 8, "rew')  # a server is writing it
-    assert read_run(tmp_path / "a")[0] == found
 
 
 async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
@@ -81,7 +69,7 @@ def test_data_dirs_have_evaluations_and_settings(tmp_path: Path) -> None:
     assert "settings that differ" in printed and "job.optimizer.lr" in printed
 
 
-def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> None:
+def test_batches_that_were_undone_do_not_count(tmp_path: Path) -> None:
     async def scenario() -> None:
         for _ in range(2):
             async with running(tmp_path / "a", job={"checkpoint_every": 1, "keep_checkpoints": 9}) as up:
@@ -92,7 +80,7 @@ def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> N
 
     asyncio.run(scenario())
     found, _ = read_run(tmp_path / "a")
-    assert (found["policy_version"], found["batches"], found["undone_batches"], found["episodes"]) == (5, 4, 1, 16)
+    assert (found["policy_version"], found["batches"], found["episodes"]) == (5, 3, 12)
     assert found["reward_best_version"] == 1, "not 2, which was undone"
 
 
@@ -103,14 +91,15 @@ def test_settings_that_differ() -> None:
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"only one run, .*: name two or more"):
         run("compare", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl' has no batch: name a data dir"):
+    with pytest.raises(ConfigError, match="is not a data dir of AgentJet"):
         run("compare", str(tmp_path), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"runs/other/metrics\.jsonl' has no batch"):
-        run("compare", str(tmp_path), str(tmp_path), "--run", "other")
-    bad = tmp_path / "metrics.jsonl"
-    bad.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl' is damaged: JSONDecodeError"):
-        run("compare", str(tmp_path), str(tmp_path))
-    bad.write_text("")
-    with pytest.raises(ConfigError, match="has no batch"):
-        run("compare", str(tmp_path), str(tmp_path))
+    asyncio.run(untrained(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="new' has no batch: name a data dir"):
+        run("compare", str(tmp_path / "new"), str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="has no run 'other'"):
+        run("compare", str(tmp_path / "new"), str(tmp_path / "new"), "--run", "other")
+
+
+async def untrained(data_dir: Path) -> None:
+    async with running(data_dir):
+        pass

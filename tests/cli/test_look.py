@@ -22,11 +22,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.cli.compare import read_run
-from agentjet.cli.look import Found
-from agentjet.cli.remote_run import RemoteRun
+from agentjet.cli.look import Found, RemoteRun
+from agentjet.cli.runs import read_run
 from agentjet.config import ServerConfig
-from agentjet.errors import ConfigError, RequestError, Unreachable
+from agentjet.errors import ConfigError, Later
 from agentjet.gateway.collection import Collection
 from agentjet.protocol import EvaluationRequest
 from agentjet.server.look import Look, create_look_app
@@ -161,7 +160,7 @@ def test_lists_and_comparisons(tmp_path: Path) -> None:
             assert list(found["settings"]) == ["job.optimizer.lr"]
             for one in found["runs"]:
                 figures, _ = read_run(Path(one["title"]))
-                assert one["figures"] == {**figures, "undone_batches": 0}
+                assert one["figures"] == figures
             study = await read(http, "/swarm/v1/studies/digits")
             assert study["study"]["findings"][0]["verdict"] == "supported"
             assert study == await read(http, "/swarm/v1/studies/digits"), "it is read again only if it grew"
@@ -236,7 +235,7 @@ def test_a_run_of_another_server(tmp_path: Path) -> None:
         async with serving(tmp_path / "served") as served:
             await served.run.batch()
             found = found_at(served.url, tmp_path / "local", token=VIEWER)
-            name = next(iter(found.remote))
+            name = next(iter(found.runs))
             async with looking(found) as (http, _):
                 live = json.loads(served.run.gateway.status().model_dump_json())
                 assert await read(http, f"/runs/{name}/swarm/v1/status") | {"uptime": 0, "last_event": 0} == live | {
@@ -258,16 +257,16 @@ def test_a_run_of_another_server(tmp_path: Path) -> None:
                 await read(http, f"/runs/{name}/swarm/v1/status", 401)
             async with looking(found_at(served.url, token="wrong")) as (http, _):
                 refusal = await read(http, "/swarm/v1/status", 502)
-                assert refusal["code"] == "token_refused" and "give its viewer token" in refusal["detail"]
-                assert "viewer token" in (await read(http, "/swarm/v1/look"))["runs"][0]["error"]
+                assert refusal["code"] == "token_refused" and "AGENTJET_TOKEN" in refusal["detail"]
+                assert "AGENTJET_TOKEN" in (await read(http, "/swarm/v1/look"))["runs"][0]["error"]
         async with looking(found_at(served.url, token=VIEWER)) as (http, _):
             assert (await read(http, "/swarm/v1/status", 503))["code"] == "server_unreachable"
-            compared = await read(http, f"/swarm/v1/compare?runs={name}", 502)
-            assert compared["code"] == "run_unreadable" and "start that server" in compared["detail"]
+            compared = await read(http, f"/swarm/v1/compare?runs={name}", 503)
+            assert compared["code"] == "server_unreachable" and "start a server" in compared["detail"]
         stranger = httpx.MockTransport(lambda _: httpx.Response(200, html="<script>alert(1)</script>"))
-        with pytest.raises(RequestError, match="is not a server of AgentJet"):
-            await RemoteRun(served.url, VIEWER, transport=stranger).forward("/swarm/v1/status")
-        with pytest.raises(Unreachable, match="does not answer"):
+        with pytest.raises(Later, match="which an AgentJet server does not send"):
+            await RemoteRun(served.url, VIEWER, transport=stranger).read("/status")
+        with pytest.raises(Later, match="no answer from"):
             await RemoteRun(served.url, VIEWER).status()
 
     asyncio.run(check())

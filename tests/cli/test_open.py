@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import agentjet
+from agentjet.cli.look import VIEWS, has_browser
 from agentjet.cli.main import app
-from agentjet.cli.open_page import VIEWS, has_browser
 from agentjet.errors import ConfigError, Forbidden
 from tests.server.serving import TOKEN, VIEWER, Served
 

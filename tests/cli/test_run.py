@@ -75,6 +75,8 @@ def test_a_program_is_trained_and_evaluated(served: Served, folder: Path) -> Non
     assert list(evaluated["code_versions"]) == [version]
     (folder / "agent.py").write_text(AGENT + "# edited\n")
     assert list(run(served, "--reward", "reward.py:score", "--eval")["code_versions"]) != [version]
+    failing = run(served, "--reward", "exit-code", "--eval", command=("false",))
+    assert (failing["finished"], failing["mean_reward"]) == (6, 0.0)
     named = run(served, "--reward", "reward.py:score", "--eval", "--code-version", "v7")
     assert list(named["code_versions"]) == ["v7"]
 
@@ -148,7 +150,7 @@ def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none: No such file"):
         read_tasks(tmp_path / "none")
     (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="byte 12 is not UTF-8"):
+    with pytest.raises(ConfigError, match="latin line 1, byte 13: the line is not UTF-8"):
         read_tasks(tmp_path / "latin")
 
 
@@ -161,7 +163,7 @@ def test_ids_of_tasks(tmp_path: Path) -> None:
 
 
 def judge(source: str, folder: Path, stdout: str = "", code: int = 0) -> Any:
-    return reward_source(source).score({}, Result(stdout, "", code, 1.0, folder))
+    return reward_source(source)[0]({}, Result(stdout, "", code, 1.0, folder))
 
 
 def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
@@ -176,7 +178,6 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
     assert judge("file:reward.json", tmp_path) == Reward(1.0)
     assert judge("stdout", tmp_path, "7" * 5_000) == Reward(math.inf), "which no episode may finish with"
     assert [judge("exit-code", tmp_path, code=code) for code in (0, 1)] == [1.0, 0.0]
-    assert reward_source("exit-code").any_exit_code and not reward_source("stdout").any_exit_code
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_rotating_the_keys_ends_them_and_no_token(tmp_path: Path) -> None:
 def test_the_tokens_of_a_run(tmp_path: Path) -> None:
     Keys.open(tmp_path)
     (tmp_path / "runs" / "other").mkdir(parents=True)
+    (tmp_path / "runs" / "other" / "journal.sqlite").touch()
     other = Keys.open(tmp_path / "runs" / "other")
     for role in ("client", "admin", "viewer"):
         held = token("show", role, "--run", "other", data_dir=tmp_path).strip()
@@ -54,7 +55,6 @@ def test_the_tokens_of_a_run(tmp_path: Path) -> None:
     said = token("rotate", "client", "--run", "other", data_dir=tmp_path)
     assert "--run other" in said and "AGENTJET_TOKEN" not in said
     assert token("show", "client", "--run", "other", data_dir=tmp_path).strip() not in said
-    (tmp_path / "runs" / "other" / "journal.sqlite").touch()
     with pytest.raises(ConfigError, match="has no run 'nope'; its runs are other"):
         token("show", "client", "--run", "nope", data_dir=tmp_path)
     with pytest.raises(InvalidRequest, match="is not the name of a run"):

@@ -44,7 +44,7 @@ def test_a_server_and_its_files_give_the_same_steps(tmp_path: Path) -> None:
         assert shown.splitlines()[-1].endswith("a.jsonl has all steps up to 4") and "written up to step 3" in shown
         beside = track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'beside.jsonl'}")
         with Swarm(served.url, VIEWER) as swarm:
-            live = ServerSource(swarm, print, None)
+            live = ServerSource(swarm)
             run = Run.of(live.steps(0, 1)[0], "", live.settings())
             assert live.progress() == (4, 0)
         assert run.name in beside
@@ -66,19 +66,3 @@ def test_wrong_sources(served: Served, tmp_path: Path) -> None:
         track(served.url, "--token", "wrong", *to)
     with pytest.raises(ConfigError, match=r"--to is missing: give one of tensorboard:DIR"):
         track(served.url, "--token", VIEWER)
-
-
-def test_a_lost_server_is_waited_for(served: Served) -> None:
-    lines: list[str] = []
-    answers = iter([Unreachable("no answer from http://x"), Unreachable("no answer from http://x"), 7])
-
-    def request() -> int:
-        found = next(answers)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    with Swarm(served.url, VIEWER) as swarm:
-        source = ServerSource(swarm, lines.append, lambda: None)
-        assert source._ask(request) == 7
-    assert lines == ["no answer from http://x. Trying again until Ctrl-C", f"{served.url} answers again"]

@@ -67,7 +67,7 @@ def test_an_episode_that_cannot_be_asked_for(asked: dict[str, Any], sentence: st
         ({"tasks": "abc"}, r"tasks\[0\] = 'a': give a Task"),
         ({"tasks": Task("a")}, r"tasks = Task\(.*give a list, such as \[Task"),
         ({"tasks": {Hashable("a")}}, r"tasks is a set, whose order differs from run to run: .*sorted\(tasks"),
-        ({"tasks": 3}, "tasks = 3: give a list of Task"),
+        ({"tasks": 3}, "tasks = 3: give a list, such as"),
         ({"concurrency": 0}, "concurrency = 0: .*at least 1"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_tag_that_cannot_be(version: int, name: str, sentence: str) -> None:
 def test_a_job_has_finite_numbers(job: dict[str, Any], sentence: str) -> None:
     server = FakeServer()
     with pytest.raises(ConfigError, match=sentence):
-        asyncio.run(connect(server).set_job(job, revision=1))
+        asyncio.run(connect(server).start_run("x", job=job))
     assert not server.requests
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Endpoint, Episode, Swarm
 from agentjet.client.command import environment
 from agentjet.client.episode import checked_reward, finish_body
-from agentjet.client.progress import Progress
-from agentjet.client.report import EpisodeResult, Step, TrainReport, rows
+from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport, rows
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import CallView, EpisodeTree
 from agentjet.types import Reward, Task
@@ -138,18 +136,16 @@ def test_an_evaluation_reports_each_policy() -> None:
         report.of_policy("coda")
 
 
-def test_progress_shows_each_policy() -> None:
-    shown = io.StringIO()
-    progress = Progress("training", 1, out=shown)
+def test_progress_shows_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("training", 1, wanted=True)
     progress.policies = POLICIES
     progress.step({"reward/mean": 0.75, "planner/reward/mean": 1.0, "coder/reward/mean": 0.5})
-    assert shown.getvalue() == "training 1/1  reward 0.750  planner 1.000  coder 0.500\n"
+    assert capsys.readouterr().out == "training 1/1  reward 0.750  planner 1.000  coder 0.500\n"
 
 
-def test_steps_of_other_clients_are_not_shown_as_own_work() -> None:
-    shown = io.StringIO()
-    Progress("training", 1, out=shown).step({"reward/mean": 0.75}, "no episode of this client")
-    assert shown.getvalue() == "training 1/1  reward 0.750  no episode of this client\n"
+def test_steps_of_other_clients_are_not_shown_as_own_work(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress("training", 1, wanted=True).step({"reward/mean": 0.75}, "no episode of this client")
+    assert capsys.readouterr().out == "training 1/1  reward 0.750  no episode of this client\n"
     finished = EpisodeResult("t", "", "finished", 0, reward=1.0)
     steps = (Step(1, {"batch/episodes": 2.0}), Step(2, {"batch/episodes": 2.0}))
     few, own = TrainReport((finished,) * 2, steps, 9.0), TrainReport((finished,) * 4, steps, 9.0)
@@ -157,15 +153,15 @@ def test_steps_of_other_clients_are_not_shown_as_own_work() -> None:
     assert str(own).startswith("2 steps in 9 s, 4 episodes finished, 0 aborted")
 
 
-def test_a_program_gets_the_names_of_the_policies() -> None:
+def test_a_program_gets_the_names_of_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     async def begin(server: FakeServer) -> AsyncEpisode:
         return await connect(server).begin("t")
 
-    inherited = {"OPENAI_MODEL": "planner"}
-    given = environment(TASKS[0], asyncio.run(begin(FakeServer(policies=POLICIES))), inherited)
+    monkeypatch.setenv("OPENAI_MODEL", "planner")
+    given = environment(TASKS[0], asyncio.run(begin(FakeServer(policies=POLICIES))))
     assert (given["AGENTJET_POLICIES"], given["OPENAI_MODEL"]) == ("planner,coder", "planner")
     assert "ANTHROPIC_MODEL" not in given
-    given = environment(TASKS[0], asyncio.run(begin(FakeServer())), inherited)
+    given = environment(TASKS[0], asyncio.run(begin(FakeServer())))
     assert (given["OPENAI_MODEL"], given["ANTHROPIC_MODEL"]) == ("tiny", "tiny")
     assert "AGENTJET_POLICIES" not in given
 

@@ -144,13 +144,9 @@ def test_the_way_of_one_episode_and_its_refusals(tmp_path: Path) -> None:
 def test_only_the_admin_token_configures_and_stops(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path / "data") as served, client(served) as swarm, client(served, ADMIN) as admin:
-            job = await swarm.job()
             with pytest.raises(Forbidden, match="admin-token"):
-                await swarm.set_job(job.job, revision=job.revision)
-            changed = await admin.set_job({**job.job, "temperature": 0.5}, revision=job.revision)
-            assert changed.job["temperature"] == 0.5
-            with pytest.raises(Conflict):
-                await admin.set_job(job.job, revision=job.revision)
+                await swarm.change_job({"temperature": 0.5})
+            assert (await admin.change_job({"temperature": 0.5})).job["temperature"] == 0.5
             assert (await admin.stop()).state == "offline"
             with pytest.raises(Conflict, match="offline"):
                 await swarm.train(agent, TASKS, steps=1, progress=False)

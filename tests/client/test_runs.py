@@ -73,13 +73,15 @@ def test_runs_are_listed_started_and_ended_at_the_server(server: FakeRuns, url: 
     ]
 
 
-def test_the_client_of_a_run_sends_everything_below_its_path(server: FakeRuns) -> None:
+def test_the_client_of_a_run_sends_everything_below_its_path(server: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTJET_URL", SERVER)
+
     async def scenario() -> None:
         for swarm in (connect(server).of_run("study"), connect(server, f"{SERVER}/runs/study")):
             assert swarm.url == f"{SERVER}/runs/study"
             episode = await swarm.begin("t")
             assert episode.anthropic_base_url == f"{SERVER}/runs/study"
-            given = environment(Task("t"), episode, {"AGENTJET_URL": SERVER})
+            given = environment(Task("t"), episode)
             assert {given[name] for name in ("AGENTJET_URL", "ANTHROPIC_BASE_URL")} == {f"{SERVER}/runs/study"}
             assert given["OPENAI_BASE_URL"] == f"{SERVER}/runs/study/v1"
             assert (await anext(swarm.events())).seq == 1

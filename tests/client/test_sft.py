@@ -220,7 +220,7 @@ def test_files_of_demonstrations(tmp_path: Path) -> None:
     for text, why in (
         (f"\n{json.dumps(asked('a', chr(0xD800)))}", r"d.jsonl:2: '\\ud800' is half of a character"),
         ("", "no demonstrations"),
-        ("{", "d.jsonl:1, column 2"),
+        ("{", "d.jsonl line 1, column 2"),
         ('{"prompt": "a"}', 'd.jsonl:1: a demonstration is an object with messages, such as {"messages"'),
         ('{"messages": ["a"]}', "every message is an object"),
     ):
@@ -228,8 +228,8 @@ def test_files_of_demonstrations(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=why):
             read_demonstrations(file)
     for content, why in (
-        (b'\n{"a": "\xe9"}', "d.jsonl:2, byte 8: the line is not UTF-8"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b'\n{"a": "\xe9"}', "d.jsonl line 2, byte 8: the line is not UTF-8"),
+        (b"[" * 100_000, "maximum recursion depth"),
     ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=why):

@@ -22,7 +22,7 @@ import agentjet
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentjet.client import Swarm
+    from agentjet.client import Retry, Swarm
 
 Url = Annotated[
     str | None,
@@ -43,12 +43,19 @@ JOINERS = "\u200c\u200d"
 """Invisible characters that join letters and emoji."""
 
 
-def connect(url: str | None, token: str | None, token_file: Path | None, *, client_id: str | None = None) -> Swarm:
+def connect(
+    url: str | None,
+    token: str | None,
+    token_file: Path | None,
+    *,
+    client_id: str | None = None,
+    retry: Retry | None = None,
+) -> Swarm:
     """A client of the server that the options name. Raises `ConfigError` if the token file cannot be read."""
     from agentjet.client import Swarm
 
     # Each command is a separate process.
-    return Swarm(url, read_token(token, token_file), client_id=client_id, instance_id="")
+    return Swarm(url, read_token(token, token_file), client_id=client_id, instance_id="", retry=retry)
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:
@@ -57,15 +64,10 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
         return token
     if token is not None:
         raise ConfigError("--token and --token-file exclude each other")
-    return read_token_file(token_file)
-
-
-def read_token_file(path: Path) -> str:
-    """The token in a file that an option names. Raises `ConfigError`."""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return token_file.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError(f"--token-file {path}: {error.strerror}") from None
+        raise ConfigError(f"--token-file {token_file}: {error.strerror}") from None
 
 
 def example(name: str) -> Path:

@@ -19,12 +19,11 @@ METRICS = "metrics.jsonl"
 def check_data_dir(folder: Path) -> None:
     """Raises `ConfigError` if the default run lost its journal. `checkpoints/` alone is allowed."""
     run = folder / "runs" / DEFAULT_RUN
-    for place in (folder, run):
-        if (place / METRICS).exists() and (place / "checkpoints").is_dir() and not (place / JOURNAL).exists():
-            raise ConfigError(
-                f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
-                "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
-            )
+    if (run / METRICS).exists() and (run / "checkpoints").is_dir() and not (run / JOURNAL).exists():
+        raise ConfigError(
+            f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
+            "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
+        )
 
 
 def run_folder(data_dir: Path, run: str) -> Path:
@@ -36,6 +35,11 @@ def run_folder(data_dir: Path, run: str) -> Path:
     if found := sorted(path.parent.name for path in data_dir.glob(f"runs/*/{JOURNAL}")):
         raise ConfigError(f"{str(data_dir)!r} has no run {run!r}; its runs are {', '.join(found)} (--run NAME)")
     raise ConfigError(f"{str(data_dir)!r} is not a data dir of AgentJet: it has no runs/{run}/{JOURNAL}")
+
+
+def journal_of(place: Path, run: str) -> Path:
+    """The journal of a run, from the folder of the run or from its data dir. Raises as `run_folder` does."""
+    return (place if (place / JOURNAL).is_file() else run_folder(place, run)) / JOURNAL
 
 
 app = typer.Typer(name="token", no_args_is_help=True, help="Show or replace the tokens of a run.")
@@ -90,8 +94,4 @@ def rotate(
 
 def _key_folder(data_dir: Path, run: str) -> Path:
     """The folder of a run's tokens; those of the default run are in the data dir."""
-    check_run_name(run)
-    folder = data_dir if run == DEFAULT_RUN else data_dir / "runs" / run
-    if run != DEFAULT_RUN and not folder.is_dir():
-        run_folder(data_dir, run)
-    return folder
+    return data_dir if run == DEFAULT_RUN else run_folder(data_dir, run)

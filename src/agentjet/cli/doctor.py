@@ -11,7 +11,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 
 GB = 10**9
-LOCAL_FILE_SYSTEMS = frozenset({"ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "apfs"})
-SHM = Path("/dev/shm")
 Verdict = Literal["ok", "note", "problem"]
 
 
@@ -46,14 +44,10 @@ class Machine:
     """Bytes of main memory."""
     gpus: tuple[int, ...] = ()
     """Bytes of memory of each GPU that processes may use."""
-    shared_memory: int = 0
-    """Free bytes of /dev/shm, where published weights go."""
     versions: dict[str, str] = field(default_factory=dict)
     """Installed versions by package."""
     vllm: dict[str, str] = field(default_factory=dict)
     """Version of vLLM by the interpreter of its environment; "" if it has none. Other paths are not programs."""
-    file_system: str = ""
-    """Type of the file system of the data dir."""
     is_ray_node: bool = False
     """True if a Ray node runs on this machine."""
     bfloat16_is_faster: bool = False
@@ -97,8 +91,6 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             if uses_gpus and free is not None:
                 free = max(0, free - _num_gpus(compute))
         yield from _memory(settings, policy, machine)
-    if any(one.backend == "cluster" and one.address for one in computes):
-        yield _files(settings, machine)
 
 
 def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
@@ -119,7 +111,7 @@ def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
 
 def _vllm(compute: ComputeConfig, machine: Machine) -> Finding:
     """The environment of the replicas. Those of a Ray cluster may run on other machines only."""
-    from agentjet.cli.sampler_venv import sampler_interpreter
+    from agentjet.cli.cluster import sampler_interpreter
 
     python = str(sampler_interpreter(compute))
     if installed := machine.vllm.get(python):
@@ -191,7 +183,6 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
 
 def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Finding]:
     """The memory of one rank and one replica, or of the worker."""
-    from agentjet.compute.cluster.adapters import publishes_adapter
     from agentjet.compute.cluster.memory import adapter_parameters, model_size
     from agentjet.errors import ConfigError
     from agentjet.gateway.first_weights import whole_model
@@ -219,9 +210,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     on_gpu = bool(machine.gpus) and model.device != "cpu"
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
     value_bytes = 2 if narrow else 4
-    is_hot = bool(trained) and publishes_adapter(model.lora, config.get("architectures"))
-    published = (trained if is_hot else size.num_parameters) * value_bytes
-    fit = _Fit(policy, size, value_bytes, trained, published, settings.sampler.cache_tokens, machine, on_gpu)
+    fit = _Fit(policy, size, value_bytes, trained, settings.sampler.cache_tokens, machine, on_gpu)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
     ranks = compute.ranks if compute.backend == "cluster" else 1
@@ -237,8 +226,6 @@ class _Fit:
     value_bytes: int
     trained: int
     """Parameters of the adapter. 0: all weights learn."""
-    published: int
-    """Bytes of the weights that replicas get with each version."""
     cache_tokens: int
     machine: Machine
     on_gpu: bool
@@ -282,12 +269,6 @@ class _Fit:
             way_out = f"at most {most} samplers fit (compute.samplers)" if most else "lower sampler.cache_tokens"
             share = max(0, left) // compute.samplers.most
             yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
-        published = self.published * 3  # The present version, the one before, the next.
-        if published > self.machine.shared_memory:
-            text = f"{SHM} has {self.machine.shared_memory / GB:.1f} GB free and published weights need"
-            yield Finding(
-                "note", f"{self.policy}: {text} {published / GB:.1f} GB: they go to the temporary folder instead"
-            )
 
     def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Finding:
         """Compares what a micro-batch keeps for its backward pass with the memory that is left beside the weights."""
@@ -332,15 +313,6 @@ class _Fit:
         return Finding("problem", f"{text}: does not fit; {way_out}")
 
 
-def _files(settings: ServeConfig, machine: Machine) -> Finding:
-    text = (
-        f"server.data_dir = {str(settings.server.data_dir)!r} is on {machine.file_system or 'an unknown file system'}"
-    )
-    rule = "the gateway and all ranks must see it at the same path, and replicas a local model's folder"
-    local = machine.file_system in LOCAL_FILE_SYSTEMS
-    return Finding("note" if local else "ok", f"{text}{' of this machine' if local else ''}: {rule}")
-
-
 def find_folder(name: str) -> Path | None:
     """Returns the folder of a model on this machine, or None. Downloads nothing. Raises `ConfigError`."""
     from agentjet.config.loader import cache_dir
@@ -362,34 +334,19 @@ def this_machine(settings: ServeConfig) -> Machine:
     """Returns the facts of this machine."""
     import psutil
 
-    from agentjet.cli.sampler_venv import sampler_interpreter
+    from agentjet.cli.cluster import sampler_interpreter
     from agentjet.compute.cluster.launcher import visible_gpu_memory
     from agentjet.config import bfloat16_is_faster
 
-    folder = next(
-        one
-        for one in (settings.server.data_dir.absolute(), *settings.server.data_dir.absolute().parents)
-        if one.exists()
-    )
-    mounts = [one for one in psutil.disk_partitions(all=True) if folder.is_relative_to(one.mountpoint)]
     interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
     return Machine(
         memory=psutil.virtual_memory().total,
         gpus=visible_gpu_memory(),
-        shared_memory=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
-        versions={package: found for package in ("torch", "transformers", "ray") if (found := _version(package))},
+        versions={one.name: one.version for one in distributions() if one.name in ("torch", "transformers", "ray")},
         vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
-        file_system=max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "",
         is_ray_node=any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])),
         bfloat16_is_faster=bfloat16_is_faster(),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _vllm_version(python: Path) -> str:

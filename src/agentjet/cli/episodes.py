@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
-from agentjet.cli.overlays import LEGENDS, Advantages, Overlay, overlaid
+from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, Advantages, Overlay, overlaid
 from agentjet.errors import ConfigError
 from agentjet.types import EpisodeFilter, EpisodeOrder, Mode
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from agentjet.protocol import CallView, EpisodeTree
 
-CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
+NOTE = "dim"
 NO_ADVANTAGES = Advantages()
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 
@@ -241,10 +241,9 @@ def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", advantages: Ad
         lines.append(Text(LEGENDS[overlay], NOTE))
     numbers = {call.call_id: i for i, call in enumerate(tree.calls, 1)}
     for call in tree.calls:
-        body = _body(call) if overlay == "author" else overlaid(call, overlay, advantages.of_call(call))
         lines += [Text(""), Text(_heading(call, numbers), NOTE)]
         lines += [Text(one_line(advantages.heading(call)), NOTE)] if overlay == "advantage" else []
-        lines.append(body)
+        lines.append(overlaid(call, overlay, advantages.of_call(call)))
     return lines
 
 
@@ -252,7 +251,7 @@ def _legend(tree: EpisodeTree) -> list[tuple[str, str]]:
     """Authors of tokens and their styles, with the state of training."""
     ended_untrained = tree.trained_in is None and (tree.reason or tree.status in ("aborted", "expired"))
     trained = "never trained" if tree.mode == "eval" or ended_untrained else "trained"
-    return [("the agent and the template", CONTEXT), (f"the policy, {trained}", SAMPLED), ("not trained", ORPHAN)]
+    return [("the agent and the template", BY_AGENT), (f"the policy, {trained}", BY_POLICY), ("not trained", ORPHAN)]
 
 
 def _heading(call: CallView, numbers: dict[str, int]) -> str:
@@ -270,13 +269,3 @@ def _heading(call: CallView, numbers: dict[str, int]) -> str:
     if call.orphan:
         parts.append(f"not trained: {UNTRAINED.get(call.orphan, call.orphan)}")
     return "; ".join(parts)
-
-
-def _body(call: CallView) -> Text:
-    from rich.text import Text
-
-    texts = call.texts or [f"<{token}>" for token in call.tokens]
-    body = Text()
-    for text, version in zip(texts, call.versions, strict=True):
-        body.append(printable(text), CONTEXT if version is None else ORPHAN if call.orphan else SAMPLED)
-    return body

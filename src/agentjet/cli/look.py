@@ -1,25 +1,32 @@
-"""`agentjet look`: the page over finished, crashed or running runs, and over studies, from their files."""
+"""The page in the browser: `agentjet open` for a served run, `agentjet look` for runs and studies from their files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import socket
+import sys
+import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlencode, urlsplit
 
 import typer
 
-from agentjet.cli import TokenFile, read_token_file
-from agentjet.errors import ConfigError
+from agentjet.cli import Token, TokenFile, Url, connect, read_token
+from agentjet.errors import ConfigError, Later, RequestError, Unauthorized, Unreachable
+from agentjet.protocol import EvaluationView, JobBody, StatusResponse, StepList, flatten
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from agentjet.cli.remote_run import RemoteRun
+    import httpx
+
+    from agentjet.client import Swarm
     from agentjet.gateway.recorded import RecordedRun
     from agentjet.research.report.view import StudyView
     from agentjet.server.look import Forward
@@ -27,6 +34,16 @@ if TYPE_CHECKING:
 PORT = 8401
 STUDY_FILES = ("study.json", "study.sqlite")
 URL = re.compile(r"https?://\S+")
+MOST_STEPS = 10_000
+"""Steps that are read of a run of another server."""
+MEANING = (
+    "What the session may do: viewer reads; client also saves, exports and aborts; admin also changes the job. "
+    "It needs the token of that role."
+)
+Role = Annotated[Literal["viewer", "client", "admin"], typer.Option("--role", help=MEANING)]
+VIEWS = ("episodes", "groups", "batches", "swarm", "studies", "compare", "runs")
+"""Beginnings of the paths of the page."""
+View = Annotated[str, typer.Argument(metavar="VIEW", help="View to open, such as `episodes` or `batches/3`.")]
 
 
 def look(
@@ -45,8 +62,7 @@ def look(
 
     Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
     """
-    token = read_token_file(token_file) if token_file else os.environ.get("AGENTJET_TOKEN", "")
-    found = Found(token)
+    found = Found(read_token(None, token_file))
     for place in places:
         found.add(place)
     with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -92,29 +108,61 @@ class RecordedStudy:
         return read_study(StudyFolder(self._folder))
 
 
+class RemoteRun:
+    """A run of another server, which is read over HTTP with a token."""
+
+    def __init__(self, url: str, token: str | None, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """Raises `ConfigError` if the URL or the token is malformed."""
+        from agentjet.client.connection import Connection, Retry, load_settings
+
+        self.title = url
+        once = Retry(patience=0.0, first_patience=0.0)
+        self._connection = Connection(load_settings(url, token), retry=once, transport=transport)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def status(self) -> StatusResponse:
+        return StatusResponse.model_validate(await self.read("/status"))
+
+    async def steps(self) -> StepList:
+        return StepList.model_validate(await self.read(f"/steps?limit={MOST_STEPS}"))
+
+    async def evaluations(self) -> list[EvaluationView]:
+        return [EvaluationView.model_validate(one) for one in await self.read("/evaluations")]
+
+    async def settings(self) -> dict[str, Any]:
+        """Returns the model and the job settings, by name, for a comparison."""
+        status, job = await self.status(), JobBody.model_validate(await self.read("/job"))
+        weights = {"model_weights": status.model_weights} if status.model_weights else {}
+        return {"model.name": status.model, **weights, **dict(flatten(job.job, "job."))}
+
+    async def read(self, path: str) -> Any:
+        """Returns the JSON answer to a read below `/swarm/v1`. Raises `RequestError`, also if the server is silent."""
+        try:
+            return await self._connection.request("GET", path)
+        except Unauthorized as error:  # The session of the page is valid: this server refuses the token of `look`.
+            raise RequestError(error.message, code="token_refused", status=502) from None
+        except Unreachable as error:
+            raise Later(str(error), retry_after=1.0, code="server_unreachable", status=503) from None
+
+
 class Found:
     """The runs and the studies of the given places, by the names that they have in paths."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str | None) -> None:
         self._token = token
-        self.recorded: dict[str, RecordedRun] = {}
-        self.remote: dict[str, RemoteRun] = {}
+        self.runs: dict[str, RecordedRun | RemoteRun] = {}
         self.studies: dict[str, RecordedStudy] = {}
 
     @property
-    def runs(self) -> Mapping[str, RecordedRun | RemoteRun]:
-        return {**self.recorded, **self.remote}
-
-    @property
     def forwards(self) -> Mapping[str, Forward]:
-        return {name: run.forward for name, run in self.remote.items()}
+        return {name: run.read for name, run in self.runs.items() if isinstance(run, RemoteRun)}
 
     def add(self, place: str) -> None:
         """Raises `ConfigError` if the place has no run and no study, or if none of them can be read."""
-        from agentjet.cli.remote_run import RemoteRun
-
         if URL.fullmatch(place):
-            self.remote[self._new_name(place.partition("//")[2])] = RemoteRun(place, self._token)
+            self.runs[self._new_name(place.partition("//")[2])] = RemoteRun(place, self._token)
             return
         path = Path(place)
         if not path.is_dir():
@@ -140,7 +188,7 @@ class Found:
         is_default = folder.name == DEFAULT_RUN
         name = self._new_name(data_dir.name if is_default else f"{data_dir.name}.{folder.name}")
         run = RecordedRun(folder, title=title if is_default else str(folder))
-        self.recorded[name] = run
+        self.runs[name] = run
         try:
             run.check()
         except ConfigError as error:
@@ -151,11 +199,8 @@ class Found:
         """A name for a path. The default run of a server would have the name `default`, so no run here has it."""
         slug = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:40] or "run"
         taken = {DEFAULT_RUN, *self.runs, *self.studies}
-        return next(name for number in range(1, 10_000) if (name := _numbered(slug, number)) not in taken)
-
-
-def _numbered(slug: str, number: int) -> str:
-    return slug if number == 1 else f"{slug}-{number}"
+        names = itertools.chain([slug], (f"{slug}-{number}" for number in itertools.count(2)))
+        return next(name for name in names if name not in taken)
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
@@ -182,11 +227,8 @@ def _is_study(folder: Path) -> bool:
 
 async def _serve(found: Found, listener: socket.socket, only_print: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Raises `AgentJetError` if a server does not answer."""
-    import webbrowser
-
     import uvicorn
 
-    from agentjet.cli.open_page import has_browser, tunnel_command
     from agentjet.config import ServerConfig
     from agentjet.gateway.collection import Collection
     from agentjet.server.http import uvicorn_config
@@ -196,24 +238,20 @@ async def _serve(found: Found, listener: socket.socket, only_print: bool) -> Non
     collection = Collection(found.runs, found.studies)
     app_look = Look(collection, found.forwards, server)
     try:
-        for run in found.remote.values():
-            await run.status()
+        for read in found.forwards.values():
+            await read("/status")
         port = listener.getsockname()[1]
         view = "" if len(found.runs) == 1 else "&to=/runs" if found.runs else "&to=/studies"
         address = f"http://127.0.0.1:{port}/#code={app_look.code}{view}"
-        counts = f"{_counted(len(found.runs), 'run')}, {_counted(len(found.studies), 'study', 'studies')}"
-        typer.echo(f"{address}\n{counts}. The address works until Ctrl-C ends this command.")
-        if not only_print and has_browser(os.environ):
-            await asyncio.to_thread(webbrowser.open, address)
-        elif not only_print:
-            typer.echo(f"To open it on another machine, first run there: {tunnel_command(address)}")
+        typer.echo(
+            f"{address}\nRuns: {len(found.runs)}, studies: {len(found.studies)}. The address works until Ctrl-C ends "
+            "this command."
+        )
+        if not only_print:
+            await asyncio.to_thread(show_in_browser, address)
         await uvicorn.Server(uvicorn_config(create_look_app(app_look, server), server)).serve(sockets=[listener])
     finally:
         await collection.close()
-
-
-def _counted(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _listen(port: int) -> socket.socket:
@@ -227,3 +265,62 @@ def _listen(port: int) -> socket.socket:
             f"--port {port}: 127.0.0.1:{port} is not available ({error.strerror or error}): another `agentjet look` "
             "may be using it; --port 0 takes a free one"
         ) from None
+
+
+# ---- the page of a server --------------------------------------------------------------------------------------------
+
+
+def open_page(
+    view: View = "",
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    role: Role = "viewer",
+    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+) -> None:
+    """Open the page of a run in the browser: is it learning, is it healthy, what does it wait for.
+
+    The address contains a code that opens one session within a minute. The session ends after 12 hours.
+    """
+    check_view(view)
+    with connect(url, token, token_file) as swarm:
+        address = page_address(swarm, role, view)
+    typer.echo(f"{address}\nThis address opens one session, within 60 seconds. For another one, run the command again.")
+    if not only_print:
+        show_in_browser(address)
+
+
+def check_view(view: str) -> None:
+    """Raises `ConfigError` for a view that the page does not have."""
+    name = re.split(r"[/?]", view.strip("#").strip("/"), maxsplit=1)[0]
+    if name and name not in VIEWS:
+        raise ConfigError(f"{view!r} is not a view: give one of {', '.join(VIEWS)}, or nothing for the Overview")
+
+
+def page_address(swarm: Swarm, role: Literal["viewer", "client", "admin"], view: str) -> str:
+    """Returns the address that opens one session of the page."""
+    code = swarm.session_code(role).code
+    path = view.strip("#").strip("/")
+    server = swarm.url.partition("/runs/")[0]  # The code names the run.
+    return f"{server}/#" + urlencode({"code": code, **({"to": f"/{path}"} if path else {})})
+
+
+def has_browser(environ: Mapping[str, str]) -> bool:
+    """True if a browser that this process starts is visible to its user."""
+    if "SSH_CONNECTION" in environ:
+        return False
+    return sys.platform in ("darwin", "win32") or "DISPLAY" in environ or "WAYLAND_DISPLAY" in environ
+
+
+def show_in_browser(address: str) -> None:
+    """Opens an address. Without a browser, prints the command that forwards the port of a server on loopback to another
+    machine."""
+    from agentjet.client.connection import LOOPBACK
+
+    server = urlsplit(address)
+    if has_browser(os.environ):
+        webbrowser.open(address)
+    elif server.hostname in LOOPBACK:
+        port = server.port or 80
+        tunnel = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+        typer.echo(f"To open it on another machine, first run there: {tunnel}")

@@ -13,21 +13,17 @@ from agentjet.cli import (
     Override,
     checkpoints,
     cluster,
-    compare,
     data_dir,
     doctor,
     episodes,
     load_example,
     look,
-    merge,
-    open_page,
     printable,
     recipes,
     research,
     run,
     runs,
     serve,
-    sft,
     status,
     track,
     watch,
@@ -82,19 +78,19 @@ for command in (
     serve.serve,
     demo,
     run.run,
-    sft.sft,
+    run.sft,
     status.status,
     watch.watch,
-    compare.compare,
+    runs.compare,
     look.look,
     checkpoints.export,
-    merge.merge,
+    checkpoints.merge,
     track.track,
     doctor.doctor,
 ):
     app.command()(command)
 app.command("eval")(run.evaluate)
-app.command("open")(open_page.open_page)
+app.command("open")(look.open_page)
 for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
     app.add_typer(group.app)
 

@@ -35,6 +35,8 @@ VERSIONS = ("color(32)", "color(172)", "color(71)", "color(169)")
 """Styles of successive policy versions, in turn."""
 POSITIVE, NEGATIVE, NEUTRAL = "color(208)", "color(141)", ""
 CONTEXT, UNTRAINED = "dim", "strike dim"
+BY_AGENT, BY_POLICY, ORPHAN = "cyan", "bold green", "strike red"
+"""Styles of the overlay `author`."""
 BAR = 3.0
 """Advantage of a full bar."""
 BAR_CELLS = 12
@@ -83,12 +85,13 @@ def overlaid(call: CallView, overlay: Overlay, advantage: float | None = None) -
     from rich.text import Text
 
     body, known = Text(), -1
+    context, orphan = (BY_AGENT, ORPHAN) if overlay == "author" else (CONTEXT, UNTRAINED)
     texts = call.texts or [f"<{token}>" for token in call.tokens]
     for text, version, logprob in zip(texts, call.versions, call.logprobs, strict=True):
         if version is None:
-            body.append(printable(text), CONTEXT)
+            body.append(printable(text), context)
             continue
-        style = UNTRAINED if call.orphan else ""
+        style = orphan if call.orphan else ""
         if overlay == "version":
             if version != known:
                 body.append(f"⟨v{version}⟩", "bold")
@@ -96,6 +99,8 @@ def overlaid(call: CallView, overlay: Overlay, advantage: float | None = None) -
             style = style or VERSIONS[version % len(VERSIONS)]
         elif overlay == "advantage":
             style = style or sign_style(advantage)
+        elif overlay == "author":
+            style = style or BY_POLICY
         elif logprob is not None:
             style = probability_style(math.exp(min(0.0, logprob)))
         body.append(printable(text), style)

@@ -24,6 +24,8 @@ from agentjet.types import Reward
 SKIPPED = frozenset({"__pycache__", "node_modules"})
 """Folders without source files, beside those whose names begin with a dot."""
 REWARD_FORMS = "FILE.py:FUNCTION, stdout, exit-code or file:NAME"
+EXIT_CODE = "exit-code"
+"""The reward that also scores exit codes from 1 to 124."""
 
 
 @dataclass(frozen=True)
@@ -149,28 +151,20 @@ class NoReward(Exception):
     """The program ended well, but its output or file has no valid reward."""
 
 
-@dataclass(frozen=True)
-class RewardSource:
-    """`score` computes the reward of a result. With `any_exit_code` also for exit codes from 1 to 124."""
-
-    score: Score
-    any_exit_code: bool = False
-    is_function: bool = False
-
-
-def reward_source(text: str) -> RewardSource:
-    """The source in a `--reward` option. Raises `ConfigError`."""
+def reward_source(text: str) -> tuple[Score, bool]:
+    """The function that computes the reward of a `--reward` option, and whether its author wrote it. Raises
+    `ConfigError`."""
     if text == "stdout":
-        return RewardSource(lambda task, result: from_stdout(result))
-    if text == "exit-code":
-        return RewardSource(lambda task, result: float(result.exit_code == 0), any_exit_code=True)
+        return lambda task, result: from_stdout(result), False
+    if text == EXIT_CODE:
+        return lambda task, result: float(result.exit_code == 0), False
     kind, separator, name = text.rpartition(":")
     if kind == "file" and name:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(f"--reward {text}: the file must lie in the command's working directory")
-        return RewardSource(lambda task, result: from_file(result.folder / name, name))
+        return lambda task, result: from_file(result.folder / name, name), False
     if separator and kind.endswith(".py"):
-        return RewardSource(load_function(text, option="--reward"), is_function=True)
+        return load_function(text, option="--reward"), True
     raise ConfigError(f"--reward {text}: expected {REWARD_FORMS}")
 
 

@@ -1,8 +1,7 @@
-"""`agentjet run` trains a program as the agent; `agentjet eval` scores a model with an agent."""
+"""`agentjet run` trains a program as the agent, `agentjet sft` trains on conversations, `agentjet eval` scores."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli import Json, Override, Token, TokenFile, Url, connect, example, load_example, printable
+from agentjet.cli import Json, Override, Token, TokenFile, Url, connect, example, load_example, print_text, printable
 from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def run(
             report = swarm.evaluate(agent, tasks, repeats=repeats or 1, **shared)
         else:
             report = swarm.train(agent, tasks, steps=steps or STEPS, seed=seed, reload=code or False, **shared)
-    typer.echo(json.dumps(run_document(report), indent=2) if as_json else printable(str(report)))
+    typer.echo(_json(run_document(report)) if as_json else printable(str(report)))
 
 
 def _agent(
@@ -117,14 +116,14 @@ def _agent(
 
     Raises `ConfigError` for an error that every episode would have.
     """
-    from agentjet.cli.program import CommandSource, reward_source
+    from agentjet.cli.program import EXIT_CODE, CommandSource, reward_source
     from agentjet.client import Command
     from agentjet.client.agent_source import ModuleSource, code_version_of
 
-    scored = reward_source(reward)
-    version = program.version(program.here, code_version_of(scored.score) if scored.is_function else "")
-    options |= {"any_exit_code": scored.any_exit_code, "code_version": version}
-    command = Command(program.resolved(program.here), scored.score, **options)
+    score, is_function = reward_source(reward)
+    version = program.version(program.here, code_version_of(score) if is_function else "")
+    options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
+    command = Command(program.resolved(program.here), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
     for task in tasks:
@@ -134,12 +133,19 @@ def _agent(
     if not program.files():
         raise ConfigError("--watch: the command line has no file to watch: name one with --source")
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
-    code = CommandSource(program, command, ModuleSource(scored.score) if scored.is_function else None, Path(copies))
+    code = CommandSource(program, command, ModuleSource(score) if is_function else None, Path(copies))
     return code.load().agent, code
 
 
+def _json(document: dict[str, Any]) -> str:
+    """A document as text; NaN becomes null."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(dict[str, Any]).dump_json(document, indent=2).decode()
+
+
 def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
-    """The report as JSON; a missing value is null."""
+    """The report as a JSON document."""
     from agentjet.client import TrainReport
 
     shared: dict[str, Any] = {
@@ -148,7 +154,7 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
         "expired": report.num_expired,
         "mean_reward": report.mean_reward,
         "errors": dict(report.errors.most_common(20)),
-        "code_versions": {version: dataclasses.asdict(code) for version, code in report.by_code_version.items()},
+        "code_versions": report.by_code_version,
         "seconds": round(report.seconds, 3),
     }
     if isinstance(report, TrainReport):
@@ -156,19 +162,11 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
             "steps": len(report.steps),
             "rewards": list(report.rewards),
             "not_needed": report.num_not_needed,
-            "code_changes": [dataclasses.asdict(change) for change in report.code_changes],
+            "code_changes": report.code_changes,
         }
     else:
         shared |= eval_document(report, {})
-    return {key: _without_nan(value) for key, value in shared.items()}
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    return [_without_nan(inner) for inner in value] if isinstance(value, list) else value
+    return shared
 
 
 def evaluate(
@@ -236,7 +234,7 @@ def evaluate(
     metrics = {name: report.metric_at_k(name) for name in report.metrics}
     chances = {f"pass@{k}": report.pass_at(k) for k in pass_at or ()}
     if as_json:
-        typer.echo(json.dumps({"target": target, **eval_document(report, metrics | chances)}, indent=2))
+        typer.echo(_json({"target": target, **eval_document(report, metrics | chances)}))
         return
     lines = [f"{target}: {report}", *(f"  {name}: {value}" for name, value in (metrics | chances).items())]
     typer.echo(printable("\n".join(lines)))
@@ -254,9 +252,9 @@ def evaluate_all(swarm: Swarm, agent: Agent, tasks: Sequence[Task], **options: A
 
 
 def eval_document(report: EvalReport, figures: dict[str, Estimate]) -> dict[str, Any]:
-    """The report as JSON: each figure as NAME and NAME_interval, unless the document uses the name; NaN is null."""
+    """The report as JSON: each figure as NAME and NAME_interval, unless the document uses the name."""
     estimates = figures | {"success": report.mean_at_k}
-    document = {
+    return {
         **{name: value.value for name, value in estimates.items()},
         **{f"{name}_interval": [value.low, value.high] for name, value in estimates.items()},
         "tasks": report.mean_at_k.num_tasks,
@@ -264,7 +262,6 @@ def eval_document(report: EvalReport, figures: dict[str, Estimate]) -> dict[str,
         "policy_version": report.policy_versions[1],
         "seconds": round(report.seconds, 3),
     }
-    return {key: _without_nan(value) for key, value in document.items()}
 
 
 def _agent_and_tasks(agent: str | None, task_file: str | None, num_tasks: int | None) -> tuple[Agent, list[Task]]:
@@ -309,3 +306,44 @@ def _server(
         server.connect() as swarm,
     ):
         yield swarm
+
+
+def sft(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.jsonl",
+            help="A conversation a line: messages in OpenAI's chat format, tool calls included, and perhaps tools.",
+        ),
+    ],
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the file.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
+    lr: Annotated[float | None, typer.Option(help="Constant learning rate; default: that of the job.")] = None,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="The policy, in a run that names its policies.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the order of the conversations.")] = 0,
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Train the server's policy on the assistant messages of conversations (supervised fine-tuning).
+
+    Every conversation is checked before the first batch. A message with "weight": 0 is context only.
+    """
+    from agentjet.client.sft import read_demonstrations
+
+    if lr is not None and not 0 < lr < math.inf:
+        raise ConfigError(f"--lr {lr}: give a number above 0")
+    found, ignored = read_demonstrations(file)
+    if ignored and not as_json:
+        print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
+    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed}
+    with connect(url, token, token_file) as swarm:
+        report = swarm.sft(found, progress=not as_json, **options)  # type: ignore[arg-type]
+    first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
+    if as_json:
+        facts = {"batches": len(report.steps), "policy_version": version, "first_loss": first, "last_loss": last}
+        counts = {"demonstrations": report.num_demonstrations, "answers": report.num_answers}
+        typer.echo(_json({**facts, **counts, "tokens": report.num_tokens, "losses": report.losses}))
+    else:
+        typer.echo(f"policy version {version}: cross-entropy {first:.3f} in the first batch, {last:.3f} in the last")

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentjet.cli import Run, Token, TokenFile, connect, print_text
-from agentjet.cli.data_dir import run_folder
-from agentjet.errors import ConfigError, Later, Unreachable
+from agentjet.cli.data_dir import journal_of
+from agentjet.errors import ConfigError
 from agentjet.protocol import flatten
 from agentjet.trackers import Step
-from agentjet.types import DEFAULT_RUN, JOURNAL
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from agentjet.client import Swarm
     from agentjet.swarm import Journal
 
 T = TypeVar("T")
+PATIENCE = 3600.0
+"""Seconds after which a server that does not answer ends the command."""
 
 
 def track(
@@ -53,9 +55,11 @@ def track(
 ) -> None:
     """Copy the steps of a run to a tracker, each exactly once, also those before the start of this command.
 
-    A server is followed until its job ends, across its restarts. A data dir is copied once, also that of a stopped run.
-    After Ctrl-C or a crash the same command goes on where it was. Training does not depend on this process.
+    A server is followed until its job ends, across its restarts; if it is away for an hour, the command ends. A data
+    dir is copied once, also that of a stopped run. The same command, started again, goes on where it was. Training does
+    not depend on this process.
     """
+    from agentjet.client import Retry
     from agentjet.client.threads import raise_on_signals
     from agentjet.trackers.follower import Follower
     from agentjet.trackers.sink import FORMS, open_sink
@@ -68,52 +72,34 @@ def track(
         if source is not None and "://" not in source:
             follow(FileSource(Path(source), run)).run(stay=False)
             return
-        with connect(source, token, token_file) as swarm:
-            follow(ServerSource(swarm, print_text, None if once else pause)).run(stay=not once)
+        with connect(source, token, token_file, retry=Retry(patience=PATIENCE)) as swarm:
+            follow(ServerSource(swarm)).run(stay=not once)
 
 
 class ServerSource:
-    """The steps of a server. Without `pause`, an error of the connection ends the command."""
+    """The steps of a server."""
 
-    def __init__(self, swarm: Swarm, say: Callable[[str], None], pause: Callable[[], None] | None) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         """Raises `Unreachable` or a `RequestError` if the first request fails."""
-        self._swarm, self._say, self._pause = swarm, say, pause
+        self._swarm = swarm
         self.title = swarm.url
         swarm.status()
 
     def settings(self) -> Mapping[str, Any]:
-        status, body = self._ask(self._swarm.status), self._ask(self._swarm.job)
+        status, body = self._swarm.status(), self._swarm.job()
         facts = {"model": status.model, "model_weights": status.model_weights, "run": status.run}
         return {**facts, **dict(flatten(body.job, "job."))}
 
     def steps(self, after: int, limit: int) -> list[Step]:
-        found = self._ask(lambda: self._swarm.steps(after, limit))
+        found = self._swarm.steps(after, limit)
         return [
             Step(version, composed, {n: v for n, values in found.metrics.items() if (v := values[place]) is not None})
             for place, (version, composed) in enumerate(zip(found.versions, found.times, strict=True))
         ]
 
     def progress(self) -> tuple[int, int]:
-        status = self._ask(self._swarm.status)
+        status = self._swarm.status()
         return status.policy_version, status.max_steps
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        """The answer to a request, which is repeated while the server is away."""
-        is_lost = False
-        while True:
-            try:
-                found = request()
-            except (Unreachable, Later) as error:
-                if self._pause is None:
-                    raise
-                if not is_lost:
-                    self._say(f"{error}. Trying again until Ctrl-C")
-                is_lost = True
-                self._pause()
-            else:
-                if is_lost:
-                    self._say(f"{self.title} answers again")
-                return found
 
 
 class FileSource:
@@ -121,17 +107,13 @@ class FileSource:
 
     def __init__(self, path: Path, run: str) -> None:
         """Raises `ConfigError` if the folder has no journal."""
-        self._journal = (path if (path / JOURNAL).is_file() else run_folder(path, run)) / JOURNAL
+        self._journal = journal_of(path, run)
         self.title = str(path)
 
     def settings(self) -> Mapping[str, Any]:
-        def read(journal: Journal) -> Mapping[str, Any]:
-            with suppress(ConfigError):  # The package of the run's recipe is not needed to copy steps.
-                if (held := journal.job_settings()) is not None:
-                    return {**journal.origin, **dict(flatten(held.job.model_dump(mode="json"), "job."))}
-            return journal.origin
+        from agentjet.gateway.recorded import settings_of
 
-        return self._read(read)
+        return self._read(settings_of)
 
     def steps(self, after: int, limit: int) -> list[Step]:
         from agentjet.swarm import records

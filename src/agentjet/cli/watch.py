@@ -21,6 +21,8 @@ from agentjet.cli import Token, TokenFile, Url, one_line, read_token
 from agentjet.errors import Later, Unreachable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from agentjet.cli.watch_screen import Look
     from agentjet.client import AsyncSwarm
     from agentjet.protocol import Event, HealthView
@@ -48,6 +50,7 @@ def watch(
     """
     from rich.console import Console
 
+    from agentjet.cli.watch_screen import screen
     from agentjet.client import AsyncSwarm
     from agentjet.client.connection import Retry
 
@@ -56,12 +59,12 @@ def watch(
     async def run() -> None:
         async with AsyncSwarm(url, given, instance_id="", retry=Retry(patience=PATIENCE)) as swarm:
             if once:
-                _print_screen(await read(swarm))
+                console.print(screen(await read(swarm), console.width))
             elif as_json or not console.is_terminal:
                 lines = _JsonLines() if as_json else Lines()
                 await follow(swarm, every, lines.event, lines.look)
             else:
-                await _live(swarm, every)
+                await _live(swarm, every, console)
 
     with suppress(KeyboardInterrupt):
         asyncio.run(run())
@@ -134,14 +137,13 @@ async def _again(swarm: AsyncSwarm, look: Look, begun: float, on_look: Callable[
             return found
 
 
-async def _live(swarm: AsyncSwarm, every: float) -> None:
+async def _live(swarm: AsyncSwarm, every: float, console: Console) -> None:
     """Draws the screen in the terminal, and again when its size changes."""
-    from rich.console import Console
     from rich.live import Live
 
     from agentjet.cli.watch_screen import screen
 
-    console, news = Console(highlight=False), deque[str](maxlen=NUM_NEWS)
+    news = deque[str](maxlen=NUM_NEWS)
 
     def on_event(event: Event) -> None:
         if line := event_line(event):
@@ -153,15 +155,6 @@ async def _live(swarm: AsyncSwarm, every: float) -> None:
             live.update(screen(replace(look, news=tuple(news)), console.width), refresh=True)
 
         await follow(swarm, every, on_event, on_look)
-
-
-def _print_screen(look: Look) -> None:
-    from rich.console import Console
-
-    from agentjet.cli.watch_screen import screen
-
-    console = Console(highlight=False)
-    console.print(screen(look, console.width))
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

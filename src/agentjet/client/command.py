@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,15 +177,14 @@ class Command:
             raise CommandFailed(f"exit code {code}{tail}")
 
 
-def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
     """The environment of a program: the inherited one, the model's address and key, its episode and its task.
 
     Variables that would lead an SDK elsewhere are removed or overridden: Anthropic's bearer token, which takes
     precedence over the key, and a proxy for a server on this machine. The client's token is removed, because it opens
     more than one episode. A run with named policies gives their names instead of a model's: the program chooses.
     """
-    base = os.environ if inherited is None else inherited
-    kept = {name: value for name, value in base.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
+    kept = {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
     address = urlsplit(episode.base_url)
     if address.hostname in LOOPBACK:
@@ -241,12 +241,8 @@ async def _end(process: subprocess.Popen[bytes], exited: asyncio.Future[int]) ->
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, when nothing but a zombie is left
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
-    except PermissionError:  # macOS, when nothing but a zombie is left
-        pass
 
 
 def _signal_name(number: int) -> str:

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -145,9 +144,7 @@ class AsyncEpisode(_EpisodeFields):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.status == "live":
             await self.abort(abort_reason(error), patience=patience_after(error))
 
@@ -186,9 +183,7 @@ class Episode(_EpisodeFields):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.status == "live":
             self.abort(abort_reason(error), patience=patience_after(error))
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
-from agentjet.client.episode import ABORT_SECONDS, begin_episode
+from agentjet.client.episode import ABORT_SECONDS, begin_episode, wait_for_abort
 from agentjet.client.inputs import check_counts
-from agentjet.client.progress import progress_for
-from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, best_of
+from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, Progress, best_of
 from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout, keep_alive
-from agentjet.errors import AgentJetError, Conflict
+from agentjet.errors import Conflict
 from agentjet.protocol import BeginRequest, EvaluationRequest
 from agentjet.types import Task
 
@@ -53,9 +52,8 @@ async def pin_policy_version(
         yield version
     finally:
         heartbeats.cancel()
-        with suppress(AgentJetError, TimeoutError):
-            async with asyncio.timeout(ABORT_SECONDS):
-                await pin.abort("not needed: the evaluation it held the policy version for is over")
+        aborting = pin.abort("not needed: the evaluation it held the policy version for is over")
+        await wait_for_abort(aborting, ABORT_SECONDS)
 
 
 async def run_evaluation(
@@ -69,7 +67,7 @@ async def run_evaluation(
     num = repeats * len(tasks)
     results: dict[int, EpisodeResult] = {}
     num_repeated = 0
-    shown = progress_for("evaluating", num, wanted=progress, num_lines=4)
+    shown = Progress("evaluating", num, wanted=progress, num_lines=4)
 
     def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         nonlocal num_repeated

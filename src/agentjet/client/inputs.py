@@ -5,11 +5,12 @@ Every error names the key, the value and the way out, and is raised before anyth
 
 from __future__ import annotations
 
+import codecs
 import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -64,15 +65,13 @@ def check_counts(least: int, **counts: object) -> None:
 def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
     """The tasks of the argument called `named`; uses up an iterator. Raises `ValueError` for anything but a list of
     tasks."""
-    if isinstance(tasks, Task):
-        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     if isinstance(tasks, Set):
         raise ValueError(
             f"{named} is a set, whose order differs from run to run: give a list, such as "
             f"sorted({named}, key=lambda task: task.id)"
         )
     if not isinstance(tasks, Iterable):
-        raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task")
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     listed = tuple(tasks)
     for index, task in enumerate(listed):
         if not isinstance(task, Task):
@@ -119,23 +118,36 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields number and value of each line that is not empty. Raises `ConfigError` naming the line, and the place in it
+    if known."""
+    try:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path} line {number}"
+        try:
+            yield number, json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{place}, byte {error.start + 1}: the line is not UTF-8; convert the file") from None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{place}, column {error.colno}: {error.msg}") from None
+        except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+            raise ConfigError(f"{place}: {error}") from None
+
+
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a JSON-lines file: one object a task, which becomes its payload. `id` and `task_set` of the object
     are the task's; without `id` its id is `line-N`.
 
-    Raises `ConfigError` naming the line, and the column if known.
+    Raises `ConfigError` naming the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
     tasks: dict[str, tuple[int, Task]] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        task = _task(line, number, f"{path} line {number}")
+    for number, row in read_json_lines(path):
+        task = _task(row, number, f"{path} line {number}")
         if task.id in tasks:
             raise ConfigError(f"{path} line {number}: the id {task.id!r} is also that of line {tasks[task.id][0]}")
         tasks[task.id] = (number, task)
@@ -144,18 +156,13 @@ def read_tasks(path: Path) -> list[Task]:
     return [task for _, task in tasks.values()]
 
 
-def _task(line: str, number: int, place: str) -> Task:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}, column {error.colno}: {error.msg}") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
-        raise ConfigError(f"{place}: {error}") from None
+def _task(row: Any, number: int, place: str) -> Task:
+    text = json.dumps(row)
     if not isinstance(row, dict):
-        raise ConfigError(f'{place}: a task is a JSON object such as {{"question": "..."}}, not {line.strip()[:40]}')
-    if len(line.encode()) > MAX_ROW_BYTES:
+        raise ConfigError(f'{place}: a task is a JSON object such as {{"question": "..."}}, not {text[:40]}')
+    if len(text) > MAX_ROW_BYTES:
         raise ConfigError(
-            f"{place}: the row has {len(line.encode())} bytes; it travels in the environment, where {MAX_ROW_BYTES} "
+            f"{place}: the row has {len(text)} bytes; it travels in the environment, where {MAX_ROW_BYTES} "
             "fit: put long content into a file, and its name into the row"
         )
     named = row.get("id", f"line-{number}")

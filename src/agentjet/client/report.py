@@ -1,4 +1,5 @@
-"""Results of runs and episodes: reports of `train` and `evaluate`, their estimates, and episodes as a data set.
+"""Results of runs and episodes: the display and the reports of `train` and `evaluate`, their estimates, and episodes as
+a data set.
 
 The tasks of an evaluation are the sample: repeats of one task are not independent. So intervals resample tasks, with
 all their repeats (cluster bootstrap). If every task's value is 0 or 1, resampling is too narrow near 0 and 1: there the
@@ -10,16 +11,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_variance
+from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_variance, remaining
 
 RESAMPLES = 2000
 SEED = 0
 """Seed of the resampling: equal values give an equal interval."""
+NUM_ERRORS_SHOWN = 3
+"""Kinds of failures that a display shows."""
 LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
 
 
@@ -135,6 +139,63 @@ class Step:
 
     policy_version: int
     metrics: Mapping[str, float]
+
+
+def cross_entropy(metrics: Mapping[str, float]) -> float:
+    """The cross-entropy of a batch of demonstrations, of whichever policy has it; NaN for another batch."""
+    return next((value for name, value in metrics.items() if name.endswith("policy/cross_entropy")), math.nan)
+
+
+class Progress:
+    """Display of `train`, `sft` and `evaluate`. Prints at most `num_lines` lines for `total` steps or episodes, each
+    kind of failure once, and messages."""
+
+    def __init__(self, title: str, total: int, *, wanted: bool, num_lines: int = 100) -> None:
+        """Prints nothing unless `wanted`."""
+        self.policies: tuple[str, ...] = ()
+        """The policies that the run names. Their rewards are shown, too."""
+        self._title = title
+        self._total = total
+        self._wanted = wanted
+        self._every = max(1, total // num_lines)
+        self._started = time.monotonic()
+        self._done = 0
+        self._failures: Counter[str] = Counter()
+
+    def step(self, metrics: Mapping[str, float], note: str = "") -> None:
+        """A batch was learned."""
+        names = {"reward": "reward/mean"} | {policy: f"{policy}/reward/mean" for policy in self.policies}
+        parts = [f"{name} {metrics[metric]:.3f}" for name, metric in names.items() if metric in metrics]
+        if not math.isnan(supervised := cross_entropy(metrics)):
+            parts.append(f"cross-entropy {supervised:.3f}")
+        # The first batch's time includes the server's idle time before this client began.
+        if self._done and "perf/tokens_per_second" in metrics:
+            parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
+        self._advance("  ".join([*parts, *filter(None, [note])]))
+
+    def episode(self, result: EpisodeResult, *, counts: bool = False) -> None:
+        """An episode ended. `counts`: the display counts episodes, not steps."""
+        if result.outcome in ("aborted", "expired"):
+            self._failures[result.error] += 1
+            if self._failures[result.error] == 1 and len(self._failures) <= NUM_ERRORS_SHOWN:
+                where = f" ({result.where})" if result.where else ""
+                self.notify(f"episode of task {result.task_id!r} {result.outcome}: {result.error}{where}")
+        if counts:
+            self._advance("")
+
+    def notify(self, text: str) -> None:
+        """Show a message."""
+        if self._wanted:
+            print(text, flush=True)
+
+    def _advance(self, text: str) -> None:
+        self._done += 1
+        if self._done % self._every and self._done != self._total:
+            return
+        failed = f"  {self._failures.total()} failed" if self._failures else ""
+        left = remaining(time.monotonic() - self._started, self._done, self._total)
+        rest = f"  {left}" if self._done < self._total else ""
+        self.notify(f"{self._title} {self._done}/{self._total}  {text}".rstrip() + failed + rest)
 
 
 @dataclass(frozen=True)

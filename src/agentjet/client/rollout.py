@@ -45,8 +45,6 @@ ATTEMPTS = 3
 """Attempts at one episode of the queue."""
 BEGINNING_SECONDS = 0.02
 """Interval between checks that no episode is being begun, at the end of a run."""
-SKIPPED_GROUPS = 1000
-"""More than are being begun at a time."""
 FULL_SECONDS = 1.0
 """Seconds before a worker that found every task set full requests again."""
 
@@ -59,6 +57,9 @@ class Visit:
     """Set when an episode of the group has begun, or its task is skipped. A spare one waits for this, to join."""
     size: int | None = None
     """Number of episodes that complete the group, once the server has answered. The recipe may want few."""
+    is_closed: bool = False
+    """True if no further episode is begun, because the recipe skips the task or the server dropped the group. Begun
+    again, such a group would lack the members it had."""
     previous: Visit | None = None
     """In a reproducible run: the visit before it, whose group begins first."""
 
@@ -252,10 +253,6 @@ class Runner:
         """
         self._start, self._report = start, report
         self._needs_calls, self._is_on_trial = needs_calls, is_on_trial
-        self._unneeded: set[str] = set()
-        """Groups that the server dropped. Begun again, such a group would lack the members it had."""
-        self._skipped: deque[str] = deque(maxlen=SKIPPED_GROUPS)
-        """The newest groups whose task the recipe skips. Their other members are not begun."""
         self.goal_reached = False
         """True if the run reached its goal; False if it was interrupted, or failed."""
         self.num_begun = 0
@@ -287,7 +284,7 @@ class Runner:
                             full.clear()
                     elif refusal.code == "task_skipped":
                         queue.skip(spec.task)
-                        self._skipped.append(spec.group)
+                        spec.visit.is_closed = True
                         spec.visit.opened.set()
                     elif refusal.code != "group_closed":  # A spare episode, or the recipe wants fewer.
                         raise
@@ -302,8 +299,8 @@ class Runner:
         """
         if spec.spare:
             await spec.visit.opened.wait()
-        attempts_left = 0 if spec.group in self._skipped else ATTEMPTS
-        while attempts_left and spec.group not in self._unneeded:
+        attempts_left = ATTEMPTS
+        while attempts_left and not spec.visit.is_closed:
             result = await self.attempt(spec)
             if spec.seed is not None:  # the same answers could fail in the same way
                 spec = replace(spec, seed=(spec.seed + 1) % 2**63)
@@ -311,7 +308,7 @@ class Runner:
             attempts_left -= not self._is_on_trial(result.code_version)
             self._report(spec, result, result.outcome in ("finished", "not_needed") or not attempts_left)
             if result.outcome == "not_needed":
-                self._unneeded |= {spec.group} - {""}
+                spec.visit.is_closed = True
                 return
             if result.outcome == "finished":
                 check.scored(result)

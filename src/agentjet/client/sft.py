@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import json
 import math
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.client.connection import Connection
-from agentjet.client.inputs import build_request, check_counts
-from agentjet.client.progress import CROSS_ENTROPY, progress_for
-from agentjet.client.report import Step
+from agentjet.client.inputs import build_request, check_counts, read_json_lines
+from agentjet.client.report import Progress, Step, cross_entropy
 from agentjet.client.training import target_version
 from agentjet.errors import ConfigError, Conflict, Later
 from agentjet.protocol import DemonstrationBody, Event, SftRequest, SftResponse
@@ -46,34 +44,15 @@ class SftReport:
         return tuple(cross_entropy(step.metrics) for step in self.steps)
 
 
-def cross_entropy(metrics: Mapping[str, float]) -> float:
-    """Returns the cross-entropy of a step, of whichever policy has it; NaN without one."""
-    return next((value for name, value in metrics.items() if name.endswith(CROSS_ENTROPY)), math.nan)
-
-
 def read_demonstrations(path: Path) -> tuple[list[DemonstrationBody], set[str]]:
     """Returns the demonstrations of a file of JSON lines, and the names of the keys that were ignored.
 
     Raises `ConfigError` for a file that cannot be read, is empty, or has a wrong line.
     """
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
     found, ignored = list[DemonstrationBody](), set[str]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{path.name[-200:]}:{number}"
+    for number, row in read_json_lines(path):
         try:
-            row = json.loads(line.decode())
-            found.append(demonstration(row, place))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{place}, column {error.colno}: {error.msg}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{place}, byte {error.start + 1}: the line is not UTF-8; convert the file") from None
-        except RecursionError:
-            raise ConfigError(f"{place}: the line is nested too deeply") from None
+            found.append(demonstration(row, f"{path.name[-200:]}:{number}"))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ignored |= row.keys() - {"messages", "tools"}
@@ -164,7 +143,7 @@ class Sft:
         batches = self._batches()
         status = await self.connection.status()
         target_version(status, len(batches))
-        shown = progress_for("sft", len(batches), wanted=self.progress)
+        shown = Progress("sft", len(batches), wanted=self.progress)
         checked = [await self._send(part, check_only=True) for part in self._parts(self.demonstrations)]
         num_tokens = sum(part.num_tokens for part in checked)
         shown.notify(f"{len(self.demonstrations)} demonstrations with {num_tokens} tokens of answers")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 from urllib.parse import quote
 
@@ -32,7 +31,6 @@ from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.sft import Sft, SftReport, checked_demonstrations
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
-from agentjet.protocol import DemonstrationBody, HealthView, WaitingView
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
 T = TypeVar("T")
@@ -250,7 +248,7 @@ class AsyncSwarm:
 
     async def sft(
         self,
-        demonstrations: Iterable[Mapping[str, Any] | DemonstrationBody],
+        demonstrations: Iterable[Mapping[str, Any] | protocol.DemonstrationBody],
         *,
         epochs: int = 1,
         batch_size: int = 16,
@@ -330,13 +328,13 @@ class AsyncSwarm:
         """The server's present status."""
         return await self._connection.status()
 
-    async def health(self) -> HealthView:
+    async def health(self) -> protocol.HealthView:
         """The trend of the training reward, and the health rules with their results."""
-        return await self._read(HealthView, "/health")
+        return await self._read(protocol.HealthView, "/health")
 
-    async def waiting(self) -> WaitingView:
+    async def waiting(self) -> protocol.WaitingView:
         """The groups that fill the present batch, with the state of each episode."""
-        return await self._read(WaitingView, "/waiting")
+        return await self._read(protocol.WaitingView, "/waiting")
 
     def events(self, after: int = 0) -> AsyncGenerator[protocol.Event]:
         """The server's events numbered above `after`, without end, across restarts of the server."""
@@ -346,11 +344,6 @@ class AsyncSwarm:
         """The job's settings and their revision."""
         return await self._read(protocol.JobBody, "/job")
 
-    async def set_job(self, job: Mapping[str, Any], *, revision: int) -> protocol.JobBody:
-        """Replace the job's settings if they are still those of `revision`, else raise `Conflict`. Needs the admin
-        token."""
-        return await self._put_job(build_request(protocol.JobBody, revision=revision, job=dict(job)))
-
     async def change_job(self, changes: Mapping[str, Any]) -> protocol.JobBody:
         """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay.
 
@@ -358,9 +351,7 @@ class AsyncSwarm:
         another client changes them at the same moment. Needs the admin token.
         """
         now = await self.job()
-        return await self._put_job(protocol.JobBody(revision=now.revision, job=edited(now.job, changes)))
-
-    async def _put_job(self, body: protocol.JobBody) -> protocol.JobBody:
+        body = protocol.JobBody(revision=now.revision, job=edited(now.job, changes))
         check_finite(body.job)
         return await self._send(protocol.JobBody, "PUT", "/job", body=body)
 
@@ -486,7 +477,5 @@ class AsyncSwarm:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

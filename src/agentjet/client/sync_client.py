@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
@@ -121,7 +120,6 @@ class Swarm:
     health = blocking(AsyncSwarm.health)
     waiting = blocking(AsyncSwarm.waiting)
     job = blocking(AsyncSwarm.job)
-    set_job = blocking(AsyncSwarm.set_job)
     change_job = blocking(AsyncSwarm.change_job)
     start = blocking(AsyncSwarm.start)
     stop = blocking(AsyncSwarm.stop)
@@ -154,7 +152,5 @@ class Swarm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -19,8 +19,7 @@ from agentjet.client.connection import Connection
 from agentjet.client.episode import AsyncEpisode, begin_episode
 from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
-from agentjet.client.progress import progress_for
-from agentjet.client.report import EpisodeResult, Step, TrainReport
+from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport
 from agentjet.client.rollout import Agent, RolloutQueue, RolloutSpec, Runner, not_needed, wait_until
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import REPORTED_BATCHES, BeginRequest, StatusResponse, batches_without_variance, report_lines
@@ -56,7 +55,7 @@ class Training:
         status, connection = self.status, self.connection
         self._target = target_version(status, self.steps)
         """The last policy version wanted."""
-        self._shown = progress_for("training", self.steps, wanted=self.progress)
+        self._shown = Progress("training", self.steps, wanted=self.progress)
         self._shown.policies = status.policies
         base = f"{self.seed}/{status.policy_version}" if self.reproducible else ""
         self._queue = RolloutQueue.training(self.tasks, status.group_size, self.seed, status.spare_episodes, base)

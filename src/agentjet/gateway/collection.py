@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
@@ -159,26 +158,16 @@ def _missing(noun: str, name: str, known: Mapping[str, object]) -> str:
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
-def figures(
-    steps: Mapping[int, Mapping[str, float | None]],
-    evaluations: Sequence[EvaluationRequest],
-    undone: AbstractSet[int] = frozenset(),
-) -> Figures:
+def figures(steps: Mapping[int, Mapping[str, float | None]], evaluations: Sequence[EvaluationRequest]) -> Figures:
     """Returns the figures of a run. `steps` are its metrics by the policy version after the step, in order.
 
-    Batches that a rollback undid count for tokens and time, and not for rewards. Scores are None without evaluations.
+    Batches that a rollback undid are not among them. Scores are None without evaluations.
     """
-    rewards = {
-        version: reward
-        for version, step in steps.items()
-        if (reward := step.get("reward/mean")) is not None and version not in undone
-    }
-    scored = [one for one in evaluations if one.policy_version not in undone]
-    scores = [one.score for one in scored]
+    rewards = {version: reward for version, step in steps.items() if (reward := step.get("reward/mean")) is not None}
+    scores = [one.score for one in evaluations]
     return {
         "policy_version": max(steps, default=0),
         "batches": len(steps),
-        "undone_batches": len(steps.keys() & undone),
         f"reward_first_{FINAL_STEPS}": _mean(list(rewards.values())[:FINAL_STEPS]),
         f"reward_last_{FINAL_STEPS}": _mean(list(rewards.values())[-FINAL_STEPS:]),
         "reward_best": max(rewards.values(), default=None),
@@ -187,7 +176,7 @@ def figures(
         "score_first": scores[0] if scores else None,
         "score_last": scores[-1] if scores else None,
         "score_best": max(scores, default=None),
-        "score_best_version": scored[scores.index(max(scores))].policy_version if scores else None,
+        "score_best_version": evaluations[scores.index(max(scores))].policy_version if scores else None,
         "episodes": round(_sum(steps, "batch/episodes")),
         "sampled_tokens": round(_sum(steps, "batch/sampled_tokens")),
         "minutes": sum(_sum(steps, name) for name in TIMES) / 60,

@@ -11,12 +11,12 @@ import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from starlette.requests import HTTPConnection
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import agentjet.protocol as bodies
@@ -40,16 +40,8 @@ OWN_PATHS = ("/look", "/studies/", "/compare", "/sessions")
 """Below `/swarm/v1`: routes that belong to no run."""
 
 
-class Answer(NamedTuple):
-    """The answer of another server."""
-
-    status: int
-    media_type: str
-    content: bytes
-
-
-Forward = Callable[[str], Awaitable[Answer]]
-"""Reads a path, with its query, from the server of a run. Raises `RequestError`."""
+Forward = Callable[[str], Awaitable[Any]]
+"""Returns the JSON answer of a run's server to a path below `/swarm/v1`, with its query. Raises `RequestError`."""
 
 
 class Look:
@@ -128,8 +120,7 @@ class Forwarding:
             if relative == "/events" or not {".", ".."}.isdisjoint(relative.split("/")):
                 raise NotFound(f"`agentjet look` has no path {path[:100]!r}.", code="not_found")
             query = scope["query_string"].decode("latin-1")
-            found = await forward(f"{quote(path)}{'?' if query else ''}{query}")
-            answer = Response(found.content, found.status, media_type=found.media_type)
+            answer: Response = JSONResponse(await forward(f"{quote(relative)}{'?' if query else ''}{query}"))
         except RequestError as error:
             answer = error_response(path, error)
         await answer(scope, receive, send)
