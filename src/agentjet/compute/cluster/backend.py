@@ -127,7 +127,7 @@ class ClusterCompute:
         self._autoscaling: asyncio.Task[None] | None = None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
-        return Capabilities(support_sets=True, adapters=True, separate_samplers=True)
+        return Capabilities(separate_samplers=True)
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
