@@ -33,11 +33,16 @@ import torch
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import checkpoint
-from agentjet.compute.cluster.adapters import publishes_adapter, write_adapter
 from agentjet.compute.cluster.group import Group, Rendezvous, join
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
 from agentjet.compute.cluster.link import Link
-from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, WeightsServer
+from agentjet.compute.cluster.weights import (
+    PROBE_TOKENS,
+    Publication,
+    WeightsServer,
+    publishes_adapter,
+    write_adapter,
+)
 from agentjet.compute.embedded.backend import MIN_CPU_SECONDS
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
@@ -63,7 +68,10 @@ class RankPolicyHost(PolicyHost[RankLearner]):
     def __init__(
         self, learner: RankLearner, group: Group, server: WeightsServer | None, *, has_hot_adapter: bool
     ) -> None:
-        """`server` is that of rank 0, which writes the weights of all ranks. `has_hot_adapter`: see `adapters`."""
+        """`server` is that of rank 0, which writes the weights of all ranks.
+
+        `has_hot_adapter` is the result of `publishes_adapter`.
+        """
         super().__init__(learner)
         self._group = group
         self._server = server
@@ -118,13 +126,13 @@ class RankPolicyHost(PolicyHost[RankLearner]):
                 return None
             sent = policy.trainable() if is_hot else weights or {}
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
-            file = self._server.write(version, num_bytes, save)
+            path, digest = self._server.write(version, num_bytes, save)
             return Publication(
                 version,
                 self._server.address,
-                str(file.path),
-                file.num_bytes,
-                file.digest,
+                str(path),
+                path.stat().st_size,
+                digest,
                 self.policy.info.dtype,
                 tuple(tokens.tolist()),
                 tuple(logprobs.tolist()),

@@ -3,7 +3,7 @@
 * vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
 * Log-probabilities are those of the sampled distribution. A restricted completion's sets come from `vllm_worker`.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
-* An adapter is read into the one adapter that vLLM has (`adapters`). vLLM keeps the keys of the old one: see above.
+* An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
 
 Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
 """
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 # The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
 from agentjet.compute.cluster import vllm_worker
-from agentjet.compute.cluster.adapters import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
+from agentjet.compute.cluster.weights import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.grammars import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
