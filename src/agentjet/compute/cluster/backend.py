@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import cast
 
 from agentjet.compute.cluster.autoscaler import Autoscaler
-from agentjet.compute.cluster.causes import cause_of
 from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Hub, Peer
-from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
+from agentjet.compute.cluster.launcher import Launcher, LocalLauncher, cause_of
 from agentjet.compute.cluster.learner_group import LearnerGroup
 from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
 from agentjet.compute.cluster.ray_launcher import RANK_MODULE, RayLauncher, check_ray
