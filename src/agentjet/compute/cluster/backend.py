@@ -19,12 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from agentjet.compute.cluster.autoscaler import Autoscaler
 from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.launcher import Launcher, LocalLauncher, cause_of
 from agentjet.compute.cluster.learner_group import LearnerGroup
-from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
+from agentjet.compute.cluster.meters import Autoscaler, StepMeter
 from agentjet.compute.cluster.ray_launcher import RANK_MODULE, RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.site import Site, first_of
@@ -69,8 +68,7 @@ class HostedPolicy:
     site: Site
     gpus: int
     """GPUs of each rank: 1, or 0 without GPUs."""
-    sampling: SamplingMeter = field(default_factory=SamplingMeter)
-    step: StepMeter = field(init=False)
+    meter: StepMeter = field(default_factory=StepMeter)
     info: asyncio.Future[ModelInfo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The loaded model. Replicas start at once and wait for it."""
     ranks: LearnerGroup | None = None
@@ -83,9 +81,6 @@ class HostedPolicy:
     fleet: Fleet = field(init=False)
     replicas: Replicas = field(init=False)
     autoscaler: Autoscaler = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.step = StepMeter(self.sampling)
 
     @property
     def has_ranks(self) -> bool:
@@ -144,7 +139,7 @@ class ClusterCompute:
         elif hosted.ranks is not None:
             await hosted.ranks.close()
         hosted.num_groups += 1
-        hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
+        hosted.meter = StepMeter()  # The time of a dead group is not learning time.
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
         launch, site = partial(self._start_rank, policy, hosted), hosted.site
         timeout = self._config.server.worker_timeout
@@ -170,18 +165,18 @@ class ClusterCompute:
             raise copy.copy(hosted.fleet.failed.result())
         async with contextlib.aclosing(hosted.replicas.sample(token_ids, params)) as pieces:
             async for piece in pieces:
-                hosted.sampling.received(len(piece.tokens))
+                hosted.meter.received(len(piece.tokens))
                 yield piece
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return await self._hosted(policy).replicas.score(token_ids, num_likeliest)
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        self._hosted(op.policy_id).step.start_learning()
+        self._hosted(op.policy_id).meter.start_learning()
         return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        self._hosted(op.policy_id).step.start_learning()
+        self._hosted(op.policy_id).meter.start_learning()
         return cast(dict[str, float], await self._ranks(op.policy_id).ask("optim_step", op, optimizer))
 
     async def publish(
@@ -204,7 +199,7 @@ class ClusterCompute:
             hosted.rank_state = ""
             adoption.cancel()
             await asyncio.gather(adoption, return_exceptions=True)
-        return {**hosted.replicas.metrics(), **hosted.step.finish()}
+        return {**hosted.replicas.metrics(), **hosted.meter.finish()}
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         return cast(CheckpointStamp, await self._ranks(policy).ask("save", path))
@@ -282,7 +277,7 @@ class ClusterCompute:
         """Change the number of replicas of a policy to that of its autoscaler. Called once a second."""
         replicas, present = hosted.replicas, hosted.fleet.count
         completions = replicas.num_running + replicas.num_waiting
-        hosted.step.count_waiting(replicas.num_waiting)
+        hosted.meter.count_waiting(replicas.num_waiting)
         if hosted.is_learning and not completions:
             return
         autoscaler = hosted.autoscaler
