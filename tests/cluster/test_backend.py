@@ -25,8 +25,9 @@ import pytest
 from agentjet.compute.channel import Answer, Request, encode, read
 from agentjet.compute.cluster import backend, learner_group, meters
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
+from agentjet.compute.cluster.handshake import dial
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.launcher import LocalLauncher, Process
-from agentjet.compute.cluster.link import Link, dial
 from agentjet.compute.cluster.meters import StepMeter
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied

@@ -1,6 +1,6 @@
 """The conductor: places ranks and replicas on a Ray cluster and watches them. The only process that imports Ray.
 
-The gateway starts it and sends it requests over the connection of all processes (`cluster.link`):
+The gateway starts it and sends it requests over the connection of all processes (`cluster.hub`):
 
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import guardian, keeper
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.keeper import Keeper, Launch
-from agentjet.compute.cluster.link import Link
 from agentjet.compute.cluster.ray_launcher import accepts, check_address
 from agentjet.errors import AgentJetError, ComputeError, ConfigError
 

@@ -13,7 +13,6 @@ From `join` on, a rank sends a sign of work after each `interval` seconds in whi
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import queue
@@ -34,8 +33,8 @@ import torch
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import checkpoint
 from agentjet.compute.cluster.group import Group, Rendezvous, join
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
-from agentjet.compute.cluster.link import Link
 from agentjet.compute.cluster.weights import (
     PROBE_TOKENS,
     Publication,
@@ -49,7 +48,7 @@ from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_devic
 from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
-from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved
+from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo
 
@@ -57,9 +56,6 @@ log = logging.getLogger(__name__)
 
 SIGN_OF_WORK = Answer(0)
 """The answer to no request. The gateway counts it as a message."""
-
-OF_POLICY = ("forward_backward", "optim_step", "publish", "save", "load", "export")
-"""Requests that `RankPolicyHost` handles."""
 
 
 class RankPolicyHost(PolicyHost[RankLearner]):
@@ -185,10 +181,6 @@ class Rank:
         own: dict[str, Callable[..., Any]] = {"rendezvous": self._meet, "join": self._join, "add": self._add}
         if op in own:
             return own[op](*args)
-        if op not in OF_POLICY:
-            raise ComputeError(f"a rank has no request {op!r}")
-        if self._policy is None:
-            raise PolicyRemoved("the rank has no policy")
         return getattr(self._policy, op)(*args)
 
     def close(self) -> None:
@@ -197,8 +189,7 @@ class Rank:
             self._server.close()
 
     def _meet(self) -> str:
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(self._link.local_host)
+        self._rendezvous = Rendezvous(self._link.local_host)
         return self._rendezvous.address
 
     def _join(self, rank: int, num_ranks: int, address: str, interval: float) -> None:
@@ -209,11 +200,7 @@ class Rank:
             self._server = WeightsServer(self._link.local_host, self._link.secret)
 
     def _add(self, model: ModelConfig, compute: ComputeConfig) -> ModelInfo:
-        """Load the model; replaces the policy if there is one."""
-        if self._place is None:
-            raise ComputeError("a rank must join the others before it gets a policy")
-        self._policy = None
-        gc.collect()
+        assert self._place is not None, "a rank joins the others first"
         rank, num_ranks = self._place
         device = resolve_device(model.device)
         if device.type == "cpu" and not model.threads:

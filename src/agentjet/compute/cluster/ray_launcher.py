@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentjet.compute.cluster.handshake import host_and_port
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.keeper import Launch
 from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied
@@ -62,9 +63,8 @@ def check_address(address: str) -> None:
 
 
 def accepts(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+        socket.create_connection(host_and_port(address), timeout=PROBE_SECONDS).close()
     except OSError:
         return False
     return True

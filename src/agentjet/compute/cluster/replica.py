@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster.guardian import places
-from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.weights import Publication, SharedFolder, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 
 from agentjet.compute.channel import encode, read
 from agentjet.compute.cluster.guardian import LOCK, PREFIX, places, remove_abandoned
-from agentjet.compute.cluster.handshake import dial, verify
+from agentjet.compute.cluster.handshake import dial, listen, verify
 from agentjet.config import LoraConfig
 from agentjet.errors import ComputeError
 
@@ -88,13 +88,10 @@ class WeightsServer:
 
     def __init__(self, host: str, secret: bytes) -> None:
         """Listens on a free port of `host`."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._secret = secret
         self._folder: SharedFolder | None = None
         self._files: list[Path] = []
-        self._listener = socket.create_server((host, 0), family=family, backlog=64)
-        port = self._listener.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._listener, self.address = listen(host)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def write(self, version: int, num_bytes: int, save: Callable[[Path], None]) -> tuple[Path, str]:
