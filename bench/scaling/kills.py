@@ -122,7 +122,8 @@ class Kills:
             return []
         if kind == "conductor":
             launcher = hosted.site._launcher
-            return [launcher.pid] if isinstance(launcher, RayLauncher) and launcher.pid else []
+            place = launcher._site.place(launcher._name) if isinstance(launcher, RayLauncher) else ""
+            return [int(pid) for pid in PROCESS.findall(place)]
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
             # Rank 0 has the weights; the other ranks have a part of the gradient and of the checkpoint.
