@@ -19,7 +19,6 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -271,17 +270,10 @@ async def serve(link: Link) -> None:
     loop = asyncio.get_running_loop()
     conductor = Conductor()
     tasks: set[asyncio.Task[None]] = set()
-    handlers: dict[str, Callable[..., Awaitable[Any]]] = {
-        "connect": conductor.connect,
-        "start": conductor.start,
-        "ended": conductor.ended,
-        "stop": conductor.stop,
-        "gpus": conductor.gpus,
-    }
 
     async def handle(request: Request) -> None:
         try:
-            answer = Answer(request.id, await handlers[request.op](*request.args))
+            answer = Answer(request.id, await getattr(conductor, request.op)(*request.args))
         except AgentJetError as error:
             answer = Answer(request.id, error=error)
         except Exception as error:  # The boundary: Ray raises errors of many kinds.

@@ -118,12 +118,11 @@ class LearnerGroup:
 
     async def _failure(self, asked: dict[asyncio.Task[Any], Peer]) -> Exception:
         """Returns the error of a request. Ends the group if the ranks do not agree."""
-        errors: dict[Peer, AgentJetError] = {}
-        for task, peer in asked.items():
-            if task.done() and isinstance(error := task.exception(), AgentJetError):
-                errors[peer] = error
-            elif task.done() and (unexpected := task.exception()) is not None:
-                return Exception(unexpected)
+        errors = {
+            peer: error
+            for task, peer in asked.items()
+            if task.done() and isinstance(error := task.exception(), AgentJetError)
+        }
         own = {peer: error for peer, error in errors.items() if not isinstance(error, WorkerDied)}
         if len(errors) == len(asked) == len(own):
             return next(iter(own.values()))

@@ -247,7 +247,8 @@ class Replica:
         self._places = asyncio.Semaphore(sampler.max_concurrent)
 
     async def _adopt(self, publication: Publication) -> list[float]:
-        engine = self._engine()
+        engine = self._loaded
+        assert engine is not None, "the gateway loads a model first"
         async with self._adopting:
             started = time.monotonic()
             path = await asyncio.to_thread(fetch, publication, self._link.name, self._link.secret)
@@ -328,15 +329,10 @@ class Replica:
         for piece in completion.pieces(reason):
             self._outbox.put((completion.id, piece))
 
-    def _engine(self) -> Engine:
-        if self._loaded is None:
-            raise ComputeError("the replica has no model yet")
-        return self._loaded
-
     def _sampling_engine(self) -> Engine:
-        if self._version is None:
+        if self._loaded is None or self._version is None:
             raise ComputeError("the replica has no weights yet: it must adopt a publication first")
-        return self._engine()
+        return self._loaded
 
 
 def main() -> None:
