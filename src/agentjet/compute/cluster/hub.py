@@ -15,7 +15,6 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import BinaryIO, Self
 
 from agentjet.compute.channel import Channel, Message, Request, encode, read
@@ -28,8 +27,6 @@ UNANSWERED_SECONDS = 20.0
 """A process reads from a thread, so data that stays unanswered for so long means that its machine is gone."""
 MAX_HANDSHAKES = 256
 """Connections that may be in their handshake. Beyond it the oldest one is closed."""
-ACCEPT_SECONDS = 0.5
-"""Wait after a failure to accept, such as too many open files."""
 
 
 class Link:
@@ -142,17 +139,15 @@ class Hub:
         self._host = host
         self._secret = secrets.token_hex(32)
         self._expected: dict[str, asyncio.Future[Peer]] = {}
-        self._listener: socket.socket | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
         self._handshakes: dict[asyncio.Task[None], None] = {}
         """The handshakes that have not ended, oldest first."""
 
     async def open(self) -> None:
         """Listen on a free port. Idempotent."""
-        if self._listener is None:
-            self._listener, self._address = listen(self._host)
-            self._listener.setblocking(False)
-            self._listening = asyncio.create_task(self._accept(self._listener))
+        if self._server is None:
+            listener, self._address = listen(self._host)
+            self._server = await asyncio.start_server(self._admit, sock=listener)
 
     def environment(self, name: str) -> dict[str, str]:
         """Returns the variables with which the process of that name connects."""
@@ -172,46 +167,25 @@ class Hub:
 
     async def close(self) -> None:
         """Stop listening; connections stay. Idempotent."""
-        tasks = [self._listening, *self._handshakes] if self._listening is not None else []
+        if self._server is not None:
+            self._server.close()
+        tasks = list(self._handshakes)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
         for name in list(self._expected):
             self.forget(name)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        """Each handshake has its own task, so that a slow one delays no other."""
-        while True:
-            try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:
-                log.warning("no connection could be accepted: %s", error)
-                await asyncio.sleep(ACCEPT_SECONDS)
-                continue
-            if len(self._handshakes) >= MAX_HANDSHAKES:
-                next(iter(self._handshakes)).cancel()
-            task = asyncio.create_task(self._admit(connection))
-            self._handshakes[task] = None
-            task.add_done_callback(partial(self._settle, connection))
-
-    def _settle(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        del self._handshakes[task]
-        if task.cancelled():  # Perhaps before it ran.
-            connection.close()
-
-    async def _admit(self, connection: socket.socket) -> None:
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Verify a connection. Boundary: a stranger can end that connection only."""
-        try:
-            tune(connection, unanswered_seconds=UNANSWERED_SECONDS)
-            reader, writer = await asyncio.open_connection(sock=connection)
-        except OSError as error:
-            log.warning("a connection was refused: %s", error)
-            connection.close()
-            return
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            next(iter(self._handshakes)).cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._handshakes[task] = None
         peer: Peer | None = None
         try:
+            tune(writer.get_extra_info("socket"), unanswered_seconds=UNANSWERED_SECONDS)
             name = await verify_async(reader, writer, self._secret.encode(), self._refusal)
             if (future := self._expected.pop(name, None)) is not None and not future.done():
                 peer = Peer(name, reader, writer)
@@ -219,6 +193,7 @@ class Hub:
         except (ComputeError, OSError, EOFError) as error:
             log.warning("a connection was refused: %s", error or type(error).__name__)
         finally:
+            del self._handshakes[task]
             if peer is None:
                 writer.close()
 
