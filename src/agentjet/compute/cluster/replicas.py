@@ -47,14 +47,9 @@ class Replicas:
         self._num_resumed = 0
         fleet.changed = self._assign
 
-    @property
-    def version(self) -> int | None:
-        """The newest version that a replica serves; None if none ever served."""
-        return max((one.version for one in self.fleet.replicas if one.version is not None), default=None)
-
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
-        work = Work(np.asarray(token_ids, np.int32))
+        work, version = Work(np.asarray(token_ids, np.int32)), 0
         while len(work.sampled) < params.max_tokens:
             replica, received = await self._place(work), len(work.sampled)
             assert replica.peer is not None
@@ -64,6 +59,7 @@ class Replicas:
                     async for piece in pieces:
                         await self.fleet.confirm(replica, piece.policy_version)
                         work.sampled += piece.tokens
+                        version = piece.policy_version
                         work.losses = work.blame = 0
                         yield piece
                 return
@@ -71,8 +67,7 @@ class Replicas:
                 await self._leave_dead(replica, work, has_progressed=len(work.sampled) > received)
             finally:
                 self._leave(replica, work)
-        version = self.version  # The replica died between the last token and its finish reason.
-        yield Sampled((), (), 0 if version is None else version, "length")
+        yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""

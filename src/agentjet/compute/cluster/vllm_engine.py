@@ -165,9 +165,10 @@ class Engine:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
             sets.accept()
         except Exception as error:  # Boundary: vLLM raises many kinds.
+            first_line = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"model.name = {model.name!r}: vLLM cannot hold the model with these settings "
-                f"({type(error).__name__}: {_first_line(error)}); the log of the replica has the whole reason. "
+                f"({type(error).__name__}: {first_line}); the log of the replica has the whole reason. "
                 "compute.backend = 'embedded' holds every model of transformers"
             ) from error
         finally:
@@ -404,7 +405,3 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
