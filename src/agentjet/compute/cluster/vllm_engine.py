@@ -218,7 +218,7 @@ class Engine:
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
             detokenize=False,
-            extra_args={RESTRICTION: rule.as_dict()} if is_restricted else None,
+            extra_args={RESTRICTION: dataclasses.asdict(rule)} if is_restricted else None,
         )
         self._sets.begin(id)
         name, position = f"sample-{id}", 0
