@@ -126,7 +126,7 @@ class ScriptedCompute:
     Every log-probability is -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
-    declared = Capabilities(support_sets=True, adapters=True)
+    declared = Capabilities()
 
     def __init__(self, card: ModelInfo, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
         """Completions come in pieces of `piece` tokens."""

@@ -77,7 +77,7 @@ class ScriptedCompute:
         self._seconds = seconds
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
-        return Capabilities(support_sets=True, adapters=True)
+        return Capabilities()
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from agentjet.compute.embedded.distributions import Teacher
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.passes import Pass
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.teacher import Teacher
 from agentjet.config import JobConfig
 from agentjet.config.job import OptimizerConfig
 from agentjet.recipes import hooks

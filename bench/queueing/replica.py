@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agentjet.compute.channel import Answer, Request
-from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.hub import Link
 from agentjet.types import Sampled, SamplingParams
 
 VARIABLE = "BENCH_REPLICAS"

@@ -21,6 +21,7 @@ from pathlib import Path
 import uvicorn
 from tokenizers import Tokenizer
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.weights import Publication
@@ -116,8 +117,9 @@ class ReplicatedCompute(ScriptedCompute):
         await self._hub.open()
         settings = SamplerConfig(max_concurrent=self._settings.slots)
         policy = PolicyId("default", "policy")
-        self._replicas = Replicas(policy, self._start, self._stop, self._settings.replicas, settings, timeout=1e6)
-        await self._replicas.publish(PUBLICATION)
+        fleet = Fleet(policy, self._start, self._stop, self._settings.replicas, settings, timeout=1e6)
+        self._replicas = Replicas(fleet)
+        await fleet.publish(PUBLICATION)
 
     async def _start(self, name: str) -> Peer:
         """See `cluster.fleet.Start`. The last one starts the process."""

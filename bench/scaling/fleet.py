@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.replicas import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError
@@ -113,9 +114,9 @@ class Faults:
             for name in serving[:1]:
                 self._born.signal(name, signal.SIGSTOP)
         elif kind == "scale":
-            await self._replicas.scale(self._chance.randint(1, NUM_REPLICAS + 1))
+            self._replicas.fleet.scale(self._chance.randint(1, NUM_REPLICAS + 1))
             await self._publish()
-            await self._replicas.scale(NUM_REPLICAS)
+            self._replicas.fleet.scale(NUM_REPLICAS)
         else:
             await self._cut(kind)
         await self._tokens_again()
@@ -137,7 +138,7 @@ class Faults:
 
     async def _publish(self) -> None:
         self._version += 1
-        await self._replicas.publish(publication(self._version), one_by_one=self._chance.random() < 0.5)
+        await self._replicas.fleet.publish(publication(self._version), one_by_one=self._chance.random() < 0.5)
 
     def _kill(self, names: list[str]) -> None:
         now = time.monotonic()
@@ -160,10 +161,10 @@ async def _figures(num_faults: int, seed: int) -> dict[str, Any]:
     settings = SamplerConfig(max_concurrent=16)
     with fork_server() as server:
         async with nursery(server, settings) as born:
-            replicas = Replicas(POLICY, born.start, born.stop, NUM_REPLICAS, settings, timeout=HUNG_SECONDS)
+            replicas = Replicas(Fleet(POLICY, born.start, born.stop, NUM_REPLICAS, settings, timeout=HUNG_SECONDS))
             calls = Calls(replicas, chance)
             faults = Faults(born, replicas, calls, chance)
-            await replicas.publish(publication(0))
+            await replicas.fleet.publish(publication(0))
             is_over = False
             running = [asyncio.create_task(calls.run(lambda: is_over)) for _ in range(NUM_CALLS)]
             began = time.monotonic()
@@ -183,7 +184,7 @@ async def _figures(num_faults: int, seed: int) -> dict[str, Any]:
                 "fleet_failover_s": round(percentile(calls.failovers, 95), 3),
                 "fleet_seconds": round(time.monotonic() - began, 1),
             }
-            await replicas.close()
+            await replicas.fleet.close()
             return found
 
 

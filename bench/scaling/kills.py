@@ -80,7 +80,7 @@ class Kills:
         ended = [*victims, *(_descendants(raylet) if kind == "raylet" else ())]
         cut = self._adopting() > 0
         dead, hosted = self._replicas(ended), self._hosted()
-        fleet = hosted.replicas.fleet.replicas if hosted is not None else []
+        fleet = hosted.fleet.replicas if hosted is not None else []
         survives = any(one.version is not None and one not in dead for one in fleet)
         watched = [] if stops else [(one, work) for one in dead for work in one.load.running]
         self._say(killed=kind, at=at, pids=[*victims], cut=cut, completions=len(watched))
@@ -101,14 +101,14 @@ class Kills:
 
     def _adopting(self) -> int:
         hosted = self._hosted()
-        return 0 if hosted is None else sum(one.is_adopting for one in hosted.replicas.fleet.replicas)
+        return 0 if hosted is None else sum(one.is_adopting for one in hosted.fleet.replicas)
 
     def _is_moment(self, at: str) -> bool:
         hosted = self._hosted()
         if hosted is None or hosted.ranks is None:
             return False
         if at == "adopt":
-            return any(one.is_adopting and one.version is not None for one in hosted.replicas.fleet.replicas)
+            return any(one.is_adopting and one.version is not None for one in hosted.fleet.replicas)
         request = hosted.ranks.request
         return not at or request == at or (at == "start" and request in STARTING)
 
@@ -122,12 +122,13 @@ class Kills:
             return []
         if kind == "conductor":
             launcher = hosted.site._launcher
-            return [launcher.pid] if isinstance(launcher, RayLauncher) and launcher.pid else []
+            place = launcher._site.place(launcher._name) if isinstance(launcher, RayLauncher) else ""
+            return [int(pid) for pid in PROCESS.findall(place)]
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
             # Rank 0 has the weights; the other ranks have a part of the gradient and of the checkpoint.
             return pids[-count:] if at in ("optim_step", "save") else pids[:count]
-        fleet = [one for one in hosted.replicas.fleet.replicas if one.version is not None]
+        fleet = [one for one in hosted.fleet.replicas if one.version is not None]
         if at == "adopt":
             fleet.sort(key=lambda one: not one.is_adopting)
         else:
@@ -141,7 +142,7 @@ class Kills:
         if hosted is None:
             return []
         known = self._pids("replica")
-        return [one for one in hosted.replicas.fleet.replicas if known.get(one.name) in pids]
+        return [one for one in hosted.fleet.replicas if known.get(one.name) in pids]
 
     def _pids(self, kind: str) -> dict[str, int]:
         """Process ids of a kind by name; 0 if unknown."""

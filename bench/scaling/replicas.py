@@ -22,10 +22,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentjet.compute.cluster.adapters import write_adapter
 from agentjet.compute.cluster.backend import REPLICA_PATH
 from agentjet.compute.cluster.hub import Hub, Peer
-from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
+from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, write_adapter
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore

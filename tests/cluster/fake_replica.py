@@ -25,7 +25,7 @@ from typing import Literal, Self
 import numpy as np
 
 from agentjet.compute.channel import Answer, Request
-from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, GrammarError, OutOfCache

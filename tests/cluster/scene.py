@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Peer
 from agentjet.compute.cluster.replicas import Replicas, derived_seed
 from agentjet.config import SamplerConfig
@@ -32,9 +33,10 @@ class Scene:
         self.born = born
         self.adopting = 0
         self.most_adopting = 0
-        self.replicas = Replicas(
+        self.fleet = Fleet(
             POLICY, self._start, born.stop, count, limits, timeout=timeout, explain=lambda name: born.explain(name)
         )
+        self.replicas = Replicas(self.fleet)
 
     async def _start(self, name: str) -> Peer:
         """Starts a replica, and counts those that adopt at the same time."""
@@ -54,7 +56,7 @@ class Scene:
 
     async def serve(self) -> None:
         """Publish version 0, and wait until all replicas serve it."""
-        await self.replicas.publish(publication(0))
+        await self.fleet.publish(publication(0))
         await self.until(lambda: set(self.versions()) == {0})
 
     async def complete(self, number: int = 0, *, max_tokens: int = 60, prompt: Sequence[int] = ()) -> list[Sampled]:
@@ -103,7 +105,7 @@ async def scene(
         try:
             yield found
         finally:
-            await found.replicas.close()
+            await found.fleet.close()
             assert born.pids == {}
 
 

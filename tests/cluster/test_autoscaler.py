@@ -13,7 +13,7 @@ from itertools import chain, repeat
 
 import pytest
 
-from agentjet.compute.cluster.autoscaler import FALL_SECONDS, RISE_SECONDS, Autoscaler
+from agentjet.compute.cluster.meters import FALL_SECONDS, RISE_SECONDS, Autoscaler
 from agentjet.config import ComputeConfig
 from agentjet.types import SamplerBounds
 

@@ -23,11 +23,12 @@ from typing import Any
 import pytest
 
 from agentjet.compute.channel import Answer, Request, encode, read
-from agentjet.compute.cluster import autoscaler, backend, learner_group
+from agentjet.compute.cluster import backend, learner_group, meters
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
+from agentjet.compute.cluster.handshake import dial
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.launcher import LocalLauncher, Process
-from agentjet.compute.cluster.link import Link, dial
-from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
+from agentjet.compute.cluster.meters import StepMeter
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
@@ -365,7 +366,7 @@ async def test_samplers_are_scaled_within_the_cores_without_gpus(
 
 async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)  # The test observes.
-    monkeypatch.setattr(autoscaler, "FALL_SECONDS", 20)
+    monkeypatch.setattr(meters, "FALL_SECONDS", 20)
     async with cluster(tmp_path, gpus=6) as (compute, launcher):
         release = threading.Event()
 
@@ -430,17 +431,16 @@ async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(
 
 def test_the_meters_measure_overlap_and_idle_time() -> None:
     clock = Clock(0.0)
-    sampling = SamplingMeter(clock)
-    meter = StepMeter(sampling, clock)
+    meter = StepMeter(clock)
     for _ in range(10):  # Ten seconds of sampling, then ten of learning, half of which is sampling.
         clock.advance(1.0)
-        sampling.received(8)
+        meter.received(8)
     meter.count_waiting(4)
     meter.count_waiting(1)
     meter.start_learning()
     for _ in range(5):
         clock.advance(2.0)
-        sampling.received(5)  # At most 0.2 s a token.
+        meter.received(5)  # At most 0.2 s a token.
     metrics = meter.finish()
     assert metrics["sampler/overlap"] == pytest.approx(0.5) and metrics["sampler/waiting"] == 2.5
     assert metrics["learner/idle"] == pytest.approx(0.5) and metrics["sampler/idle"] == pytest.approx(0.25)

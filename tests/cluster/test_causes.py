@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster import causes
-from agentjet.compute.cluster.causes import cause_of
+from agentjet.compute.cluster import launcher
+from agentjet.compute.cluster.launcher import cause_of
 
 WORKER = "(Worker pid=8881) ERROR 11-24 04:56:03 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=8870) ERROR 11-24 04:56:03 [core.py:1512] "
@@ -34,6 +34,6 @@ def test_cause(tmp_path: Path, lines: list[str], cause: str, monkeypatch: pytest
     earlier = "ValueError: of an earlier process\n"
     log.write_text(earlier + "\n".join(lines))
     assert cause_of(log, len(earlier)) == cause
-    monkeypatch.setattr(causes, "END_BYTES", 3)
+    monkeypatch.setattr(launcher, "LOG_END_BYTES", 3)
     assert cause_of(log, 0) == ""
     assert cause_of(tmp_path / "gone", 0) == ""

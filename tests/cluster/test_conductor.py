@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -90,6 +88,12 @@ async def reason(process: Sleeper) -> str:
     return await asyncio.wait_for(asyncio.shield(process.launched.ended), 60)
 
 
+def conductor_of(gateway: psutil.Process) -> psutil.Process:
+    """The child of a guardian of the gateway."""
+    found = [child for guardian in gateway.children() for child in guardian.children()]
+    return next(one for one in found if one.cmdline()[-1] == "agentjet.compute.cluster.conductor")
+
+
 def actor_of(process: psutil.Process) -> psutil.Process:
     """The Ray actor: the parent of the guardian, which is the parent of the process."""
     return process.parents()[1]
@@ -128,27 +132,26 @@ async def test_a_killed_process_and_a_killed_actor(ray_cluster: LocalCluster, tm
 async def test_a_killed_conductor(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
         process = await started(launcher, "one", tmp_path)
-        pid = launcher.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        conductor = conductor_of(psutil.Process())
+        conductor.kill()
         assert "ended with the conductor" in await reason(process)
         assert await gone(process)
         again = await started(launcher, "again", tmp_path)  # By a new conductor.
-        assert launcher.pid != pid
+        assert conductor_of(psutil.Process()) != conductor
     assert await gone(again)
 
 
 GATEWAY = """
-import asyncio, sys
+import asyncio, psutil, sys
 from pathlib import Path
 from agentjet.compute.cluster.hub import Hub
 from agentjet.compute.cluster.ray_launcher import RayLauncher, RayProcess
-from tests.cluster.test_conductor import started
+from tests.cluster.test_conductor import conductor_of, started
 
 async def main():
     launcher = RayLauncher(Hub(), sys.argv[1], Path(sys.argv[2]))
     process = await started(launcher, "one", Path(sys.argv[2]))
-    print(process.pid, launcher.pid, flush=True)
+    print(process.pid, conductor_of(psutil.Process()).pid, flush=True)
     await asyncio.sleep(3600)
 
 asyncio.run(main())

@@ -31,8 +31,7 @@ from hypothesis import strategies as st
 from agentjet.compute.channel import Answer, Request, encode, read
 from agentjet.compute.cluster import handshake, hub
 from agentjet.compute.cluster.handshake import dial, verify
-from agentjet.compute.cluster.hub import Hub, Peer
-from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.hub import Hub, Link, Peer
 from agentjet.errors import ComputeError, WorkerDied
 from agentjet.types import PolicyId
 
@@ -378,7 +377,7 @@ def test_a_peer_that_is_closed_did_not_die() -> None:
 
 PROCESS = """
 import sys, threading
-from agentjet.compute.cluster.link import Link
+from agentjet.compute.cluster.hub import Link
 link = Link.from_environment()
 link.before_exit = lambda: print("bye", flush=True)
 link.read_forever(lambda request: None)

@@ -34,7 +34,7 @@ def test_a_publish_while_completions_run(server: ForkServer) -> None:
             await on.serve()
             tasks = on.begin(6, max_tokens=500)
             await on.complete(50, max_tokens=8)  # Others have tokens, too, by then.
-            await on.replicas.publish(publication(1))
+            await on.fleet.publish(publication(1))
             assert set(on.versions()) == {1}
             found = await all_of(tasks)
             assert {piece.policy_version for pieces in found for piece in pieces} == {0, 1}
@@ -52,7 +52,7 @@ def test_a_replica_ends_in_the_middle_of_a_publish(server: ForkServer, point: st
         async with scene(server, count, hooks=first(faulty), timeout=0.5) as on:
             await on.serve()
             tasks = on.begin(4, max_tokens=60)
-            await on.replicas.publish(publication(1))
+            await on.fleet.publish(publication(1))
             assert set(on.versions()) <= {1, None} and 1 in on.versions()
             await all_of([*tasks, *on.begin(6)])  # A replica without work may hang unnoticed.
             await on.until(lambda: on.born.num_started > count and on.versions() == [1] * count)
@@ -64,11 +64,11 @@ def test_the_next_publish_begins_while_replicas_adopt(server: ForkServer) -> Non
     async def test() -> None:
         async with scene(server, 3, hooks=lambda number: Hooks(adopt_seconds=0.02, step_seconds=SLOW)) as on:
             await on.serve()
-            publishes = [asyncio.create_task(on.replicas.publish(publication(9)))]
+            publishes = [asyncio.create_task(on.fleet.publish(publication(9)))]
             tasks = on.begin(6, max_tokens=80)
             for version in range(1, 5):
                 await on.until(lambda: on.adopting > 0)
-                publishes.append(asyncio.create_task(on.replicas.publish(publication(version))))
+                publishes.append(asyncio.create_task(on.fleet.publish(publication(version))))
                 on.kill(on.names()[version % 3])  # Its successor, a newcomer, adopts while the next one begins.
             await asyncio.gather(*publishes)
             assert set(on.versions()) <= {4, None}
@@ -84,14 +84,14 @@ def test_weights_go_back_to_an_older_version(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1, hooks=lambda number: Hooks(step_seconds=SLOW)) as on:
             for version in (0, 1, 2):
-                await on.replicas.publish(publication(version))
+                await on.fleet.publish(publication(version))
             tasks = on.begin(3, max_tokens=60)
             await on.until(lambda: bool(on.names("samples")))
             on.most_adopting = 0
-            await on.replicas.publish(replace(publication(2), address="127.0.0.1:10"))
+            await on.fleet.publish(replace(publication(2), address="127.0.0.1:10"))
             assert on.most_adopting == 0
-            await on.replicas.publish(publication(1))
-            assert on.versions() == [1] == [on.replicas.version]
+            await on.fleet.publish(publication(1))
+            assert on.versions() == [1]
             assert {piece.policy_version for pieces in await all_of(tasks) for piece in pieces} <= {1, 2}
 
     run(test())
@@ -103,10 +103,10 @@ def test_one_by_one_the_others_sample(server: ForkServer) -> None:
             await on.serve()
             tasks = on.begin(6, max_tokens=120)
             on.most_adopting = 0
-            await on.replicas.publish(publication(1), one_by_one=True)
+            await on.fleet.publish(publication(1), one_by_one=True)
             assert on.most_adopting == 1 and on.versions() == [1, 1, 1]
             await all_of(tasks)
-            await on.replicas.publish(publication(2))
+            await on.fleet.publish(publication(2))
             assert on.most_adopting == 3
 
     run(test())
@@ -116,7 +116,7 @@ def test_a_cancelled_publish_goes_on(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 2, hooks=lambda number: Hooks(adopt_seconds=0.05)) as on:
             await on.serve()
-            publish = asyncio.create_task(on.replicas.publish(publication(1)))
+            publish = asyncio.create_task(on.fleet.publish(publication(1)))
             await on.until(lambda: on.adopting > 0)
             publish.cancel()
             await on.until(lambda: on.versions() == [1, 1])
@@ -133,11 +133,11 @@ def test_a_replica_that_lies_is_replaced_and_its_tokens_do_not_count(server: For
         async with scene(server, 2, hooks=first(Hooks(lies=(1,), step_seconds=SLOW))) as on:
             await on.serve()
             tasks = on.begin(8, max_tokens=100)  # `mistakes` finds tokens of stale weights.
-            await on.replicas.publish(publication(1))
+            await on.fleet.publish(publication(1))
             assert f"{POLICY}/replica-1" not in on.names() and 1 in on.versions()
             await all_of(tasks)
             await on.until(lambda: on.versions() == [1, 1])
-            assert not on.replicas.failed.done()
+            assert not on.fleet.failed.done()
 
     run(test())
 
@@ -150,8 +150,8 @@ def test_a_policy_fails_if_no_replica_passes_the_probe(server: ForkServer, versi
             if version:
                 await on.serve()
             with pytest.raises(ComputeError, match=f"probe of version {version}: the largest error"):
-                await on.replicas.publish(publication(version))
-            assert "failed the probe" in str(await on.replicas.failed)
+                await on.fleet.publish(publication(version))
+            assert "failed the probe" in str(await on.fleet.failed)
             with pytest.raises(ComputeError, match="probe"):
                 await on.complete()
 
@@ -183,9 +183,9 @@ def test_weights_that_cannot_be_fetched(server: ForkServer) -> None:
             await on.serve()
             tasks = on.begin(4, max_tokens=80)
             with pytest.raises(ComputeError, match="no replica could adopt version 1: failed at adopt"):
-                await on.replicas.publish(publication(1))
+                await on.fleet.publish(publication(1))
             assert on.versions() == [0, 0] and on.born.num_started == 2
-            await on.replicas.publish(publication(2))
+            await on.fleet.publish(publication(2))
             assert on.versions() == [2, 2] and on.born.num_started == 2
             await all_of(tasks)
 
@@ -198,7 +198,7 @@ def test_a_replica_that_cannot_fetch_what_others_can_is_replaced(server: ForkSer
         async with scene(server, 2, hooks=first(faulty)) as on:
             await on.serve()
             tasks = on.begin(4, max_tokens=80)
-            await on.replicas.publish(publication(1))
+            await on.fleet.publish(publication(1))
             assert set(on.versions()) == {1}
             await all_of(tasks)
             await on.until(lambda: on.versions() == [1, 1])

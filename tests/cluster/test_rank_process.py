@@ -52,7 +52,7 @@ async def two_ranks(folder: Path, timeout: float = 120.0) -> AsyncIterator[tuple
     async def launch(name: str, rank: int) -> Peer:
         return await site.start(name, COMMAND, gpus=0, log_path=folder / f"{name}.log")
 
-    group = LearnerGroup(POLICY, names, launch, site.stop, site.ended, timeout=timeout)
+    group = LearnerGroup(POLICY, names, launch, site, timeout=timeout)
     compute = ComputeConfig(backend="cluster", ranks=2, sharding="gathered")
     try:
         info = await group.start(tiny(folder), compute)

@@ -19,7 +19,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentjet.compute.cluster.adapters import ARCHITECTURES, publishes_adapter
+from agentjet.compute.cluster.weights import ARCHITECTURES, publishes_adapter
 from agentjet.compute.embedded.model import load_policy
 from agentjet.config import ComputeConfig, LoraConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams

@@ -55,7 +55,7 @@ def test_completions_outlive_their_replica(server: ForkServer, point: str) -> No
 def test_all_replicas_are_killed_at_once_again_and_again(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 3, hooks=lambda number: Hooks(step_seconds=SLOW)) as on:
-            await on.replicas.publish(publication(0))
+            await on.fleet.publish(publication(0))
             tasks = on.begin(12, max_tokens=300)
             for _ in range(3):
                 await on.until(lambda: len(on.names("samples")) > 0)
@@ -71,7 +71,7 @@ def test_all_replicas_are_killed_at_once_again_and_again(server: ForkServer) -> 
 def test_errors_of_a_completion_are_its_own(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1) as on:
-            await on.replicas.publish(publication(0))
+            await on.fleet.publish(publication(0))
             task = on.begin(1, max_tokens=200)
             with pytest.raises(OutOfCache):
                 await on.complete(max_tokens=5000)
@@ -87,7 +87,7 @@ def test_errors_of_a_completion_are_its_own(server: ForkServer) -> None:
 def test_a_completion_that_kills_every_replica_fails_alone(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 2, hooks=lambda number: Hooks(poison=999, step_seconds=SLOW)) as on:
-            await on.replicas.publish(publication(0))
+            await on.fleet.publish(publication(0))
             beside = on.begin(12, max_tokens=100)
             with pytest.raises(ComputeError, match="4 replicas in a row"):
                 await on.complete(prompt=[5, 999, 6])
@@ -107,7 +107,7 @@ def test_a_replica_that_hangs_is_ended(server: ForkServer, hooks: Hooks | None) 
             tasks = on.begin(8, max_tokens=100)
             if hooks is None:
                 on.born.signal(hanging, signal.SIGSTOP)
-            await on.replicas.publish(publication(1))
+            await on.fleet.publish(publication(1))
             await all_of(tasks)
             while hanging in on.born.pids:  # It needs work to hang.
                 await all_of(on.begin(6))
@@ -119,7 +119,7 @@ def test_a_replica_that_hangs_is_ended(server: ForkServer, hooks: Hooks | None) 
 def test_a_replica_without_work_may_be_silent(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1, timeout=0.1) as on:
-            await on.replicas.publish(publication(0))
+            await on.fleet.publish(publication(0))
             await asyncio.sleep(0.3)  # Three timeouts.
             await on.complete()
             assert on.born.num_started == 1
@@ -136,7 +136,7 @@ def test_the_end_of_a_replica_is_logged_with_its_reason(server: ForkServer, capl
             await on.serve()
             on.kill(f"{POLICY}/replica-1")
             await on.until(lambda: on.born.num_started == 3)
-            await on.replicas.scale(1)
+            on.fleet.scale(1)
             await on.until(lambda: len(on.born.pids) == 1)
 
     run(test())
@@ -149,7 +149,7 @@ def test_completions_of_ended_replicas_move(server: ForkServer) -> None:
             await on.serve()
             tasks = on.begin(12, max_tokens=80)
             await on.until(lambda: len(on.names("samples")) == 3)
-            await on.replicas.scale(1)
+            on.fleet.scale(1)
             assert len(on.names()) == 1
             await all_of(tasks)
             await on.until(lambda: len(on.born.pids) == 1)
@@ -163,14 +163,14 @@ def test_waiting_completions_get_the_places_of_newcomers(server: ForkServer) -> 
         limits = SamplerConfig(max_concurrent=2)
         async with scene(server, 1, hooks=lambda number: Hooks(step_seconds=SLOW), limits=limits) as on:
             endless = on.begin(12, max_tokens=4000)  # Before there is any replica.
-            await on.replicas.publish(publication(3))
-            await on.replicas.scale(4)
+            await on.fleet.publish(publication(3))
+            on.fleet.scale(4)
             await on.until(lambda: len(on.names("samples")) == 4)
             tasks = on.begin(12, max_tokens=50)
             for task in endless:
                 task.cancel()
-            await on.replicas.scale(2)
-            await on.replicas.scale(3)
+            on.fleet.scale(2)
+            on.fleet.scale(3)
             assert {piece.policy_version for pieces in await all_of(tasks) for piece in pieces} == {3}
             await on.until(lambda: on.versions() == [3] * 3)
 
@@ -182,11 +182,10 @@ def test_nothing_is_sampled_before_the_first_publish(server: ForkServer) -> None
         async with scene(server, 1) as on:
             task = on.begin(1)
             await on.until(lambda: bool(on.names("waits for weights")))
-            assert on.replicas.version is None
             other = asyncio.create_task(on.complete(5))
             await asyncio.sleep(0)
             other.cancel()
-            await on.replicas.publish(publication(0))
+            await on.fleet.publish(publication(0))
             await all_of(task)
 
     run(test())
@@ -196,7 +195,7 @@ def test_replicas_that_cannot_start(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1) as on:
             on.born.fail_start = [ComputeError("no GPU is free"), WorkerDied("it was killed")]
-            await on.replicas.publish(publication(0))  # The third start.
+            await on.fleet.publish(publication(0))  # The third start.
             on.born.fail_start = [ComputeError("no GPU is free")] * 5
             on.kill(on.names()[0])
             await on.complete()  # It served before, so it is tried for ever.
@@ -212,8 +211,8 @@ def test_a_policy_whose_replicas_never_start_fails(server: ForkServer, error: Ex
             on.born.fail_start = [error] * 4
             task = on.begin(1)
             with pytest.raises(type(error), match=str(error)):
-                await on.replicas.publish(publication(0))
-            assert str(error) in str(await on.replicas.failed)
+                await on.fleet.publish(publication(0))
+            assert str(error) in str(await on.fleet.failed)
             with pytest.raises(type(error)):
                 await all_of(task)
 
@@ -229,7 +228,7 @@ def test_replicas_that_all_end_of_the_same_error_refuse_the_settings(
         async with scene(server, count, hooks=lambda number: Hooks(die=point)) as on:
             on.born.explain = lambda name: f"RuntimeError: head_dim=16 in {name}"
             with pytest.raises(ConfigError, match=r"same reason: RuntimeError: head_dim=16.*backend = 'embedded'"):
-                await on.replicas.publish(publication(0))
+                await on.fleet.publish(publication(0))
             assert on.born.num_started <= 2 + count
 
     run(test())
@@ -246,7 +245,7 @@ def test_replicas_that_were_killed_before_they_served_refuse_nothing(server: For
             left = list(causes)
             on.born.explain = lambda name: left.pop(0)
             with pytest.raises(ComputeError, match="3 replicas ended before one could serve"):
-                await on.replicas.publish(publication(0))
+                await on.fleet.publish(publication(0))
             assert left == []
 
     run(test())
@@ -268,9 +267,9 @@ def test_replicas_that_served_once_are_started_for_ever(server: ForkServer) -> N
 def test_a_newcomer_that_cannot_start_does_not_harm_the_others(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1) as on:
-            await on.replicas.publish(publication(0))
+            await on.fleet.publish(publication(0))
             on.born.fail_start = [ConfigError("another node without vLLM")] * 3
-            await on.replicas.scale(2)
+            on.fleet.scale(2)
             await on.until(lambda: on.versions() == [0, 0])
             await on.complete()
 
@@ -287,10 +286,10 @@ def test_close_in_any_state(server: ForkServer, state: str) -> None:
         async with scene(server, 2, hooks=lambda number: Hooks(hang=hang, step_seconds=SLOW)) as on:
             ends = [*on.begin(3, max_tokens=2000)]
             if state not in ("starting", "loading", "waiting"):
-                ends.append(asyncio.create_task(on.replicas.publish(publication(0))))  # type: ignore[arg-type]
+                ends.append(asyncio.create_task(on.fleet.publish(publication(0))))  # type: ignore[arg-type]
             if state == "publishing":
                 await on.until(lambda: on.versions() == [0, 0])
-                ends[-1] = asyncio.create_task(on.replicas.publish(publication(1)))  # type: ignore[arg-type]
+                ends[-1] = asyncio.create_task(on.fleet.publish(publication(1)))  # type: ignore[arg-type]
             if state in ("adopting", "publishing"):
                 await on.until(lambda: on.adopting == 2)
             if state in ("sampling", "hanging"):
@@ -299,7 +298,7 @@ def test_close_in_any_state(server: ForkServer, state: str) -> None:
             if state == "waiting":
                 await on.until(lambda: len(on.names("waits for weights")) == 2)
             pids = list(on.born.pids.values())
-            await asyncio.gather(on.replicas.close(), on.replicas.close())
+            await asyncio.gather(on.fleet.close(), on.fleet.close())
             found = await asyncio.gather(*ends, return_exceptions=True)
             assert {type(one) for one in found} == {PolicyRemoved}
             await on.until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
@@ -355,15 +354,15 @@ def test_random_faults(server: ForkServer, events: list[tuple[str, int, int]], c
                     for name in names:
                         on.kill(name)
                 elif event in ("publish", "one by one"):
-                    publish = on.replicas.publish(publication(version), one_by_one=event == "one by one")
+                    publish = on.fleet.publish(publication(version), one_by_one=event == "one by one")
                     publishes.append(asyncio.create_task(publish))
                 elif event == "scale":
-                    await on.replicas.scale(1 + which)
+                    on.fleet.scale(1 + which)
                 elif event == "cancel":
                     tasks[which].cancel()
             found = await asyncio.gather(*tasks, return_exceptions=True)
             assert [one for one in found if one is not None and not isinstance(one, asyncio.CancelledError)] == []
             await asyncio.gather(*publishes)
-            assert not on.replicas.failed.done()
+            assert not on.fleet.failed.done()
 
     run(test())

@@ -37,8 +37,8 @@ def publish(server: WeightsServer, version: int) -> Publication:
     def save(path: Path) -> None:
         path.write_bytes(CONTENT + bytes([version]))
 
-    file = server.write(version, len(CONTENT) + 1, save)
-    return Publication(version, server.address, str(file.path), file.num_bytes, file.digest, "float32", (1,), ())
+    path, digest = server.write(version, len(CONTENT) + 1, save)
+    return Publication(version, server.address, str(path), len(CONTENT) + 1, digest, "float32", (1,), ())
 
 
 def elsewhere(publication: Publication) -> Publication:
@@ -94,8 +94,8 @@ def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> Non
 def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path;"
-        "from agentjet.compute.cluster import guardian, shared_memory;"
-        "guardian.SHARED_MEMORY = place = Path(sys.argv[1]); folder = shared_memory.SharedFolder(place);"
+        "from agentjet.compute.cluster import guardian, weights;"
+        "guardian.SHARED_MEMORY = place = Path(sys.argv[1]); folder = weights.SharedFolder(place);"
         "(folder.path / 'file').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)

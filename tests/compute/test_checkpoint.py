@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.checkpoint import write_atomically
+from agentjet.compute.embedded.checkpoint import atomic_folder
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ServeConfig
@@ -118,13 +118,11 @@ def test_a_checkpoint_of_another_format_is_refused(policy: Policy, tmp_path: Pat
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_the_umask_counts(tmp_path: Path, umask: int, mode: int) -> None:
-    def write(folder: Path) -> None:
-        save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
-        (folder / "config.json").write_text("{}")
-
     before = os.umask(umask)
     try:
-        write_atomically(tmp_path / "step_000001", write)
+        with atomic_folder(tmp_path / "step_000001") as folder:
+            save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+            (folder / "config.json").write_text("{}")
     finally:
         os.umask(before)
     files = sorted((tmp_path / "step_000001").iterdir())

@@ -23,9 +23,9 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
-from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
+from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import ComputeError, ConfigError, OperationConflict
+from agentjet.errors import ComputeError, OperationConflict
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest
@@ -204,18 +204,3 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
     worker._inbox = queue.SimpleQueue()
     hosted.publish(1)
     assert worker._next_request(0.0) is None and hosted.version == 1
-
-
-def test_a_setting_that_needs_a_missing_capability_is_refused() -> None:
-    capabilities = Capabilities(support_sets=False, adapters=False)
-    config = ServeConfig.model_validate({"model": {"lora": {"rank": 8}}})
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 8: the embedded backend trains no adapters"):
-        check_capabilities(lambda settings: capabilities, config, config.job)
-    config = ServeConfig.model_validate({"policies": {"planner": {}, "coder": {"lora": {"rank": 4}}}})
-    with pytest.raises(ConfigError, match=r"policies\.coder\.lora\.rank = 4: the embedded backend trains no adapters"):
-        check_capabilities(lambda settings: capabilities, config, config.job)
-    config = ServeConfig()
-    with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k"):
-        check_capabilities(lambda settings: capabilities, config, config.job)
-    job = JobConfig.model_validate({"sampling": {"override": ["top_p", "top_k"]}})
-    check_capabilities(lambda settings: capabilities, config, job)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,16 +116,12 @@ async def test_the_learner_gets_facts(tmp_path: Path) -> None:
 
 
 async def test_a_missing_capability_is_refused_by_name(tmp_path: Path) -> None:
-    def without_sets(compute: ScriptedCompute) -> None:
-        compute.declared = replace(compute.declared, support_sets=False)
-
-    with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k: the embedded backend does not"):
-        async with running(tmp_path / "d", prepare=without_sets):
+    with pytest.raises(ConfigError, match=r"job\.recipe = 'ppo' needs values, and the embedded backend has none"):
+        async with running(tmp_path / "d", job={"recipe": "ppo"}):
             pass
-    job = {"sampling": {"override": ["top_p", "top_k"]}}
-    async with running(tmp_path / "e", job=job, prepare=without_sets) as run:
+    async with running(tmp_path / "e") as run:
         await run.batch()
         body = run.gateway.job()
-        body.job["sampling"]["override"] = ["top_p"]
-        with pytest.raises(InvalidRequest, match="override lacks top_k"):
+        body.job["recipe"] = "ppo"
+        with pytest.raises(InvalidRequest, match="needs values"):
             await run.gateway.replace_job(JobBody(revision=body.revision, job=body.job))

@@ -135,9 +135,7 @@ def _weights(folder: Path, base: str, place: str, state: Weights) -> Weights:
         raise ConfigError(f"{folder} cannot be read: {why_not_loaded(error)}") from error
     wrong = [name for name, tensor in state.items() if name not in weights or weights[name].shape != tensor.shape]
     if wrong:
-        raise ConfigError(
-            f"{folder} was not trained from {base!r}: it has no {first_line(Exception(wrong[0]))} of that shape"
-        )
+        raise ConfigError(f"{folder} was not trained from {base!r}: it has no {wrong[0]} of that shape")
     broken = [name for name in state if not bool(weights[name].isfinite().all())]
     if broken:
         raise ConfigError(f"{folder}: the weights {broken[0]} are not finite: take an earlier checkpoint")

@@ -48,10 +48,6 @@ EMBEDDED = ComputeConfig()
 class Capabilities:
     """The features of a backend that settings may need."""
 
-    support_sets: bool
-    """Reports the set from which each token was chosen. `top_p`, `top_k` and grammars need it in training."""
-    adapters: bool
-    """Trains LoRA adapters."""
     values: bool = False
     """Trains value heads on the policy."""
     teachers: bool = False
@@ -65,25 +61,14 @@ class Capabilities:
 def check_capabilities(
     capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
 ) -> None:
-    """Raises `ConfigError` for the first setting of a policy or job that needs a missing capability."""
-    for policy in config.policy_names:
-        backend = config.compute_of(policy)
-        found, rank = capabilities(backend), config.model_of(policy).lora.rank
-        if rank and not found.adapters:
-            key = f"policies.{policy}.lora.rank" if config.policies else "model.lora.rank"
-            raise ConfigError(f"{key} = {rank}: the {backend.backend} backend trains no adapters; set it to 0")
-        needed = {"values": job.recipe.value_heads is not None, "teachers": "teacher" in job.recipe.needs}
+    """Raises `ConfigError` if the recipe of a job needs a feature that the backend of a policy does not have."""
+    needed = {"values": job.recipe.value_heads is not None, "teachers": "teacher" in job.recipe.needs}
+    for backend in map(config.compute_of, config.policy_names):
+        found = capabilities(backend)
         if missing := [feature for feature, wanted in needed.items() if wanted and not getattr(found, feature)]:
             raise ConfigError(
                 f"job.recipe = {job.recipe.name!r} needs {missing[0]}, and the {backend.backend} backend has none: "
                 "set compute.backend = 'embedded', or choose another recipe"
-            )
-    truncating = [name for name in ("top_p", "top_k") if name not in job.sampling.override]
-    for backend in map(config.compute_of, config.policy_names):
-        if truncating and not capabilities(backend).support_sets:
-            raise ConfigError(
-                f"job.sampling.override lacks {', '.join(truncating)}: the {backend.backend} backend does not report "
-                "the sets of truncated distributions, so training requests must not truncate; add these names"
             )
 
 

@@ -19,12 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from agentjet.compute.cluster.autoscaler import Autoscaler
-from agentjet.compute.cluster.causes import cause_of
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Hub, Peer
-from agentjet.compute.cluster.launcher import Launcher, LocalLauncher
+from agentjet.compute.cluster.launcher import Launcher, LocalLauncher, cause_of
 from agentjet.compute.cluster.learner_group import LearnerGroup
-from agentjet.compute.cluster.meters import SamplingMeter, StepMeter
+from agentjet.compute.cluster.meters import Autoscaler, StepMeter
 from agentjet.compute.cluster.ray_launcher import RANK_MODULE, RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.site import Site, first_of
@@ -69,8 +68,7 @@ class HostedPolicy:
     site: Site
     gpus: int
     """GPUs of each rank: 1, or 0 without GPUs."""
-    sampling: SamplingMeter = field(default_factory=SamplingMeter)
-    step: StepMeter = field(init=False)
+    meter: StepMeter = field(default_factory=StepMeter)
     info: asyncio.Future[ModelInfo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The loaded model. Replicas start at once and wait for it."""
     ranks: LearnerGroup | None = None
@@ -80,11 +78,9 @@ class HostedPolicy:
     """Learner groups started so far."""
     rank_state: str = ""
     """State of the ranks while they have no request."""
+    fleet: Fleet = field(init=False)
     replicas: Replicas = field(init=False)
     autoscaler: Autoscaler = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.step = StepMeter(self.sampling)
 
     @property
     def has_ranks(self) -> bool:
@@ -99,7 +95,7 @@ class HostedPolicy:
     @property
     def num_gpus(self) -> int:
         """GPUs that its processes need, also those that are being replaced."""
-        return self.gpus * (self.settings.ranks + self.replicas.fleet.count * self.settings.tensor_parallel)
+        return self.gpus * (self.settings.ranks + self.fleet.count * self.settings.tensor_parallel)
 
 
 def local_or_ray(hub: Hub, address: str, log_folder: Path) -> Launcher:
@@ -125,7 +121,7 @@ class ClusterCompute:
         self._autoscaling: asyncio.Task[None] | None = None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
-        return Capabilities(support_sets=True, adapters=True, separate_samplers=True)
+        return Capabilities(separate_samplers=True)
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
@@ -133,21 +129,20 @@ class ClusterCompute:
         hosted, has_served = self._policies.get(policy), False
         if hosted is not None:
             is_same = (hosted.model, hosted.settings) == (model, settings)
-            has_served = is_same and hosted.replicas.fleet.has_served
-            if not is_same or hosted.replicas.failed.done():
+            has_served = is_same and hosted.fleet.has_served
+            if not is_same or hosted.fleet.failed.done():
                 await self.remove(policy)
                 hosted = None
         if hosted is None:
             hosted = await self._host(policy, model, settings)
-            hosted.replicas.fleet.has_served = has_served
+            hosted.fleet.has_served = has_served
         elif hosted.ranks is not None:
             await hosted.ranks.close()
         hosted.num_groups += 1
-        hosted.step = StepMeter(hosted.sampling)  # The time of a dead group is not learning time.
+        hosted.meter = StepMeter()  # The time of a dead group is not learning time.
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
-        launch, site = partial(self._start_rank, policy, hosted), hosted.site
-        timeout = self._config.server.worker_timeout
-        hosted.ranks = LearnerGroup(policy, names, launch, site.stop, site.ended, timeout=timeout)
+        launch, timeout = partial(self._start_rank, policy, hosted), self._config.server.worker_timeout
+        hosted.ranks = LearnerGroup(policy, names, launch, hosted.site, timeout=timeout)
         hosted.rank_state = STARTS
         info = await hosted.ranks.start(model, settings)
         hosted.rank_state = ""
@@ -158,29 +153,29 @@ class ClusterCompute:
     async def remove(self, policy: PolicyId) -> None:
         if (hosted := self._policies.pop(policy, None)) is not None:
             hosted.info.cancel()
-            works = [hosted.replicas.close(), *([hosted.ranks.close()] if hosted.ranks is not None else [])]
+            works = [hosted.fleet.close(), *([hosted.ranks.close()] if hosted.ranks is not None else [])]
             await asyncio.gather(*works)
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled, None]:
         hosted = self._hosted(policy)
-        if hosted.replicas.failed.done():
-            raise copy.copy(hosted.replicas.failed.result())
+        if hosted.fleet.failed.done():
+            raise copy.copy(hosted.fleet.failed.result())
         async with contextlib.aclosing(hosted.replicas.sample(token_ids, params)) as pieces:
             async for piece in pieces:
-                hosted.sampling.received(len(piece.tokens))
+                hosted.meter.received(len(piece.tokens))
                 yield piece
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return await self._hosted(policy).replicas.score(token_ids, num_likeliest)
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        self._hosted(op.policy_id).step.start_learning()
+        self._hosted(op.policy_id).meter.start_learning()
         return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        self._hosted(op.policy_id).step.start_learning()
+        self._hosted(op.policy_id).meter.start_learning()
         return cast(dict[str, float], await self._ranks(op.policy_id).ask("optim_step", op, optimizer))
 
     async def publish(
@@ -190,7 +185,7 @@ class ClusterCompute:
         publication: Publication | None = await ranks.ask("publish", version, to_samplers)
         if publication is None:
             return {}
-        adoption = asyncio.create_task(hosted.replicas.publish(publication, one_by_one=one_by_one))
+        adoption = asyncio.create_task(hosted.fleet.publish(publication, one_by_one=one_by_one))
         hosted.rank_state = "waits until the replicas have the weights"
         try:
             await first_of(adoption, ranks.died)
@@ -203,7 +198,7 @@ class ClusterCompute:
             hosted.rank_state = ""
             adoption.cancel()
             await asyncio.gather(adoption, return_exceptions=True)
-        return {**hosted.replicas.metrics(), **hosted.step.finish()}
+        return {**hosted.replicas.metrics(), **hosted.meter.finish()}
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         return cast(CheckpointStamp, await self._ranks(policy).ask("save", path))
@@ -215,7 +210,7 @@ class ClusterCompute:
         await self._ranks(policy).ask("export", path, adapter)
 
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
-        ends = {end for policy in policies for end in (self._ranks(policy).died, self._hosted(policy).replicas.failed)}
+        ends = {end for policy in policies for end in (self._ranks(policy).died, self._hosted(policy).fleet.failed)}
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
 
@@ -239,7 +234,7 @@ class ClusterCompute:
             return None
         replicas = hosted.replicas
         return SamplersStatus(
-            hosted.autoscaler.bounds, replicas.fleet.count, running=replicas.num_running, waiting=replicas.num_waiting
+            hosted.autoscaler.bounds, hosted.fleet.count, running=replicas.num_running, waiting=replicas.num_waiting
         )
 
     async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
@@ -252,7 +247,7 @@ class ClusterCompute:
             places = f"the free GPUs, {size} for each" if hosted.gpus else "the CPU cores of this machine, one for each"
             raise ConfigError(f"samplers = {bounds}: at most {most} replicas fit {places}")
         hosted.autoscaler = Autoscaler(bounds, self._config.sampler.max_concurrent)
-        await hosted.replicas.scale(bounds.clamp(hosted.replicas.fleet.count))
+        hosted.fleet.scale(bounds.clamp(hosted.fleet.count))
 
     async def close(self) -> None:
         if self._autoscaling is not None:
@@ -279,9 +274,9 @@ class ClusterCompute:
 
     async def observe(self, policy: PolicyId, hosted: HostedPolicy) -> None:
         """Change the number of replicas of a policy to that of its autoscaler. Called once a second."""
-        replicas, present = hosted.replicas, hosted.replicas.fleet.count
+        replicas, present = hosted.replicas, hosted.fleet.count
         completions = replicas.num_running + replicas.num_waiting
-        hosted.step.count_waiting(replicas.num_waiting)
+        hosted.meter.count_waiting(replicas.num_waiting)
         if hosted.is_learning and not completions:
             return
         autoscaler = hosted.autoscaler
@@ -290,14 +285,14 @@ class ClusterCompute:
             wanted = max(present, min(wanted, await self._most_samplers(hosted)))
         if hosted.autoscaler is not autoscaler or self._policies.get(policy) is not hosted:
             return  # `scale` or `remove` came in between.
-        if wanted != present and not replicas.failed.done():
+        if wanted != present and not hosted.fleet.failed.done():
             log.info("policy %s: %d samplers instead of %d, for %d completions", policy, wanted, present, completions)
-            await replicas.scale(wanted)
+            hosted.fleet.scale(wanted)
 
     async def _most_samplers(self, hosted: HostedPolicy) -> int:
         """Returns the most replicas that fit the GPUs that no other process needs, or the CPU cores of this machine."""
         free = await self._free_gpus(hosted.site, hosted.settings.address) if hosted.gpus else None
-        present = hosted.replicas.fleet.count
+        present = hosted.fleet.count
         if free is None:
             return SamplerBounds.MAX if hosted.settings.address else max(present, os.cpu_count() or 1)
         return present + free // hosted.settings.tensor_parallel
@@ -319,7 +314,7 @@ class ClusterCompute:
         check_gpus(policy, settings, free, model)
         hosted = self._policies[policy] = HostedPolicy(model, settings, site, gpus=0 if free is None else 1)
         hosted.autoscaler = Autoscaler(settings.samplers, self._config.sampler.max_concurrent)
-        hosted.replicas = Replicas(
+        hosted.fleet = Fleet(
             policy,
             partial(self._start_replica, policy, hosted, python),
             site.stop,
@@ -328,6 +323,7 @@ class ClusterCompute:
             timeout=self._config.server.worker_timeout,
             explain=lambda name: cause_of(self._log_path(name), hosted.log_starts.pop(name, 0)),
         )
+        hosted.replicas = Replicas(hosted.fleet)
         if self._autoscaling is None:
             self._autoscaling = asyncio.create_task(self._autoscale())
         return hosted
@@ -366,7 +362,7 @@ class ClusterCompute:
             peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path, variables={"PYTHONPATH": found})
         except WorkerDied as error:
             is_no_python = "with exit code" in str(error) and not settings.address
-            if "No module named" in str(error) or (is_no_python and not hosted.replicas.fleet.has_served):
+            if "No module named" in str(error) or (is_no_python and not hosted.fleet.has_served):
                 raise ConfigError(f"{error}. {_way_out(python)}") from None
             raise
         try:

@@ -64,9 +64,8 @@ def export(path: Path, learner: RankLearner, group: Group, *, adapter: bool) -> 
 
     def write() -> None:
         if group.rank == 0:
-            checkpoint.write_atomically(
-                path, lambda folder: learner.policy.save(folder, merged=not adapter, weights=weights)
-            )
+            with checkpoint.atomic_folder(path) as folder:
+                learner.policy.save(folder, merged=not adapter, weights=weights)
 
     group.agreed(write)
 

@@ -1,6 +1,6 @@
 """The conductor: places ranks and replicas on a Ray cluster and watches them. The only process that imports Ray.
 
-The gateway starts it and sends it requests over the connection of all processes (`cluster.link`):
+The gateway starts it and sends it requests over the connection of all processes (`cluster.hub`):
 
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
@@ -19,7 +19,6 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import guardian, keeper
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.keeper import Keeper, Launch
-from agentjet.compute.cluster.link import Link
 from agentjet.compute.cluster.ray_launcher import accepts, check_address
 from agentjet.errors import AgentJetError, ComputeError, ConfigError
 
@@ -271,17 +270,10 @@ async def serve(link: Link) -> None:
     loop = asyncio.get_running_loop()
     conductor = Conductor()
     tasks: set[asyncio.Task[None]] = set()
-    handlers: dict[str, Callable[..., Awaitable[Any]]] = {
-        "connect": conductor.connect,
-        "start": conductor.start,
-        "ended": conductor.ended,
-        "stop": conductor.stop,
-        "gpus": conductor.gpus,
-    }
 
     async def handle(request: Request) -> None:
         try:
-            answer = Answer(request.id, await handlers[request.op](*request.args))
+            answer = Answer(request.id, await getattr(conductor, request.op)(*request.args))
         except AgentJetError as error:
             answer = Answer(request.id, error=error)
         except Exception as error:  # The boundary: Ray raises errors of many kinds.

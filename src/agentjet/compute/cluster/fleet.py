@@ -160,10 +160,15 @@ class Fleet:
         stop: Stop,
         count: int,
         settings: SamplerConfig,
+        *,
         timeout: float,
         explain: Explain = lambda name: "",
     ) -> None:
-        """A replica that has work and is silent for `timeout` seconds is ended."""
+        """Starts `count` replicas; must be called in an event loop.
+
+        A replica that has work and is silent for `timeout` seconds is ended.
+        """
+        self.policy = policy
         self.changed: Callable[[], None] = lambda: None
         """Called when a replica became ready or ended, or the policy failed."""
         self.failed: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
@@ -173,7 +178,6 @@ class Fleet:
         """Longest time for which a replica sampled nothing during the last publish."""
         self.probe_error = 0.0
         """Largest error of a probe of the present publication."""
-        self._policy = policy
         self._start = start
         self._stop = stop
         self._explain = explain
@@ -199,9 +203,6 @@ class Fleet:
         self._failure: AgentJetError | None = None
         self._pulse = asyncio.Event()
         """Wakes those who wait for a change."""
-
-    def open(self) -> None:
-        """Start the replicas."""
         self._fill()
 
     @property
@@ -214,9 +215,10 @@ class Fleet:
         if self._failure is not None:
             raise copy.copy(self._failure)
 
-    async def publish(self, publication: Publication, *, one_by_one: bool) -> None:
+    async def publish(self, publication: Publication, *, one_by_one: bool = False) -> None:
         """Let the replicas adopt a publication; returns when no replica serves an older one and one serves this one.
 
+        `one_by_one`: the others sample while one adopts.
         Raises `ComputeError` if no replica can fetch it, or if two failed its probe, and the `ConfigError` of a start.
         A cancelled call changes nothing: the replicas go on to adopt it.
         """
@@ -267,7 +269,10 @@ class Fleet:
         return all(abs(other.time - end.time) > seconds for other in self._ends if other is not end)
 
     def scale(self, count: int) -> None:
-        """Change the number of replicas. Ends those that do not serve yet, then those with the least work."""
+        """Change the number of replicas. Ends those that do not serve yet, then those with the least work.
+
+        The completions of those that end continue on others.
+        """
         assert count >= 1
         self.count = count
         by_use = sorted(self.replicas, key=lambda one: (one.version is not None, len(one.load.running)))
@@ -290,9 +295,9 @@ class Fleet:
         self._change()
 
     async def close(self) -> None:
-        """End all replicas and wait for the end of their processes. Idempotent."""
+        """End all replicas; completions fail with `PolicyRemoved`. Waits for the end of their processes. Idempotent."""
         if not isinstance(self._failure, PolicyRemoved):
-            self._failure = PolicyRemoved(f"the replicas of policy {self._policy} were ended")
+            self._failure = PolicyRemoved(f"the replicas of policy {self.policy} were ended")
         for replica in self.replicas:
             self.end(replica, "was ended", cause="unwanted")
         self._change()
@@ -306,7 +311,7 @@ class Fleet:
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
             places = max(2, int(self._settings.max_concurrent * PLACES))
-            replica = Replica(f"{self._policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens))
+            replica = Replica(f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens))
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
     async def _live(self, replica: Replica) -> None:
@@ -401,7 +406,7 @@ class Fleet:
         replica.verified.discard(publication.version)
         replica.watchdog = Watchdog(self._timeout + publication.num_bytes / SLOWEST_BYTES_PER_SECOND)
         try:
-            logprobs = await peer.ask("adopt", self._policy, publication)
+            logprobs = await peer.ask("adopt", self.policy, publication)
         except WorkerDied:
             raise
         except AgentJetError as error:
@@ -449,7 +454,7 @@ class Fleet:
 
     def _fail(self, error: AgentJetError) -> None:
         if self._failure is None:
-            log.error("policy %s: %s", self._policy, error)
+            log.error("policy %s: %s", self.policy, error)
             self._failure = error
             self.failed.set_result(error if isinstance(error, WorkerDied) else WorkerDied(str(error)))
             self._change()

@@ -9,7 +9,6 @@ Never run: NCCL. There was no machine with several GPUs.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from agentjet.compute.cluster.handshake import host_and_port, listen
 from agentjet.errors import AgentJetError
 
 TIMEOUT = timedelta(hours=12)
@@ -38,13 +38,9 @@ class Rendezvous:
 
     def __init__(self, host: str) -> None:
         """Listen on a free port of `host` only."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=1024)
-        port = listener.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        listener, self.address = listen(host)
         self.store = TCPStore(
-            host,
-            port,
+            *host_and_port(self.address),
             is_master=True,
             timeout=JOIN_TIMEOUT,
             wait_for_workers=False,
@@ -98,8 +94,7 @@ def join(rank: int, num_ranks: int, address: str, rendezvous: Rendezvous | None,
     if rendezvous is not None:
         store = rendezvous.store
     else:
-        name, _, port = address.rpartition(":")
-        store = TCPStore(name.strip("[]"), int(port), is_master=False, timeout=JOIN_TIMEOUT)
+        store = TCPStore(*host_and_port(address), is_master=False, timeout=JOIN_TIMEOUT)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
 

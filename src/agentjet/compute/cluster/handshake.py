@@ -45,10 +45,23 @@ def tune(connection: socket.socket, *, unanswered_seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def listen(host: str) -> tuple[socket.socket, str]:
+    """Returns a listener on a free port of `host`, and its address `HOST:PORT`. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns the parts of `HOST:PORT`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def dial(address: str, name: str, secret: bytes) -> socket.socket:
     """Returns a proven connection to `HOST:PORT`. Raises `OSError`, and `ComputeError` for a refusal."""
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=HANDSHAKE_SECONDS)
+    connection = socket.create_connection(host_and_port(address), timeout=HANDSHAKE_SECONDS)
     try:
         tune(connection, unanswered_seconds=120.0)  # The gateway may be stopped for a while.
         _prove(connection, name, secret)

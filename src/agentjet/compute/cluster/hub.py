@@ -1,16 +1,24 @@
-"""The gateway's end of the cluster's connections: each process of the cluster connects to it. No torch."""
+"""The cluster's connections: `Hub` and `Peer` are the gateway's end, `Link` is that of each other process. No torch.
+
+A process of the cluster gets an address, a name and a secret in its environment (`Link.VARIABLES`). It connects to the
+gateway; from then on the connection is its life: it ends when the connection does, and the gateway takes the end of the
+connection for its death.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
-from functools import partial
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import BinaryIO, Self
 
-from agentjet.compute.channel import Channel
-from agentjet.compute.cluster.handshake import tune, verify_async
-from agentjet.compute.cluster.link import Link
+from agentjet.compute.channel import Channel, Message, Request, encode, read
+from agentjet.compute.cluster.handshake import dial, listen, tune, verify_async
 from agentjet.errors import ComputeError, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -19,8 +27,62 @@ UNANSWERED_SECONDS = 20.0
 """A process reads from a thread, so data that stays unanswered for so long means that its machine is gone."""
 MAX_HANDSHAKES = 256
 """Connections that may be in their handshake. Beyond it the oldest one is closed."""
-ACCEPT_SECONDS = 0.5
-"""Wait after a failure to accept, such as too many open files."""
+
+
+class Link:
+    """The connection of this process to the gateway."""
+
+    VARIABLES = "AGENTJET_LINK", "AGENTJET_NAME", "AGENTJET_SECRET"
+
+    def __init__(self, connection: socket.socket, name: str, secret: bytes) -> None:
+        self.name = name
+        self.secret = secret
+        """For connections to other processes of the cluster."""
+        self._connection = connection
+        self._stream: BinaryIO = connection.makefile("rb")
+        self._writing = threading.Lock()
+        self.before_exit: Callable[[], object] = lambda: None
+        """Called before the process ends with the connection. From any thread."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        address, name, secret = (environment[variable] for variable in cls.VARIABLES)
+        return cls(dial(address, name, secret.encode()), name, secret.encode())
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine as the gateway sees it. Other machines of the cluster reach it there, too."""
+        return str(self._connection.getsockname()[0])
+
+    def send(self, message: Message) -> None:
+        """Send a message, from any thread. A gateway that is gone ends this process."""
+        with self._writing:
+            try:
+                self._connection.sendall(encode(message))
+            except OSError:
+                self._exit()
+
+    def read_forever(self, deliver: Callable[[Request], object]) -> None:
+        """Deliver requests from a separate thread; end this process with the connection."""
+
+        def loop() -> None:
+            try:
+                while True:
+                    deliver(read(self._stream))
+            except (EOFError, OSError):
+                self._exit()
+            except Exception:  # Boundary: a message that cannot be read.
+                traceback.print_exc()
+                self._exit(1)
+
+        threading.Thread(target=loop, daemon=True).start()
+
+    def _exit(self, code: int = 0) -> None:
+        """End the process: the gateway is gone."""
+        try:
+            self.before_exit()
+        finally:
+            os._exit(code)
 
 
 class Peer(Channel):
@@ -77,25 +139,19 @@ class Hub:
         self._host = host
         self._secret = secrets.token_hex(32)
         self._expected: dict[str, asyncio.Future[Peer]] = {}
-        self._listener: socket.socket | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
         self._handshakes: dict[asyncio.Task[None], None] = {}
         """The handshakes that have not ended, oldest first."""
 
     async def open(self) -> None:
         """Listen on a free port. Idempotent."""
-        if self._listener is None:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            self._listener = socket.create_server((self._host, 0), family=family, backlog=1024)
-            self._listener.setblocking(False)
-            self._listening = asyncio.create_task(self._accept(self._listener))
+        if self._server is None:
+            listener, self._address = listen(self._host)
+            self._server = await asyncio.start_server(self._admit, sock=listener)
 
     def environment(self, name: str) -> dict[str, str]:
         """Returns the variables with which the process of that name connects."""
-        assert self._listener is not None
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        values = f"{host}:{self._listener.getsockname()[1]}", name, self._secret
-        return dict(zip(Link.VARIABLES, values, strict=True))
+        return dict(zip(Link.VARIABLES, (self._address, name, self._secret), strict=True))
 
     def expect(self, name: str) -> asyncio.Future[Peer]:
         """Returns the future connection of a process that will be started. Any other connection is refused."""
@@ -111,46 +167,25 @@ class Hub:
 
     async def close(self) -> None:
         """Stop listening; connections stay. Idempotent."""
-        tasks = [self._listening, *self._handshakes] if self._listening is not None else []
+        if self._server is not None:
+            self._server.close()
+        tasks = list(self._handshakes)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
         for name in list(self._expected):
             self.forget(name)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        """Each handshake has its own task, so that a slow one delays no other."""
-        while True:
-            try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:
-                log.warning("no connection could be accepted: %s", error)
-                await asyncio.sleep(ACCEPT_SECONDS)
-                continue
-            if len(self._handshakes) >= MAX_HANDSHAKES:
-                next(iter(self._handshakes)).cancel()
-            task = asyncio.create_task(self._admit(connection))
-            self._handshakes[task] = None
-            task.add_done_callback(partial(self._settle, connection))
-
-    def _settle(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        del self._handshakes[task]
-        if task.cancelled():  # Perhaps before it ran.
-            connection.close()
-
-    async def _admit(self, connection: socket.socket) -> None:
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Verify a connection. Boundary: a stranger can end that connection only."""
-        try:
-            tune(connection, unanswered_seconds=UNANSWERED_SECONDS)
-            reader, writer = await asyncio.open_connection(sock=connection)
-        except OSError as error:
-            log.warning("a connection was refused: %s", error)
-            connection.close()
-            return
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            next(iter(self._handshakes)).cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._handshakes[task] = None
         peer: Peer | None = None
         try:
+            tune(writer.get_extra_info("socket"), unanswered_seconds=UNANSWERED_SECONDS)
             name = await verify_async(reader, writer, self._secret.encode(), self._refusal)
             if (future := self._expected.pop(name, None)) is not None and not future.done():
                 peer = Peer(name, reader, writer)
@@ -158,6 +193,7 @@ class Hub:
         except (ComputeError, OSError, EOFError) as error:
             log.warning("a connection was refused: %s", error or type(error).__name__)
         finally:
+            del self._handshakes[task]
             if peer is None:
                 writer.close()
 

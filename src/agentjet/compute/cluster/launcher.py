@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,9 +24,14 @@ from agentjet.errors import ComputeError, ConfigError
 
 STOP_SECONDS = 10.0
 """Time for a guardian to kill its command. Then the guardian is killed, too."""
-LOG_END_BYTES = 4096
+LOG_END_BYTES = 2**18
+"""The part of a log that is searched, at its end."""
 MAX_LINE = 300
 """Characters of the log that the reason of an end quotes."""
+_ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w+(?:Error|Exception): .*\S)")
+"""The last line of a traceback, which vLLM writes behind the process, the time and the line of its code."""
+_WRAPPER = "EngineDeadError"
+"""An error that gives no cause: the engine of vLLM ended."""
 
 
 class Process(Protocol):
@@ -192,13 +198,22 @@ def end_of(code: int, log_path: Path) -> str:
         end = f"ended by {signal.Signals(number).name}"
     except ValueError:
         end = f"ended with exit code {code}"
-    line = _last_line(log_path)
+    line = next((line.strip()[:MAX_LINE] for line in reversed(_last_lines(log_path)) if line.strip()), "")
     return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
 
 
-def _last_line(log_path: Path) -> str:
+def cause_of(log_path: Path, start: int) -> str:
+    """Returns the first error that a log of vLLM has after its first `start` bytes, or "".
+
+    vLLM's processes share one log, and errors wrap others.
+    """
+    found = (match[1] for line in _last_lines(log_path, start) if (match := _ERROR.match(line)) is not None)
+    return next((error[:MAX_LINE] for error in found if _WRAPPER not in error), "")
+
+
+def _last_lines(log_path: Path, start: int = 0) -> list[str]:
+    """Returns the lines at the end of a log, after its first `start` bytes. A file that is gone has none."""
     with contextlib.suppress(OSError), log_path.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()
-        return next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
-    return ""
+        log.seek(max(start, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
+        return log.read().decode(errors="replace").splitlines()
+    return []

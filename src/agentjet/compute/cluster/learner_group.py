@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from agentjet.compute.channel import Request, encode
 from agentjet.compute.cluster.hub import Peer
+from agentjet.compute.cluster.site import REASON_SECONDS, Site
 from agentjet.compute.embedded.backend import Watchdog
 from agentjet.config import ComputeConfig, ModelConfig
 from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied, WorkerHung
@@ -22,33 +23,27 @@ from agentjet.types import ModelInfo, PolicyId
 
 Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
 """Starts the rank of that name and number; returns its connection. Raises `ConfigError` or `WorkerDied`."""
-Stop = Callable[[str], Awaitable[object]]
-"""Kills the process of that name. Idempotent."""
-Ended = Callable[[str], "asyncio.Future[str] | None"]
-"""Returns the future reason of a process's end; None if it was not started."""
 
 ANSWER_SECONDS = 10.0
 """Time for the other ranks to answer after one failed. One that waits for the failed rank would wait for ever."""
-REASON_SECONDS = 2.0
-"""Time for the exit code of a rank whose connection ended."""
 HUNG = "the ranks did no work for {:g} s (server.worker_timeout); this one fell silent first"
 
 
 class LearnerGroup:
     """The ranks of a policy. `died` is done when they ended unexpectedly."""
 
-    def __init__(
-        self, policy: PolicyId, names: Sequence[str], launch: Launch, stop: Stop, ended: Ended, *, timeout: float
-    ) -> None:
-        """`names` are those of the processes, by rank. If none works for `timeout` seconds at a request, all end."""
+    def __init__(self, policy: PolicyId, names: Sequence[str], launch: Launch, site: Site, *, timeout: float) -> None:
+        """`names` are those of the processes at `site`, by rank.
+
+        If none works for `timeout` seconds at a request, all end.
+        """
         self.names = tuple(names)
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self.request = ""
         """The request that the ranks work on, or ''."""
         self._policy = policy
         self._launch = launch
-        self._stop = stop
-        self._ended = ended
+        self._site = site
         self._timeout = timeout
         self._watching: asyncio.Task[None] | None = None
         self._hung = False
@@ -94,7 +89,7 @@ class LearnerGroup:
                 task.cancel()
         for peer in self._peers:
             peer.close()
-        await asyncio.gather(*(self._stop(name) for name in self.names))
+        await asyncio.gather(*(self._site.stop(name) for name in self.names))
 
     def _request(self, op: str, *args: Any) -> tuple[Request, bytes]:
         """Returns a request and its bytes, which are made once for all ranks: a batch is large."""
@@ -123,12 +118,11 @@ class LearnerGroup:
 
     async def _failure(self, asked: dict[asyncio.Task[Any], Peer]) -> Exception:
         """Returns the error of a request. Ends the group if the ranks do not agree."""
-        errors: dict[Peer, AgentJetError] = {}
-        for task, peer in asked.items():
-            if task.done() and isinstance(error := task.exception(), AgentJetError):
-                errors[peer] = error
-            elif task.done() and (unexpected := task.exception()) is not None:
-                return Exception(unexpected)
+        errors = {
+            peer: error
+            for task, peer in asked.items()
+            if task.done() and isinstance(error := task.exception(), AgentJetError)
+        }
         own = {peer: error for peer, error in errors.items() if not isinstance(error, WorkerDied)}
         if len(errors) == len(asked) == len(own):
             return next(iter(own.values()))
@@ -168,7 +162,7 @@ class LearnerGroup:
 
     async def _end_all(self, fallen: Peer) -> None:
         reason = f"{fallen.name}: its connection ended"
-        if fallen.died.done() and (ended := self._ended(fallen.name)) is not None:
+        if fallen.died.done() and (ended := self._site.ended(fallen.name)) is not None:
             done, _ = await asyncio.wait([ended], timeout=REASON_SECONDS)
             reason = f"{fallen.name} {ended.result()}" if done else reason
         elif self._hung:

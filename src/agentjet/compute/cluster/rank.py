@@ -13,7 +13,6 @@ From `join` on, a rank sends a sign of work after each `interval` seconds in whi
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import queue
@@ -33,18 +32,23 @@ import torch
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster import checkpoint
-from agentjet.compute.cluster.adapters import publishes_adapter, write_adapter
 from agentjet.compute.cluster.group import Group, Rendezvous, join
+from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
-from agentjet.compute.cluster.link import Link
-from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, WeightsServer
+from agentjet.compute.cluster.weights import (
+    PROBE_TOKENS,
+    Publication,
+    WeightsServer,
+    publishes_adapter,
+    write_adapter,
+)
 from agentjet.compute.embedded.backend import MIN_CPU_SECONDS
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
 from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
-from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved
+from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo
 
@@ -53,9 +57,6 @@ log = logging.getLogger(__name__)
 SIGN_OF_WORK = Answer(0)
 """The answer to no request. The gateway counts it as a message."""
 
-OF_POLICY = ("forward_backward", "optim_step", "publish", "save", "load", "export")
-"""Requests that `RankPolicyHost` handles."""
-
 
 class RankPolicyHost(PolicyHost[RankLearner]):
     """A policy on one rank. All ranks apply the same requests."""
@@ -63,7 +64,10 @@ class RankPolicyHost(PolicyHost[RankLearner]):
     def __init__(
         self, learner: RankLearner, group: Group, server: WeightsServer | None, *, has_hot_adapter: bool
     ) -> None:
-        """`server` is that of rank 0, which writes the weights of all ranks. `has_hot_adapter`: see `adapters`."""
+        """`server` is that of rank 0, which writes the weights of all ranks.
+
+        `has_hot_adapter` is the result of `publishes_adapter`.
+        """
         super().__init__(learner)
         self._group = group
         self._server = server
@@ -118,13 +122,13 @@ class RankPolicyHost(PolicyHost[RankLearner]):
                 return None
             sent = policy.trainable() if is_hot else weights or {}
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
-            file = self._server.write(version, num_bytes, save)
+            path, digest = self._server.write(version, num_bytes, save)
             return Publication(
                 version,
                 self._server.address,
-                str(file.path),
-                file.num_bytes,
-                file.digest,
+                str(path),
+                path.stat().st_size,
+                digest,
                 self.policy.info.dtype,
                 tuple(tokens.tolist()),
                 tuple(logprobs.tolist()),
@@ -177,10 +181,6 @@ class Rank:
         own: dict[str, Callable[..., Any]] = {"rendezvous": self._meet, "join": self._join, "add": self._add}
         if op in own:
             return own[op](*args)
-        if op not in OF_POLICY:
-            raise ComputeError(f"a rank has no request {op!r}")
-        if self._policy is None:
-            raise PolicyRemoved("the rank has no policy")
         return getattr(self._policy, op)(*args)
 
     def close(self) -> None:
@@ -189,8 +189,7 @@ class Rank:
             self._server.close()
 
     def _meet(self) -> str:
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(self._link.local_host)
+        self._rendezvous = Rendezvous(self._link.local_host)
         return self._rendezvous.address
 
     def _join(self, rank: int, num_ranks: int, address: str, interval: float) -> None:
@@ -201,11 +200,7 @@ class Rank:
             self._server = WeightsServer(self._link.local_host, self._link.secret)
 
     def _add(self, model: ModelConfig, compute: ComputeConfig) -> ModelInfo:
-        """Load the model; replaces the policy if there is one."""
-        if self._place is None:
-            raise ComputeError("a rank must join the others before it gets a policy")
-        self._policy = None
-        gc.collect()
+        assert self._place is not None, "a rank joins the others first"
         rank, num_ranks = self._place
         device = resolve_device(model.device)
         if device.type == "cpu" and not model.threads:

@@ -14,18 +14,15 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from agentjet.compute.cluster.handshake import host_and_port
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.keeper import Launch
-from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied
+from agentjet.compute.cluster.launcher import LocalLauncher
+from agentjet.compute.cluster.site import Site
+from agentjet.errors import ComputeError, ConfigError, Later
 from agentjet.types import PolicyId
 
-CONDUCTOR = "conductor"
-CONNECT_SECONDS = 60.0
-"""Limit of the conductor's start: it imports Ray."""
-STOP_SECONDS = 20.0
-"""Time for the conductor to end with its connection. Then it is killed."""
 AWAY_SECONDS = 10.0
 """Pause before a cluster that went away is asked again. Its head may be restarted with the same address."""
 PROBE_SECONDS = 5.0
@@ -34,7 +31,8 @@ RANK_MODULE = "agentjet.compute.cluster.rank"
 """Ranks write and read checkpoints, so they need the files of the gateway."""
 NOBODY = PolicyId()
 """Requests to the conductor are not about a policy."""
-VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0"}
+STATISTICS = "RAY_USAGE_STATS_ENABLED"
+"""Ray sends statistics of its use unless this variable is 0."""
 
 
 def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
@@ -62,9 +60,8 @@ def check_address(address: str) -> None:
 
 
 def accepts(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+        socket.create_connection(host_and_port(address), timeout=PROBE_SECONDS).close()
     except OSError:
         return False
     return True
@@ -102,18 +99,16 @@ class RayLauncher:
         self.placement_seconds = 60.0
         """Seconds that a process waits for a node with enough free GPUs."""
         self._hub = hub
+        self._site = Site(hub, LocalLauncher(list))
+        """Has the conductor, which needs no GPU."""
         self._address = address
         self._log_path = log_folder / "conductor.log"
         self._starting = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._name = ""
+        """That of the last conductor."""
         self._peer: Peer | None = None
         self._num_started = 0
         self._has_joined = False
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the conductor."""
-        return None if self._process is None else self._process.pid
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
@@ -147,13 +142,7 @@ class RayLauncher:
         if self._peer is not None:
             self._peer.close()
             self._peer = None
-        if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-            self._process = None
+        await self._site.stop(self._name)
 
     async def _conductor(self) -> Peer:
         """Returns the connection to the conductor; starts it if it does not run."""
@@ -179,30 +168,7 @@ class RayLauncher:
     async def _start_conductor(self) -> Peer:
         await self._hub.open()
         self._num_started += 1
-        name = f"{CONDUCTOR}-{self._num_started} {self._address}"
-        expected = self._hub.expect(name)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log_path.touch(0o600)
-        with self._log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "agentjet.compute.cluster.conductor"),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**VARIABLES, **os.environ, **self._hub.environment(name)},
-                start_new_session=True,
-            )
-        ended = asyncio.create_task(self._process.wait())
-        try:
-            futures: list[asyncio.Future[Any]] = [expected, ended]
-            await asyncio.wait(futures, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not expected.done():
-                raise WorkerDied(f"the conductor did not connect; see {self._log_path}")
-            return expected.result()
-        except WorkerDied:
-            if self._process.returncode is None:
-                self._process.kill()
-            raise
-        finally:
-            self._hub.forget(name)
-            ended.cancel()
+        self._name = f"conductor-{self._num_started} {self._address}"
+        command = (sys.executable, "-P", "-m", "agentjet.compute.cluster.conductor")
+        variables = {STATISTICS: os.environ.get(STATISTICS, "0")}
+        return await self._site.start(self._name, command, gpus=0, log_path=self._log_path, variables=variables)

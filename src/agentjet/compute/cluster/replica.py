@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 
 from agentjet.compute.channel import Answer, Request
 from agentjet.compute.cluster.guardian import places
-from agentjet.compute.cluster.link import Link
-from agentjet.compute.cluster.shared_memory import SharedFolder
-from agentjet.compute.cluster.weights import Publication, fetch, release
+from agentjet.compute.cluster.hub import Link
+from agentjet.compute.cluster.weights import Publication, SharedFolder, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
@@ -248,7 +247,8 @@ class Replica:
         self._places = asyncio.Semaphore(sampler.max_concurrent)
 
     async def _adopt(self, publication: Publication) -> list[float]:
-        engine = self._engine()
+        engine = self._loaded
+        assert engine is not None, "the gateway loads a model first"
         async with self._adopting:
             started = time.monotonic()
             path = await asyncio.to_thread(fetch, publication, self._link.name, self._link.secret)
@@ -329,15 +329,10 @@ class Replica:
         for piece in completion.pieces(reason):
             self._outbox.put((completion.id, piece))
 
-    def _engine(self) -> Engine:
-        if self._loaded is None:
-            raise ComputeError("the replica has no model yet")
-        return self._loaded
-
     def _sampling_engine(self) -> Engine:
-        if self._version is None:
+        if self._loaded is None or self._version is None:
             raise ComputeError("the replica has no weights yet: it must adopt a publication first")
-        return self._engine()
+        return self._loaded
 
 
 def main() -> None:

@@ -18,12 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentjet.compute.cluster.fleet import Explain, Fleet, Replica, Start, Stop
+from agentjet.compute.cluster.fleet import Fleet, Replica
 from agentjet.compute.cluster.routing import Work, choose
-from agentjet.compute.cluster.weights import Publication
-from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
-from agentjet.types import PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import ProcessStatus, Sampled, SamplingParams, TokenScore
 
 MAX_BLAME, MAX_LOSSES = 4, 12
 """A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
@@ -42,48 +40,26 @@ SILENT_SECONDS = 2.0
 class Replicas:
     """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
 
-    def __init__(
-        self,
-        policy: PolicyId,
-        start: Start,
-        stop: Stop,
-        count: int,
-        settings: SamplerConfig,
-        *,
-        timeout: float = 120.0,
-        explain: Explain = lambda name: "",
-    ) -> None:
-        """Starts `count` replicas; `timeout` in seconds is that of `Fleet`. Must be called in an event loop."""
-        self._policy = policy
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
         self._waiting: OrderedDict[Work, asyncio.Future[Replica]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
         self._num_resumed = 0
-        self.fleet = Fleet(policy, start, stop, count, settings, timeout, explain)
-        self.fleet.changed = self._assign
-        self.fleet.open()
-
-    @property
-    def failed(self) -> asyncio.Future[WorkerDied]:
-        """Done with the reason when the policy can have no replicas: see `Fleet`."""
-        return self.fleet.failed
-
-    @property
-    def version(self) -> int | None:
-        """The newest version that a replica serves; None if none ever served."""
-        return max((one.version for one in self.fleet.replicas if one.version is not None), default=None)
+        fleet.changed = self._assign
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
-        work = Work(np.asarray(token_ids, np.int32))
+        work, version = Work(np.asarray(token_ids, np.int32)), 0
         while len(work.sampled) < params.max_tokens:
             replica, received = await self._place(work), len(work.sampled)
             assert replica.peer is not None
             try:
-                pieces = replica.peer.sample(self._policy, work.tokens, _rest(params, received), received)
+                pieces = replica.peer.sample(self.fleet.policy, work.tokens, _rest(params, received), received)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         await self.fleet.confirm(replica, piece.policy_version)
                         work.sampled += piece.tokens
+                        version = piece.policy_version
                         work.losses = work.blame = 0
                         yield piece
                 return
@@ -91,8 +67,7 @@ class Replicas:
                 await self._leave_dead(replica, work, has_progressed=len(work.sampled) > received)
             finally:
                 self._leave(replica, work)
-        version = self.version  # The replica died between the last token and its finish reason.
-        yield Sampled((), (), 0 if version is None else version, "length")
+        yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""
@@ -101,24 +76,12 @@ class Replicas:
             replica = await self._place(work)
             assert replica.peer is not None
             try:
-                found: list[TokenScore] = await replica.peer.ask("score", self._policy, work.prompt, num_likeliest)
+                found: list[TokenScore] = await replica.peer.ask("score", self.fleet.policy, work.prompt, num_likeliest)
                 return found
             except WorkerDied:
                 await self._leave_dead(replica, work, has_progressed=False)
             finally:
                 self._leave(replica, work)
-
-    async def publish(self, publication: Publication, *, one_by_one: bool = False) -> None:
-        """See `Fleet.publish`. `one_by_one`: the others sample while one adopts."""
-        await self.fleet.publish(publication, one_by_one=one_by_one)
-
-    async def scale(self, count: int) -> None:
-        """Change the number of replicas. The completions of those that end continue on others."""
-        self.fleet.scale(count)
-
-    async def close(self) -> None:
-        """End all replicas; completions fail with `PolicyRemoved`. Idempotent."""
-        await self.fleet.close()
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the policy's sampling."""

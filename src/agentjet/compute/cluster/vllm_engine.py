@@ -3,7 +3,7 @@
 * vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
 * Log-probabilities are those of the sampled distribution. A restricted completion's sets come from `vllm_worker`.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
-* An adapter is read into the one adapter that vLLM has (`adapters`). vLLM keeps the keys of the old one: see above.
+* An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
 
 Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
 """
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 # The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
 from agentjet.compute.cluster import vllm_worker
-from agentjet.compute.cluster.adapters import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
+from agentjet.compute.cluster.weights import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.grammars import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
@@ -165,9 +165,10 @@ class Engine:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
             sets.accept()
         except Exception as error:  # Boundary: vLLM raises many kinds.
+            first_line = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"model.name = {model.name!r}: vLLM cannot hold the model with these settings "
-                f"({type(error).__name__}: {_first_line(error)}); the log of the replica has the whole reason. "
+                f"({type(error).__name__}: {first_line}); the log of the replica has the whole reason. "
                 "compute.backend = 'embedded' holds every model of transformers"
             ) from error
         finally:
@@ -217,7 +218,7 @@ class Engine:
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
             detokenize=False,
-            extra_args={RESTRICTION: rule.as_dict()} if is_restricted else None,
+            extra_args={RESTRICTION: dataclasses.asdict(rule)} if is_restricted else None,
         )
         self._sets.begin(id)
         name, position = f"sample-{id}", 0
@@ -404,7 +405,3 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -55,9 +55,6 @@ class Restriction:
     grammar: str = ""
     sampled: list[int] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 class WeightsLoader:
     """Methods that vLLM adds to its worker. The names must not be those of vLLM's own."""

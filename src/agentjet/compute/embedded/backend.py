@@ -248,7 +248,7 @@ class EmbeddedCompute:
         return self._hosts[policy].pid if policy in self._hosts else None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
-        return Capabilities(support_sets=True, adapters=True, values=True, teachers=True)
+        return Capabilities(values=True, teachers=True)
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,17 +37,11 @@ def save(path: Path, policy: Policy, learner: PolicyLearner, state: dict[str, An
     """Write a checkpoint; returns its digest. An old folder at `path` is replaced only by a complete new one."""
     import torch
 
-    digest = ""
-
-    def write(folder: Path) -> None:
-        nonlocal digest
+    with atomic_folder(path) as folder:
         policy.save(folder / "policy", merged=False)
         with (folder / TRAINER_FILE).open("wb") as file:  # With a path, torch reports a full disk as "unexpected pos".
             torch.save(learner.state(), file)
-        digest = seal(folder, {**identity(policy), **state})
-
-    write_atomically(path, write)
-    return digest
+        return seal(folder, {**identity(policy), **state})
 
 
 def load(path: Path, policy: Policy, learner: PolicyLearner) -> dict[str, Any]:
@@ -110,13 +104,8 @@ def fitting(path: Path) -> Iterator[None]:
 def export(path: Path, policy: Policy, *, adapter: bool = False) -> None:
     """Write the policy as a Hugging Face folder (`transformers`, vLLM), or its `adapter` as a folder for `peft`."""
     assert policy.has_adapters or not adapter, "the gateway refuses the adapter of a policy without one"
-    write_atomically(path, lambda folder: policy.save(folder, merged=not adapter))
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder with `write`, see `atomic_folder`."""
     with atomic_folder(path) as folder:
-        write(folder)
+        policy.save(folder, merged=not adapter)
 
 
 @contextmanager

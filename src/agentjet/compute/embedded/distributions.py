@@ -1,4 +1,4 @@
-"""The distributions that predict a forest's targets: log-probabilities, entropies.
+"""The distributions that predict a forest's targets: log-probabilities, entropies; of a policy, and of a `Teacher`.
 
 * Logits over the vocabulary exist only for positions that predict a target, `HEAD_ROWS` at a time.
 * If a token was chosen from a set (a grammar, `top_p`, `top_k`), its distribution is restricted to that set. So are
@@ -17,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.passes import Pass
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.passes import Pass, pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.value_model import ValueModel
+from agentjet.config import ModelConfig
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.support import decode_set
 
@@ -79,6 +81,29 @@ def measured(
     if values is not None:
         numbers |= {name: value[rows] for name, value in values.values(hidden).items()}
     return {name: numbers[name] for name in names}
+
+
+class Teacher:
+    """A frozen model beside a policy, whose log-probabilities a recipe reads.
+
+    The model of a folder, on the device and in the type of the policy. It is loaded with the first batch.
+    """
+
+    def __init__(self, folder: str, policy: Policy) -> None:
+        """Raises `ConfigError` if the model cannot be loaded."""
+        self.folder = folder
+        settings = {"name": folder, "device": policy.device.type, "dtype": policy.info.dtype}
+        self._policy = load_policy(ModelConfig.model_validate(settings))
+        self._policy.model.requires_grad_(False)
+        self._pass = pass_of(self._policy)
+
+    def logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
+        """Returns the log-probabilities [M] of the targets, over the sets and at the temperatures of sampling."""
+        found = np.zeros(forest.num_targets, np.float32)
+        for piece, targets in self._pass.pieces(forest, max_tokens):
+            logp = measured(self._policy, self._pass, piece, ["proximal"])["proximal"]
+            found[targets] = logp.float().cpu().numpy()
+        return found
 
 
 def _distinct(

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from agentjet.compute.embedded.distributions import chunks, measured, to_device
+from agentjet.compute.embedded.distributions import Teacher, chunks, measured, to_device
 from agentjet.compute.embedded.passes import Pass, pass_of
 from agentjet.compute.embedded.policy import Policy, fingerprint
-from agentjet.compute.embedded.teacher import Teacher
 from agentjet.compute.embedded.value_model import ValueModel
 from agentjet.compute.operations import means, merged_metrics
 from agentjet.compute.protocol import LossSpec, Outputs

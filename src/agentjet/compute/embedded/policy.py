@@ -15,8 +15,6 @@ import json
 import logging
 import os
 import shutil
-import stat
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -115,25 +113,13 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
 
 
 def cached_folder(name: str, write: Callable[[Path], None]) -> Path:
-    """Returns a folder of the cache, which `write` makes if it is missing.
-
-    If the cache cannot be written, the folder is among the user's temporary files. Raises `ConfigError` if those belong
-    to another user.
-    """
+    """Returns a folder of the cache, which `write` makes if it is missing. Raises `ConfigError`."""
     cache = cache_dir()
-    if (cache / name).exists():
-        return cache / name
-    with suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-    if not os.access(cache, os.W_OK):
-        temporary = Path(tempfile.gettempdir(), f"agentjet-cache-{os.getuid()}")
-        log.warning("the cache folder %s cannot be written (XDG_CACHE_HOME): using %s", cache, temporary)
-        temporary.mkdir(0o700, exist_ok=True)
-        found = temporary.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"neither {cache} nor {temporary} can be used as a cache: set XDG_CACHE_HOME to a folder")
-        cache = temporary
     if not (cache / name).exists():
+        with suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache, os.W_OK):
+            raise ConfigError(f"the cache folder {cache} cannot be written: set XDG_CACHE_HOME to another place")
         write(cache / name)
     return cache / name
 
