@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from agentjet.cli.research.study import plain, seconds_at_work, summary
+from agentjet.cli.research.study import plain, summary
 from agentjet.cli.serve import STOP_SECONDS, ChildServer, ServerEnded
 from agentjet.client.threads import raise_on_signals
 from agentjet.errors import ConfigError
@@ -49,7 +49,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
             StudyLog(files.journal) as journal,
             SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
         ):
-            journal.notify = ConsoleLog(typer.echo, journal, folder)
+            journal.notify = console(typer.echo, journal)
             findings, _ = conduct(study, journal, runner)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with: agentjet research run {shlex.quote(str(folder))}", err=True)
@@ -80,22 +80,18 @@ SHOWN = ("rungs", "setting of ", "frozen")
 """Beginnings of names of decisions that are printed."""
 
 
-class ConsoleLog:
-    """Prints the new entries of a study's journal, and after each outcome the budget and the time that are left.
+def console(tell: Callable[[str], None], log: StudyLog) -> Callable[[Entry], None]:
+    """Prints new entries, and after each outcome the budget and the time that are left: the `notify` of a journal."""
 
-    Use it as the journal's `notify`.
-    """
+    def notify(entry: Entry) -> None:
+        if line := entry_message(log, entry):
+            tell(line)
+        if entry.kind == "outcome":
+            found = summary(log)
+            left = f"; left: {found['time left']}" if "time left" in found else ""
+            tell(f"spent {found['spent']:g} of {found['budget']:g} full runs{left}")
 
-    def __init__(self, tell: Callable[[str], None], log: StudyLog, folder: Path | None = None) -> None:
-        """`folder` is that of a study that runs trials."""
-        self._tell, self._log, self._folder = tell, log, folder
-
-    def __call__(self, entry: Entry) -> None:
-        line = entry_message(self._log, entry)
-        if line:
-            self._tell(line)
-        if entry.kind == "outcome" and self._folder is not None and self._log.study is not None:
-            self._tell(spent_message(self._log, self._folder))
+    return notify
 
 
 def entry_message(log: StudyLog, entry: Entry) -> str:
@@ -113,14 +109,6 @@ def entry_message(log: StudyLog, entry: Entry) -> str:
         case "diagnosis":
             return f"diagnosed: {trial_name(log, body['trial'])}: {body['cause'].replace('_', ' ')}: {body['seen']}"
     return ""
-
-
-def spent_message(log: StudyLog, folder: Path) -> str:
-    """The budget that is spent, and the time that the rest takes at most."""
-    assert log.study is not None
-    found = summary(log, seconds_at_work(folder))
-    left = f"; left: {found['time left']}" if "time left" in found else ""
-    return f"spent {found['spent']:g} of {found['budget']:g} full runs{left}"
 
 
 def outcome_message(log: StudyLog, outcome: Outcome) -> str:
