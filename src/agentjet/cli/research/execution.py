@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from agentjet.research.servers import ServerSlot
 
 
-def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
+def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
     """Runs a study from the plan to the report. Raises `ConfigError`."""
-
-    files = StudyFolder(folder)
+    files, again = StudyFolder(folder), f"agentjet research run {shlex.quote(str(folder))}"
     study = files.study()
     if study.subject is None:
         raise ConfigError(f"{folder}: the study names no subject to train; plan it with --agent")
@@ -45,35 +44,23 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
     try:
         with (
             raise_on_signals(),
-            on_disk(folder),
             StudyLog(files.journal) as journal,
             SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
         ):
             journal.notify = console(typer.echo, journal)
-            findings, _ = conduct(study, journal, runner)
+            conduct(study, journal, runner)
+        report = build(journal, folder)
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; continue with: agentjet research run {shlex.quote(str(folder))}", err=True)
+        typer.echo(f"interrupted; continue with: {again}", err=True)
         raise typer.Exit(130) from None
     except ServerUnavailable as gone:
-        again = f"agentjet research run {shlex.quote(str(folder))}"
         raise ConfigError(f"{gone}. No trial was lost. Continue with: {again}") from None
-    with on_disk(folder):
-        report = build(journal, folder)
-    typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
-    return findings
-
-
-@contextmanager
-def on_disk(folder: Path) -> Iterator[None]:
-    """Raises `ConfigError` if a file is unavailable, because the disk is full or the folder was moved."""
-
-    try:
-        yield
     except OSError as error:
         raise ConfigError(
             f"{error.filename or folder}: {error.strerror}. The journal is intact: free disk space, or restore the "
-            f"study's folder, and continue with: agentjet research run {shlex.quote(str(folder))}"
+            f"study's folder, and continue with: {again}"
         ) from error
+    typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
 
 
 SHOWN = ("rungs", "setting of ", "frozen")
@@ -145,15 +132,19 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 # ---- servers --------------------------------------------------------------------------------------------------------
 
 
-def shared_slots(urls: list[str], token_files: list[Path]) -> list[SharedServerSlot]:
-    """The servers of `--server`. Raises `ConfigError`."""
+def slots_of(urls: list[str] | None, token_files: list[Path] | None, local: int) -> Sequence[ServerSlot]:
+    """The servers of `--server`, which must answer; or those to start on this machine. Raises `ConfigError`."""
+    urls, token_files = urls or [], token_files or []
     if len(urls) != len(token_files):
         raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
     try:
         tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
     except OSError as error:
         raise ConfigError(f"--admin-token-file {error.filename}: {error.strerror}") from None
-    return [SharedServerSlot(url, token, typer.echo) for url, token in zip(urls, tokens, strict=True)]
+    shared = [SharedServerSlot(url, token, typer.echo) for url, token in zip(urls, tokens, strict=True)]
+    for slot in shared:
+        slot.check()
+    return shared or local_slots(local)
 
 
 POLL_SECONDS = 0.2

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 
 Local = Annotated[int, typer.Option("--local", min=1, help="Servers to start on this machine, side by side.")]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option("--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."),
+]
+AdminTokenFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
+]
 
 
 def new(
