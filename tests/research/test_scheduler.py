@@ -102,14 +102,14 @@ def test_too_small_a_budget_is_said() -> None:
 
 
 def test_a_continued_run_costs_what_it_adds() -> None:
-    spending = Spending(STUDY)
-    third = Trial(STUDY.id, "a", {"lr": 1.0}, 1, "explore", 1 / 3)
-    spending.reserve([third])
-    spending.reserve([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
-    assert spending.total == pytest.approx(1 + 1 / 9)
+    launcher = TrialLauncher(STUDY, StudyLog(), Formula())
+    third = Trial(STUDY.id, "a", {"lr": 1.0, "gain": 0.0}, 1, "explore", 1 / 3)
+    launcher.run([third])
+    launcher.run([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
+    assert launcher.spending.total == pytest.approx(1 + 1 / 9)
     with pytest.raises(OutOfBudget):
-        spending.reserve([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
-    assert spending.total == pytest.approx(1 + 1 / 9)
+        launcher.run([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
+    assert launcher.spending.total == pytest.approx(1 + 1 / 9)
 
 
 def test_a_lost_run_is_repeated_with_its_seed() -> None:
