@@ -243,7 +243,8 @@ def test_studies_share_a_server(tmp_path: Path, served: Served) -> None:
         assert are_open() == [False, False]
         with slots[0].serve(folders[0], setting | {"job.max_steps": 5}, Event()) as again:
             assert again.address == one.address and sorted(are_open()) == [False, True]
-            assert again.swarm.job().job["max_steps"] == 5
+            with Swarm(again.address.url, again.address.token) as run:
+                assert run.job().job["max_steps"] == 5
         with (
             pytest.raises(ConfigError, match="and the study trains 'other': name another server"),
             slots[0].serve(folders[0], setting | {"model.name": "other"}, Event()),

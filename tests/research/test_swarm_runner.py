@@ -186,7 +186,7 @@ class Idle(Refusing):
 
     @contextmanager
     def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        yield cast(RunningServer, SimpleNamespace(address=Address("http://127.0.0.1:9", ""), check=lambda: None))
+        yield RunningServer(Address("http://127.0.0.1:9", ""), check=lambda: None)
 
 
 def test_an_error_is_that_of_the_last_try(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Protocol
@@ -61,15 +61,13 @@ def check_changes(changes: Setting) -> None:
             )
 
 
-class RunningServer(Protocol):
+@dataclass(frozen=True)
+class RunningServer:
     """A server that serves a run."""
 
-    @property
-    def address(self) -> Address: ...
-
-    def check(self) -> None:
-        """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
-        ...
+    address: Address
+    check: Callable[[], object]
+    """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
 
 
 class ServerSlot(Protocol):
@@ -112,25 +110,6 @@ class ServerLost(AgentJetError):
 
 
 @dataclass
-class SharedServer:
-    """A run on a server that other runs may share."""
-
-    swarm: Swarm
-    address: Address
-    monotonic: Callable[[], float] = time.monotonic
-    _checked: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._checked = self.monotonic()
-
-    def check(self) -> None:
-        """Raises `AgentJetError` if the server does not answer, or if somebody ended the run."""
-        if self.monotonic() - self._checked >= CHECK_SECONDS:
-            self.swarm.status()
-            self._checked = self.monotonic()
-
-
-@dataclass
 class SharedServerSlot:
     """A server at `url` with its admin token. Each trial has a run there, which is open while the trial runs. Several
     slots and several studies may name the same server.
@@ -156,7 +135,7 @@ class SharedServerSlot:
             ) from None
 
     @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[SharedServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
         """Starts the run, or opens it again. The end of the trial ends the run; its files stay on the server."""
         job, name = job_of(settings), server_run_name(run)
         check_not_stopping(stopping)
@@ -166,7 +145,7 @@ class SharedServerSlot:
                 with swarm.of_run(name) as of_run:
                     self._wait_until_loaded(of_run, settings, stopping)
                     check_weights(run.parent / WEIGHTS, self.url, of_run.status().model_weights)
-                    yield SharedServer(of_run, Address(of_run.url, self.token))
+                    yield RunningServer(Address(of_run.url, self.token), at_intervals(of_run.status, CHECK_SECONDS))
             finally:
                 self._end_run(name)
 
@@ -191,6 +170,19 @@ class SharedServerSlot:
                 swarm.end_run(name)
         except AgentJetError as error:
             self.notify(f"run {name} of {self.url} may still be open ({error}); to end it: agentjet runs end {name}")
+
+
+def at_intervals(check: Callable[[], object], seconds: float) -> Callable[[], None]:
+    """The check, left out if it was made less than so many seconds ago."""
+    checked = time.monotonic()
+
+    def sometimes() -> None:
+        nonlocal checked
+        if time.monotonic() - checked >= seconds:
+            check()
+            checked = time.monotonic()
+
+    return sometimes
 
 
 def check_not_stopping(stopping: Event) -> None:

@@ -26,7 +26,7 @@ from agentjet.research.models import Finding, Outcome
 from agentjet.research.records import Setting, shortened
 from agentjet.research.report import build
 from agentjet.research.scheduler import conduct
-from agentjet.research.servers import Address, ServerUnavailable, SharedServerSlot, check_not_stopping
+from agentjet.research.servers import Address, RunningServer, ServerUnavailable, SharedServerSlot, check_not_stopping
 from agentjet.research.swarm_runner import SwarmRunner
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -151,17 +151,6 @@ POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class LocalServer:
-    """A child process and its address."""
-
-    server: ChildServer
-    address: Address
-
-    def check(self) -> None:
-        self.server.check()
-
-
-@dataclass(frozen=True)
 class LocalServerSlot:
     """A slot for one server on this machine. The data dir of a run is `server/` in its folder."""
 
@@ -174,14 +163,15 @@ class LocalServerSlot:
         return f"local server {self.number}"
 
     @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LocalServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
         data_dir = run / "server"
         wait_until_free(data_dir, stopping)
         chosen = {"model.threads": self.threads, "job.keep_checkpoints": 1, **settings}
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
         with ChildServer(None, overrides, data_dir, is_one_of_many=True) as server:
             server.connect(lambda: check_not_stopping(stopping)).close()
-            yield LocalServer(server, Address(server.url, (data_dir / "token").read_text(encoding="utf-8").strip()))
+            token = (data_dir / "token").read_text(encoding="utf-8").strip()
+            yield RunningServer(Address(server.url, token), server.check)
 
     def check(self) -> None:
         """Does nothing: each trial starts a new server."""
