@@ -174,8 +174,11 @@ def main() -> None:
         loop, orders = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
         def read() -> None:
-            for line in iter(sys.stdin.buffer.readline, b""):
-                loop.call_soon_threadsafe(orders.put_nowait, line)
+            rest = b""
+            while piece := os.read(0, 1 << 20):  # not through Python's buffer: its lock would be held at the exit
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    loop.call_soon_threadsafe(orders.put_nowait, line)
             os.kill(os.getpid(), signal.SIGINT)  # live episodes are aborted on exit
 
         threading.Thread(target=read, daemon=True).start()
