@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from agentjet.errors import AgentJetError
+from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Outcome, Phase, Study, Trial
 from agentjet.research.records import canonical
-from agentjet.research.run_signals import with_dead_environment
 
 ROUNDING = 1e-9
 

@@ -218,8 +218,6 @@ class Diagnosis(Record):
     """A cause from `diagnosis.toml`, or one of the run itself: a lost server, a dead environment, an equal run."""
     seen: str
     meaning: str = ""
-    step: int | None = None
-    """The first step of the symptom."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """The numbers of the symptom, by name."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +26,7 @@ from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research.models import Arm, Hypothesis, Knob, Sign, Study
 from agentjet.research.records import ARM_NAME, Setting, Value, mistake, refuse
-from agentjet.research.scheduler import CostEstimate, estimate_cost
+from agentjet.research.scheduler import estimate_cost
 from agentjet.research.servers import check_changes, check_model
 from agentjet.research.subject import Subject
 
@@ -124,37 +124,28 @@ def code_hash(folder: Path, agent: str) -> str:
     return hashlib.sha256(function.encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A study and its cost."""
-
-    study: Study
-    cost: CostEstimate
-
-
 def plan(
     topic: str,
     *,
     budget: float,
     space: Space,
-    subject: Subject | None = None,
+    subject: Subject,
     folder: Path = Path(),
     seed: int = 0,
-) -> Plan:
+) -> Study:
     """Plans a study. Raises `ConfigError` if its arms cannot be compared, or if it exceeds the budget.
 
     The topic is a title. `budget` is in full runs. `folder` holds the agents of the space.
     """
     arms = space.make_arms(folder)
-    if subject:
-        check_job(subject.settings)
-        check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})
-        agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
-        subject = replace(subject, agents={**subject.agents, **agents})
-        if subject.code:
-            subject = subject.with_hashes()
-            for name in agents:
-                subject.load_arm_agent(name)
+    check_job(subject.settings)
+    check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})
+    agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
+    subject = replace(subject, agents={**subject.agents, **agents})
+    if subject.code:
+        subject = subject.with_hashes()
+        for name in agents:
+            subject.load_arm_agent(name)
     study = Study(
         topic=topic,
         metric=space.metric,
@@ -164,17 +155,17 @@ def plan(
         budget=float(budget),
         alpha=space.alpha,
         looks=space.looks,
-        evaluator=subject.evaluator_hash() if subject and subject.code else "",
+        evaluator=subject.evaluator_hash() if subject.code else "",
         seed=seed,
         subject=subject,
     )
-    cost = estimate_cost(study)
+    least = estimate_cost(study).least
     refuse(
-        cost.least > budget,
-        f"budget = {budget:g} full runs, but the study needs at least {cost.least:.1f}: give at least that, or fewer "
-        "arms, knobs or seeds in the file",
+        least > budget,
+        f"budget = {budget:g} full runs, but the study needs at least {least:.1f}: give at least that, or fewer arms, "
+        "knobs or seeds in the file",
     )
-    return Plan(study, cost)
+    return study
 
 
 def check_job(settings: Setting) -> None:

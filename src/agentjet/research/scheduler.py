@@ -12,9 +12,9 @@ nothing twice, and continue where they were interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -146,12 +146,11 @@ def conduct(study: Study, log: StudyLog, runner: TrialRunner) -> tuple[list[Find
     """Returns the findings in the order of the hypotheses, and the launcher with its spending."""
     launcher = TrialLauncher(study, log, runner)
     findings = confirm(study, tune(study, launcher), launcher)
-    diagnose(launcher)
+    diagnose(log)
     return findings, launcher
 
 
-@dataclass(frozen=True)
-class CostEstimate:
+class CostEstimate(NamedTuple):
     """In full runs."""
 
     least: float

@@ -26,11 +26,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical, shortened
 from agentjet.research.run_record import RunRecord
-from agentjet.research.run_signals import with_dead_environment
 from agentjet.research.servers import RunningServer, ServerSlot, ServerUnavailable, check_changes
 from agentjet.research.subject import Subject
 from agentjet.research.trial_process import WRONG_STUDY, TrialOrder

@@ -76,16 +76,9 @@ def new(
             floor=floor,
         )
     )
-    made = plan(
-        topic,
-        budget=budget,
-        subject=subject,
-        space=read_space(space),
-        folder=space.parent,
-        seed=seed,
-    )
-    page = plan_page(made)
-    files.write(made.study, page)
+    study = plan(topic, budget=budget, subject=subject, space=read_space(space), folder=space.parent, seed=seed)
+    page = plan_page(study)
+    files.write(study, page)
     typer.echo(page)
     typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {shlex.quote(str(out))}")
 
