@@ -21,7 +21,7 @@ import pytest
 from agentjet.research.diagnosis import DEAD, RULES, SERVER, equal_runs, with_dead_environment
 from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
-from agentjet.research.run_signals import holds_since
+from agentjet.research.run_record import holds_since
 from agentjet.research.scheduler import conduct
 from bench.researching.failing import STEPS, Plant
 from bench.researching.kills import Doomed
@@ -235,7 +235,7 @@ METRICS = {"reward", "groups", "completion", "policy", "optim", "batch", "episod
 
 
 def test_rules_read_what_a_server_reports() -> None:
-    read = literals("research/diagnosis.py") | literals("research/run_signals.py")
+    read = literals("research/diagnosis.py") | literals("research/run_record.py")
     assert len(read) > 8
     assert read <= literals("swarm/**/*.py") | literals("compute/**/*.py") | literals("recipes/**/*.py")
 

@@ -35,8 +35,7 @@ from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import Arm, ArmFailed
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical
-from agentjet.research.run_record import RunRecord, scoring
-from agentjet.research.run_signals import Signals, held_out_counts
+from agentjet.research.run_record import RunRecord, Signals, held_out_counts, scoring
 from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
 from agentjet.research.subject import Subject
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, run_name

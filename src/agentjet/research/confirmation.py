@@ -21,7 +21,7 @@ from agentjet.research.diagnosis import had_nothing_to_learn
 from agentjet.research.launcher import OutOfBudget, TrialLauncher, seed_of
 from agentjet.research.models import Finding, Hypothesis, Outcome, Study, Trial
 from agentjet.research.records import Setting
-from agentjet.research.run_signals import MANY_FAILED, held_out_counts
+from agentjet.research.run_record import MANY_FAILED, held_out_counts
 from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
 MIN_SCORES = 4

@@ -1,5 +1,8 @@
 """Diagnoses of the runs of a study: the facts of a run, and the causes that hold in it (`diagnosis.toml`).
 
+A row of that table, or of `campaign/remedies.toml`, is a sign: conditions on facts, which are numbers by name. A fact
+that is not known fulfils no condition.
+
 A trial gets at most one cause. A diagnosis does not change a run's score, and no verdict depends on it. Only a run
 whose environment or server died has no score and is repeated.
 
@@ -14,16 +17,50 @@ whose environment or server died has no score and is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.resources import files as package_files
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Diagnosis, Outcome, Trial
 from agentjet.research.records import canonical
-from agentjet.research.run_signals import FEWEST, Floats, Signals, holds_since, last, opening
-from agentjet.research.signs import Facts, SignRule, toml_of
+from agentjet.research.run_record import FEWEST, Floats, Signals, holds_since, last, opening
+
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, "<": operator.lt}
+Facts = Mapping[str, float]
+
+
+class SignRule(BaseModel):
+    """A row of a table of signs, which documents the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cause: str
+    when: tuple[str, ...]
+    meaning: str
+    seen: str = ""
+    noisy: bool = False
+
+    def holds(self, facts: Facts) -> bool:
+        """True if all conditions hold: each is `NAME > NUMBER` or `NAME < NUMBER`."""
+        conditions = [text.split() for text in self.when]
+        return all(name in facts and OPERATORS[sense](facts[name], float(number)) for name, sense, number in conditions)
+
+    def evidence(self, facts: Facts) -> dict[str, float]:
+        """The facts in its conditions."""
+        return {name: facts[name] for name in (text.split()[0] for text in self.when)}
+
+
+def toml_of(package: str, name: str) -> dict[str, Any]:
+    """The content of a table that is part of a package."""
+    return tomllib.loads(package_files(package).joinpath(name).read_text(encoding="utf-8"))
+
 
 RULES = tuple(map(SignRule.model_validate, toml_of("agentjet.research", "diagnosis.toml")["sign"]))
 PEERS = 4

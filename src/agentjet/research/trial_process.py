@@ -27,13 +27,13 @@ import numpy as np
 from agentjet.client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research import arm_process, run_signals
+from agentjet.research import arm_process
 from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
 from agentjet.research.journal import write_whole
 from agentjet.research.judged_episodes import JudgedEpisodes, NotScorable
 from agentjet.research.models import End, Outcome, Trial
 from agentjet.research.records import Record, Value, canonical, dotted, shortened
-from agentjet.research.run_record import RunRecord, scoring
+from agentjet.research.run_record import RunRecord, Signals, last, scoring
 from agentjet.research.servers import Address
 from agentjet.research.subject import Subject
 
@@ -167,7 +167,7 @@ class TrialProcess:
         if {0, last} <= known.keys():
             facts |= {"held_out_before": known[0].mean, "held_out_after": known[last].mean}
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
-        facts |= weight_changes(run_signals.Signals(outcome.signals))
+        facts |= weight_changes(Signals(outcome.signals))
         settings = {
             name: value for name, value in dotted((await self._swarm.job()).job, "job.") if isinstance(value, Value)
         }
@@ -175,11 +175,11 @@ class TrialProcess:
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 
 
-def weight_changes(signals: run_signals.Signals) -> dict[str, float]:
+def weight_changes(signals: Signals) -> dict[str, float]:
     """Facts about the last steps in which the learner's weights changed. Empty without any, or if the worker did not
     check.
     """
-    sides = np.array([run_signals.last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
+    sides = np.array([last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
     learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from agentjet.research.report.view import StudyView
-from agentjet.research.run_signals import MANY_FAILED, held_out_counts
+from agentjet.research.run_record import MANY_FAILED, held_out_counts
 
 MANY_SEEDS = 20
 """From this number of seeds per arm, a normal mean needs no warning."""
