@@ -15,7 +15,7 @@ verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from agentjet.research.diagnosis import had_nothing_to_learn
 from agentjet.research.launcher import OutOfBudget, TrialLauncher, seed_of
@@ -193,13 +193,8 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
     return Finding(
         hypothesis.id,
-        reading.verdict,
-        reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
-        estimate=reading.estimate,
-        low=reading.low,
-        high=reading.high,
-        confidence=1 - reading.level,
-        p_value=reading.p_value,
+        reason=reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
+        **asdict(reading),
         seeds=min(len(a), len(b)),
         settings=chosen,
         trials=trials,

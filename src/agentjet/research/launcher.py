@@ -10,7 +10,6 @@ run that continues another costs only what it adds. Spending is derived from the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from agentjet.errors import AgentJetError
 from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Outcome, Phase, Study, Trial
-from agentjet.research.records import canonical
+from agentjet.research.records import hash_of
 
 ROUNDING = 1e-9
 
@@ -59,9 +58,8 @@ class Spending:
 
 def added_cost(reached: dict[str, float], trial: Trial) -> float:
     """Returns the cost that a trial adds to the run it continues, and updates `reached`."""
-    run = canonical([trial.arm, dict(trial.setting), trial.seed, trial.phase])
-    before = reached.get(run, 0.0)
-    reached[run] = max(before, trial.fidelity)
+    before = reached.get(trial.run, 0.0)
+    reached[trial.run] = max(before, trial.fidelity)
     return max(0.0, trial.fidelity - before)
 
 
@@ -69,8 +67,7 @@ def seed_of(study: Study, phase: Phase, number: int) -> int:
     """Derives a 31-bit seed from the study, so that a re-run uses the same seeds and phases share none. Arms share the
     seeds of a phase, so that random tasks are the same on both sides.
     """
-    name = canonical([study.id, phase, number])
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+    return int(hash_of([study.id, phase, number])[:8], 16) >> 1
 
 
 MAX_ATTEMPTS = 3

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from agentjet.errors import AgentJetError
-from agentjet.research.records import Record, Setting, refuse
+from agentjet.research.records import Record, Setting, hash_of, refuse
 from agentjet.research.subject import Subject
 
 Phase = Literal["explore", "confirm"]
@@ -70,11 +71,11 @@ class Hypothesis(Record):
     confirmatory: bool = True
     origin: Origin = "prior"
     sign: Sign | None = None
-    """Expected sign of the difference. `sign` and `why` decide nothing. None in older studies."""
+    """Expected sign of the difference, if one is declared. `sign` and `why` decide nothing."""
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Omits an empty expectation, so that the ids of older studies do not change."""
+        """Omits an empty expectation: the id does not depend on it."""
         content = super().to_json()
         return {key: value for key, value in content.items() if key not in ("sign", "why") or value}
 
@@ -157,6 +158,11 @@ class Trial(Record):
     seed: int
     phase: Phase
     fidelity: float = 1.0
+
+    @cached_property
+    def run(self) -> str:
+        """Name of the run that it continues."""
+        return hash_of([self.study, self.arm, dict(self.setting), self.seed, self.phase])
 
 
 @dataclass(frozen=True)

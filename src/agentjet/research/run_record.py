@@ -34,16 +34,17 @@ class HeldOutScore(NamedTuple):
 
     mean: float
     error: float
-    least: float = math.inf
-    """Older records lack this and the following fields."""
-    plays: int = 0
-    failed: int = 0
+    least: float
+    plays: int
+    failed: int
 
 
-def scoring(rewards_by_task: Sequence[Sequence[float]]) -> HeldOutScore:
+def scoring(rewards_by_task: Sequence[Sequence[float]], plays: int) -> HeldOutScore:
+    """The score from the rewards of the episodes that count, among so many."""
     means = [statistics.fmean(rewards) for rewards in rewards_by_task]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
-    return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)))
+    failed = plays - sum(map(len, rewards_by_task))
+    return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)), plays, failed)
 
 
 @dataclass
@@ -96,7 +97,8 @@ class RunRecord:
 
     def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
         """By metric, its value at each step from 1 to `end`; None without a finite number."""
-        steps = [self.metrics.get(step, {}) | played(self.scorings.get(step)) for step in range(1, end + 1)]
+        counts = {step: {PLAYS: score.plays, FAILED: score.failed} for step, score in self.scorings.items()}
+        steps = [self.metrics.get(step, {}) | counts.get(step, {}) for step in range(1, end + 1)]
         names = sorted({name for of_step in steps for name in of_step})
         return {
             name: tuple(
@@ -108,11 +110,6 @@ class RunRecord:
 
     def _write(self) -> None:
         write_whole(self.path, json.dumps({"scorings": self.scorings, "metrics": self.metrics}))
-
-
-def played(scoring: HeldOutScore | None) -> dict[str, float]:
-    """Episode counts of an evaluation, as metrics of its step."""
-    return {PLAYS: scoring.plays, FAILED: scoring.failed} if scoring and scoring.plays else {}
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ slot. Without slots `collect` raises `ServerUnavailable`; a later call begins wi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import subprocess
@@ -153,7 +152,7 @@ class SwarmRunner:
         """
         trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
         subject = self._subject_of(trial)
-        run = self._runs / run_name(trial)
+        run = self._runs / trial.run
         run.mkdir(exist_ok=True)
         draft = self._draft_path(key)
         note, servings = "", 0
@@ -262,12 +261,6 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-def run_name(trial: Trial) -> str:
-    """Name of the run that a trial continues."""
-    content = canonical([trial.study, trial.arm, dict(trial.setting), trial.seed, trial.phase])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> Any:

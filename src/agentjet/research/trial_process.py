@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import math
 import signal
@@ -32,7 +31,7 @@ from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
 from agentjet.research.journal import write_whole
 from agentjet.research.judged_episodes import JudgedEpisodes, NotScorable
 from agentjet.research.models import End, Outcome, Trial
-from agentjet.research.records import Record, Value, canonical, dotted, shortened
+from agentjet.research.records import Record, Value, canonical, dotted, hash_of, shortened
 from agentjet.research.run_record import RunRecord, Signals, last, scoring
 from agentjet.research.servers import Address
 from agentjet.research.subject import Subject
@@ -111,8 +110,7 @@ class TrialProcess:
 
     def _seed(self, version: int) -> int:
         """Seeds the tasks and the answers from a policy version on. Trials of equal seed and setting are equal runs."""
-        name = canonical([self._trial.seed, version])
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        return int(hash_of([self._trial.seed, version])[:8], 16)
 
     async def _catch_up(self) -> None:
         """Fetches the metrics of the steps that were trained."""
@@ -153,9 +151,8 @@ class TrialProcess:
         if missing:
             reason = report.errors.most_common(1)[0][0]
             raise NotScorable(f"{missing} of {len(report.results)} held-out episodes failed: {reason}")
-        found = scoring(list(report.by_task.values()))
         plays = len(report.results) + report.num_repeated
-        self._record.add_score(mark, found._replace(plays=plays, failed=report.num_repeated))
+        self._record.add_score(mark, scoring(list(report.by_task.values()), plays))
 
     async def with_facts(self, outcome: Outcome) -> Outcome:
         """The outcome with the settings of the server's job and with facts. A lost run has none."""
