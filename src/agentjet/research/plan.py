@@ -16,15 +16,15 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Hypothesis, Knob, Sign, Study
+from agentjet.research.models import Arm, Hypothesis, Knob, Study
 from agentjet.research.records import ARM_NAME, Setting, Value, mistake, refuse
 from agentjet.research.scheduler import estimate_cost
 from agentjet.research.servers import check_changes, check_model
@@ -54,12 +54,11 @@ class SpaceKnob(Part):
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
-class SpaceClaim(Part):
-    arm: ArmName
-    against: ArmName
-    sign: Sign = "?"
-    why: str = ""
-    confirmatory: bool = True
+def with_claim(given: object) -> object:
+    """A hypothesis of the file with its sentence."""
+    if not isinstance(given, dict):
+        return given
+    return {"claim": f"{given.get('arm')} scores higher than {given.get('against')}", **given}
 
 
 class Space(Part):
@@ -67,7 +66,7 @@ class Space(Part):
 
     arms: Annotated[dict[ArmName, SpaceArm], Field(min_length=2)]
     knobs: dict[str, SpaceKnob] = {}
-    hypotheses: tuple[SpaceClaim, ...] = ()
+    hypotheses: tuple[Annotated[Hypothesis, BeforeValidator(with_claim)], ...] = ()
     metric: str = METRIC
     sesoi: Annotated[float, Field(gt=0)] = SESOI
     alpha: float = 0.05
@@ -89,7 +88,8 @@ class Space(Part):
     def claims(self) -> tuple[Hypothesis, ...]:
         """The declared claims, or that each other arm scores higher than the first. Raises `ConfigError`."""
         first, *others = self.arms
-        given = self.hypotheses or tuple(SpaceClaim(arm=other, against=first) for other in others)
+        every = [Hypothesis(f"{other} scores higher than {first}", other, first, sign="?") for other in others]
+        given = self.hypotheses or tuple(every)
         for number, claim in enumerate(given):
             again = {claim.arm, claim.against} in [{other.arm, other.against} for other in given[:number]]
             refuse(
@@ -97,15 +97,13 @@ class Space(Part):
                 f"hypotheses: {claim.arm!r} and {claim.against!r} are compared twice, and a difference has one sign: "
                 "keep one of the claims",
             )
-        return tuple(
-            Hypothesis(f"{one.arm} scores higher than {one.against}", **one.model_dump(), origin="prior")
-            for one in given
-        )
+        return given
 
 
 def read_space(path: Path) -> Space:
     """Raises `ConfigError` with the file, the key and the remedy."""
-    known = {name for part in (Space, SpaceArm, SpaceKnob, SpaceClaim) for name in part.model_fields}
+    known = {name for part in (Space, SpaceArm, SpaceKnob) for name in part.model_fields}
+    known |= {field.name for field in fields(Hypothesis)}
     try:
         return Space.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

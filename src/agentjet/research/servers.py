@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fcntl
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -94,13 +93,9 @@ class ServerSlot(Protocol):
         ...
 
 
-CHECK_SECONDS = 15.0
-"""Interval at which a shared server is contacted during a trial."""
 POLL_SECONDS = 0.5
 SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
 """Settings of the server that affect speed, not training."""
-
-
 WEIGHTS = "weights"
 """File beside the runs with the fingerprint of their base model."""
 
@@ -145,7 +140,7 @@ class SharedServerSlot:
                 with swarm.of_run(name) as of_run:
                     self._wait_until_loaded(of_run, settings, stopping)
                     check_weights(run.parent / WEIGHTS, self.url, of_run.status().model_weights)
-                    yield RunningServer(Address(of_run.url, self.token), at_intervals(of_run.status, CHECK_SECONDS))
+                    yield RunningServer(Address(of_run.url, self.token), of_run.status)
             finally:
                 self._end_run(name)
 
@@ -170,19 +165,6 @@ class SharedServerSlot:
                 swarm.end_run(name)
         except AgentJetError as error:
             self.notify(f"run {name} of {self.url} may still be open ({error}); to end it: agentjet runs end {name}")
-
-
-def at_intervals(check: Callable[[], object], seconds: float) -> Callable[[], None]:
-    """The check, left out if it was made less than so many seconds ago."""
-    checked = time.monotonic()
-
-    def sometimes() -> None:
-        nonlocal checked
-        if time.monotonic() - checked >= seconds:
-            check()
-            checked = time.monotonic()
-
-    return sometimes
 
 
 def check_not_stopping(stopping: Event) -> None:
