@@ -187,19 +187,6 @@ def test_what_drifts_with_time_is_no_arms() -> None:
     assert finding.verdict == "inconclusive" and finding.estimate == pytest.approx(0.0, abs=0.1)
 
 
-def test_a_study_begun_arm_by_arm_is_gone_on_with() -> None:
-    """Its first look was launched arm by arm in an earlier version. Resumed, it has the same findings and launches
-    nothing twice.
-    """
-    log, runner = StudyLog(), Formula(lambda setting, fidelity: 0.0)
-    once = TrialLauncher(PLAIN, log, runner)
-    log.decide("frozen", {arm.name: dict(arm.changes) for arm in PLAIN.arms})
-    once.run([Trial(PLAIN.id, "a", {}, seed_of(PLAIN, "confirm", number), "confirm") for number in range(4)])
-    [finding], _ = conduct(PLAIN, log, runner)
-    assert finding == conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[0]
-    assert set(log.attempts.values()) == {1}
-
-
 def failing(**shares: float) -> StudyLog:
     """The log of a study with so many failed held-out episodes."""
 

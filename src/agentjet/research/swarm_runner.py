@@ -194,7 +194,8 @@ class SwarmRunner:
 
     def _check_first_trial(self, key: str, lost: Outcome, run: Path) -> None:
         """Raises `ConfigError` for a lost trial if none was ever completed: the error then affects all trials."""
-        if lost.end != "infra_failed" or any(is_result(path) for path in self._launches.glob("*/outcome.json")):
+        ended = self._launches.glob("*/outcome.json")
+        if lost.end != "infra_failed" or any(read_json(path)["score"] is not None for path in ended):
             return
         self._draft_path(key).unlink()
         run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
@@ -247,11 +248,6 @@ class SwarmRunner:
 
     def _outcome_path(self, key: str) -> Path:
         return self._launches / key / "outcome.json"
-
-
-def is_result(answer: Path) -> bool:
-    """True if a trial ended with a result about its arm."""
-    return Outcome.from_json(read_json(answer)).score is not None
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> int:

@@ -16,8 +16,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,19 +205,12 @@ async def carry_out(order: TrialOrder) -> None:
     write_whole(Path(order.answer), canonical(outcome.to_json()))
 
 
-@contextmanager
-def run_lock(run: Path) -> Iterator[None]:
-    """Allows one process per run; waits for one that is just ending."""
-    with (run / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def main() -> None:
     order = TrialOrder.from_json(json.loads(sys.stdin.buffer.readline()))
     exit_with_parent(signal.SIGINT)  # live episodes are aborted on exit
     try:
-        with run_lock(Path(order.run)):
+        with Path(order.run, "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # one process per run; another may just be ending
             asyncio.run(carry_out(order))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -26,12 +25,16 @@ from agentjet.research.models import Finding, Outcome
 from agentjet.research.records import Setting, shortened
 from agentjet.research.report import build
 from agentjet.research.scheduler import conduct
-from agentjet.research.servers import Address, RunningServer, ServerUnavailable, SharedServerSlot, check_not_stopping
+from agentjet.research.servers import (
+    Address,
+    RunningServer,
+    ServerSlot,
+    ServerUnavailable,
+    SharedServerSlot,
+    check_not_stopping,
+)
 from agentjet.research.swarm_runner import SwarmRunner
 from agentjet.types import DEFAULT_RUN, JOURNAL
-
-if TYPE_CHECKING:
-    from agentjet.research.servers import ServerSlot
 
 
 def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
