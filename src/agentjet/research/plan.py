@@ -27,7 +27,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.models import Arm, Hypothesis, Knob, Study
 from agentjet.research.records import ARM_NAME, Setting, Value, mistake, refuse
 from agentjet.research.scheduler import estimate_cost
-from agentjet.research.servers import check_changes, check_model
+from agentjet.research.servers import check_changes
 from agentjet.research.subject import Subject
 
 METRIC = "mean reward on the held-out tasks, at the last step"
@@ -170,7 +170,7 @@ def check_job(settings: Setting) -> None:
     """Raises `ConfigError` for settings that a server refuses, and for those that the study controls."""
     for name in sorted(FREE & settings.keys()):
         raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
-    check_model(settings)
+    check_changes(settings, of_all=True)
     parse_config(settings)
 
 

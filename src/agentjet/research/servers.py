@@ -39,21 +39,17 @@ class Address(Record):
     token: str
 
 
-def check_model(settings: Setting) -> None:
-    """Raises `ConfigError` if the settings name a model."""
-    for name in MODEL:
-        if name in settings:
-            raise ConfigError(
-                f"{name} = {settings[name]!r}: all arms run the study's --model; plan another study for another "
-                "model, in another folder"
-            )
-
-
-def check_changes(changes: Setting) -> None:
-    """Raises `ConfigError` for settings in which arms cannot differ, because training would be the same."""
-    check_model(changes)
+def check_changes(changes: Setting, *, of_all: bool = False) -> None:
+    """Raises `ConfigError` for settings in which arms cannot differ, because training would be the same. With `of_all`
+    the settings are those of all arms, which may not name a model.
+    """
     for name, value in changes.items():
-        if name.startswith(OPERATION):
+        if name in MODEL:
+            raise ConfigError(
+                f"{name} = {value!r}: all arms run the study's --model; plan another study for another model, in "
+                "another folder"
+            )
+        if name.startswith(OPERATION) and not of_all:
             raise ConfigError(
                 f"{name} = {value!r} belongs to the server and does not affect training: set it for all "
                 "arms (--set), or omit it"
