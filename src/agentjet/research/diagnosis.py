@@ -83,7 +83,9 @@ def diagnose(log: StudyLog) -> None:
     ended = [(trial, outcome) for trial in log.trials.values() for outcome in log.outcomes[trial.id]]
     full = [(t, o) for t, o in ended if t.fidelity == 1.0 and o.signals and o.score is not None]
     equal = equal_runs(full)
-    found = [lost_run_diagnosis(outcome) for _, outcome in ended if outcome.end == "infra_failed"]
+    found: list[Diagnosis | None] = [
+        lost_run_diagnosis(outcome) for _, outcome in ended if outcome.end == "infra_failed"
+    ]
     found += [diagnosis_of(trial, outcome) or equal.get(trial.id) for trial, outcome in full]
     for diagnosis in found:
         if diagnosis is not None and diagnosis not in log.diagnoses.get(diagnosis.trial, []):

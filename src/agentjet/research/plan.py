@@ -55,10 +55,10 @@ class SpaceKnob(Part):
 
 
 def with_claim(given: object) -> object:
-    """A hypothesis of the file with its sentence."""
+    """A hypothesis of the file with its sentence, and an expectation."""
     if not isinstance(given, dict):
         return given
-    return {"claim": f"{given.get('arm')} scores higher than {given.get('against')}", **given}
+    return {"claim": f"{given.get('arm')} scores higher than {given.get('against')}", "sign": "?", **given}
 
 
 class Space(Part):
