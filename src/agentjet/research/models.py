@@ -199,7 +199,7 @@ class Outcome(Record):
     settings: Setting = field(default_factory=dict)
     """The settings in effect on the server. Empty if the runner does not report them."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers: see `agentjet.research.diagnosis`, and for judged subjects `agentjet.research.judged_episodes`."""
+    """Further numbers: see `agentjet.research.diagnosis`; of judged subjects: `agentjet.research.judged_episodes`."""
     note: str = ""
     transcripts: tuple[Transcript, ...] = ()
     """Best, median and worst training episodes of a judged subject."""
