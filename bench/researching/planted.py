@@ -186,7 +186,7 @@ def said(name: str, side: Side, repeat: int) -> tuple[set[str], StudyLog]:
     launcher = TrialLauncher(study, StudyLog(), FailingRunner(replace(side.plant, world=repeat)))
     seeds = [seed_of(study, "confirm", number) for number in range(side.seeds)]
     launcher.run([Trial(study.id, arm.name, arm.changes, seed, "confirm") for arm in arms for seed in seeds])
-    diagnose(launcher)
+    diagnose(launcher.log)
     return {found.cause for every in launcher.log.diagnoses.values() for found in every}, launcher.log
 
 

@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Event
 
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from agentjet import Swarm
 from agentjet.cli.main import app
-from agentjet.cli.research.execution import ConsoleLog, LocalServerSlot, carry_out
+from agentjet.cli.research.execution import LocalServerSlot, carry_out, console
 from agentjet.cli.research.study import summary
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
@@ -187,18 +187,14 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
     folder.write(STUDY, "")
     with StudyLog(whole) as journal:
         conduct(STUDY, journal, Formula())
-    with pytest.raises(KeyboardInterrupt), StudyLog(folder.journal) as journal:
+    times = count(1000.0, 60.0)
+    with pytest.raises(KeyboardInterrupt), StudyLog(folder.journal, now=lambda: next(times)) as journal:
         conduct(STUDY, journal, Told(outcomes_left=2))  # two trials ended, others were launched
-    unpaced = json.loads(research("status", str(folder.path), "--json"))
-    assert unpaced["trials"]["unfinished"] > 0 < unpaced["running"] and "time left" not in unpaced
-    for key, name, time in (("a", "trial.json", 1000), ("a", "outcome.json", 1060), ("b", "outcome.json", 1120)):
-        file = folder.path / "launches" / key / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        os.utime(file, (time, time))
     seen = json.loads(research("status", str(folder.path), "--json"))
-    spent = StudyView(read_log(folder.journal)).spent  # in two minutes
-    minutes = round(2 * (STUDY.budget - spent) / spent)
+    assert seen["trials"]["unfinished"] > 0 < seen["running"]
+    log = read_log(folder.journal)
+    spent = StudyView(log).spent
+    minutes = round((len(log.entries) - 2) * (STUDY.budget - spent) / spent)  # from the second entry to the last
     assert seen["time left"] == f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
     with StudyLog(whole) as journal:
         full = summary(journal)
@@ -247,7 +243,8 @@ def test_studies_share_a_server(tmp_path: Path, served: Served) -> None:
         assert are_open() == [False, False]
         with slots[0].serve(folders[0], setting | {"job.max_steps": 5}, Event()) as again:
             assert again.address == one.address and sorted(are_open()) == [False, True]
-            assert again.swarm.job().job["max_steps"] == 5
+            with Swarm(again.address.url, again.address.token) as run:
+                assert run.job().job["max_steps"] == 5
         with (
             pytest.raises(ConfigError, match="and the study trains 'other': name another server"),
             slots[0].serve(folders[0], setting | {"model.name": "other"}, Event()),
@@ -302,7 +299,7 @@ def test_a_folder_that_is_moved_or_has_no_room_is_told_in_a_sentence(here: Path)
 def test_what_is_told_is_for_people(tmp_path: Path) -> None:
     lines: list[str] = []
     with StudyLog(tmp_path / "study.sqlite") as journal:
-        journal.notify = ConsoleLog(lines.append, journal)
+        journal.notify = console(lines.append, journal)
         conduct(STUDY, journal, Formula(lost={1}))
         trial = list(journal.trials)[1]
         journal.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())

@@ -21,7 +21,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Trial
 from agentjet.research.subject import Subject
-from agentjet.research.swarm_runner import SwarmRunner, run_name
+from agentjet.research.swarm_runner import SwarmRunner
 from tests.e2e.researching import AGENT, LONG, STEPS, Researcher, children, scores_of, study_of
 from tests.e2e.server import is_running
 
@@ -52,7 +52,7 @@ def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp
         [outcome] = log.outcomes[trial.id]
         assert len(outcome.curve) == STEPS + 1 and outcome.score == outcome.curve[-1]
         assert len(outcome.signals["reward/mean"]) == STEPS and None not in outcome.signals["reward/mean"]
-        assert {*scores_of(folder / "runs" / run_name(trial) / "record.json")} == {"0", "1", "2", "3"}
+        assert {*scores_of(folder / "runs" / trial.run / "record.json")} == {"0", "1", "2", "3"}
     assert (folder / "report.html").exists() and (folder / "report.md").exists()
     assert children(second.process.pid) == []
 

@@ -18,7 +18,7 @@ from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Trial
 from agentjet.research.servers import SharedServerSlot
 from agentjet.research.subject import Subject
-from agentjet.research.swarm_runner import SwarmRunner, run_name
+from agentjet.research.swarm_runner import SwarmRunner
 from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server
 from tests.tiny import make_model
@@ -46,7 +46,7 @@ def test_a_run_of_a_study_beside_that_of_the_server(subject: Subject, tmp_path: 
         with ThreadPoolExecutor() as pool, SwarmRunner(subject, tmp_path, [slot_of(server)]) as runner:
             runner.launch("0", trials[0])
             first = pool.submit(runner.collect, "0")
-            server.until(lambda: any(name.startswith(run_name(trials[0])) for name in runs_of(server)))
+            server.until(lambda: any(name.startswith(trials[0].run) for name in runs_of(server)))
             server.batch()
             for number, trial in enumerate(trials[1:], 1):
                 runner.launch(str(number), trial)
@@ -93,7 +93,7 @@ def test_two_studies_on_the_same_two_servers(subject: Subject, tmp_path: Path) -
     for folder in ("study", "other"):
         log = read_log(tmp_path / folder / "study.sqlite")
         assert len(log.trials) == 4 and {log.outcomes[name][0].end for name in log.trials} == {"completed"}
-        names = {run_name(trial) for trial in log.trials.values()}
+        names = {trial.run for trial in log.trials.values()}
         placed = [{name.partition("-")[0] for name in there} & names for there in runs]
         assert all(placed) and placed[0] | placed[1] == names and not placed[0] & placed[1]
     log = read_log(tmp_path / "study" / "study.sqlite")

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.research.diagnosis import RULES, equal_runs
+from agentjet.research.diagnosis import DEAD, RULES, SERVER, equal_runs, with_dead_environment
 from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
-from agentjet.research.run_signals import DEAD, SERVER, holds_since, with_dead_environment
+from agentjet.research.run_record import holds_since
 from agentjet.research.scheduler import conduct
 from bench.researching.failing import STEPS, Plant
 from bench.researching.kills import Doomed
@@ -80,7 +80,7 @@ def test_a_run_whose_environment_died_is_repeated_with_its_seed(plant: Plant) ->
     assert (first.end, first.score) == ("infra_failed", None)
     assert second.end == "completed" and second.score is not None
     [found] = log.diagnoses[name]
-    assert found.cause == DEAD and found.step == (plant.mute_at if plant.mute_at < STEPS else 40)
+    assert found.cause == DEAD and f"step {plant.mute_at if plant.mute_at < STEPS else 40}" in found.seen
 
 
 def test_a_ruined_policy_is_a_result() -> None:
@@ -235,7 +235,7 @@ METRICS = {"reward", "groups", "completion", "policy", "optim", "batch", "episod
 
 
 def test_rules_read_what_a_server_reports() -> None:
-    read = literals("research/diagnosis.py") | literals("research/run_signals.py")
+    read = literals("research/diagnosis.py") | literals("research/run_record.py")
     assert len(read) > 8
     assert read <= literals("swarm/**/*.py") | literals("compute/**/*.py") | literals("recipes/**/*.py")
 
@@ -244,7 +244,7 @@ def test_the_page_names_every_cause() -> None:
     page = (ROOT / "docs/diagnosis.md").read_text(encoding="utf-8")
     table = page.partition("| cause |")[2].partition("\n\n")[0]
     listed = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
-    assert listed == {rule.cause for rule in RULES} | {DEAD, SERVER, "duplicated_seed", "no_op"}
+    assert listed == {rule.cause for rule in RULES} | {SERVER, "duplicated_seed", "no_op"}
 
 
 def test_two_arms_of_one_setting_are_said_to_be_one() -> None:

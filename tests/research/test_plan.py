@@ -106,19 +106,19 @@ def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("def agent(task, episode): ...\n", encoding="utf-8")
     space = read_space(tmp_path / "space.toml")
     made = plan("Do short answers pay?", budget=100, space=space, folder=tmp_path, subject=SUBJECT)
-    base, short, fast = made.study.arms
-    assert made.study.subject and made.study.subject.agent_of("short") == f"{tmp_path / 'short.py'}:agent"
-    assert made.study.subject.agent_of("base") == SUBJECT.agent
+    base, short, fast = made.arms
+    assert made.subject and made.subject.agent_of("short") == f"{tmp_path / 'short.py'}:agent"
+    assert made.subject.agent_of("base") == SUBJECT.agent
     assert short.code and not base.code
     assert base.nuisance[0].values == (1e-6, 1e-3)
     assert fast.nuisance == (), "what an arm sets it does not tune"
-    assert (made.study.sesoi, made.study.looks, made.study.metric) == (0.05, (4, 6), "points")
-    assert [(h.arm, h.against) for h in made.study.hypotheses] == [("short", "base")]
+    assert (made.sesoi, made.looks, made.metric) == (0.05, (4, 6), "points")
+    assert [(h.arm, h.against) for h in made.hypotheses] == [("short", "base")]
     page = plan_page(made)
     assert "job.optimizer.lr over 1e-6, 0.001" in page and f"| `{tmp_path / 'short.py'}:agent` |" in page
 
     (tmp_path / "short.py").write_text("def agent(task, episode): return 1\n", encoding="utf-8")
-    assert plan("x", budget=100, space=space, folder=tmp_path, subject=SUBJECT).study.arms[1].code != short.code
+    assert plan("x", budget=100, space=space, folder=tmp_path, subject=SUBJECT).arms[1].code != short.code
 
 
 def test_a_value_that_a_server_refuses_is_named(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_estimate_contains_what_the_study_costs() -> None:
 
 def test_what_cannot_be_paid_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs at least .*: give at least that, or fewer arms, knobs"):
-        plan("does a kl penalty help", budget=5, space=KL)
+        plan("does a kl penalty help", budget=5, space=KL, subject=SUBJECT)
 
 
 def test_the_page_shows_the_plan() -> None:
@@ -175,7 +175,7 @@ def test_the_page_shows_the_plan() -> None:
         "| smallest effect of interest | 0.02 |",
         "| looks, in seeds per arm | 4, 8, 12 |",
         "| budget, in full runs | 30, of which 40 % are reserved for confirming |",
-        f"The plan is `{made.study.id}`",
+        f"The plan is `{made.id}`",
     ):
         assert shown in page, page
     assert "## Answer" not in page and "## Every arm" not in page

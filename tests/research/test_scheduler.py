@@ -102,14 +102,14 @@ def test_too_small_a_budget_is_said() -> None:
 
 
 def test_a_continued_run_costs_what_it_adds() -> None:
-    spending = Spending(STUDY)
-    third = Trial(STUDY.id, "a", {"lr": 1.0}, 1, "explore", 1 / 3)
-    spending.reserve([third])
-    spending.reserve([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
-    assert spending.total == pytest.approx(1 + 1 / 9)
+    launcher = TrialLauncher(STUDY, StudyLog(), Formula())
+    third = Trial(STUDY.id, "a", {"lr": 1.0, "gain": 0.0}, 1, "explore", 1 / 3)
+    launcher.run([third])
+    launcher.run([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
+    assert launcher.spending.total == pytest.approx(1 + 1 / 9)
     with pytest.raises(OutOfBudget):
-        spending.reserve([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
-    assert spending.total == pytest.approx(1 + 1 / 9)
+        launcher.run([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
+    assert launcher.spending.total == pytest.approx(1 + 1 / 9)
 
 
 def test_a_lost_run_is_repeated_with_its_seed() -> None:
@@ -185,19 +185,6 @@ def test_what_drifts_with_time_is_no_arms() -> None:
     finding, log, _ = conducted(PLAIN, runner)
     assert "".join(trial.arm for trial in log.trials.values()) == "abba" * 2
     assert finding.verdict == "inconclusive" and finding.estimate == pytest.approx(0.0, abs=0.1)
-
-
-def test_a_study_begun_arm_by_arm_is_gone_on_with() -> None:
-    """Its first look was launched arm by arm in an earlier version. Resumed, it has the same findings and launches
-    nothing twice.
-    """
-    log, runner = StudyLog(), Formula(lambda setting, fidelity: 0.0)
-    once = TrialLauncher(PLAIN, log, runner)
-    log.decide("frozen", {arm.name: dict(arm.changes) for arm in PLAIN.arms})
-    once.run([Trial(PLAIN.id, "a", {}, seed_of(PLAIN, "confirm", number), "confirm") for number in range(4)])
-    [finding], _ = conduct(PLAIN, log, runner)
-    assert finding == conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[0]
-    assert set(log.attempts.values()) == {1}
 
 
 def failing(**shares: float) -> StudyLog:

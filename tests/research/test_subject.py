@@ -165,13 +165,14 @@ def test_a_study_of_before_files_were_noted_is_the_same_study(subject: Subject) 
 
 def test_a_record_is_taken_up(tmp_path: Path) -> None:
     record = RunRecord.open(tmp_path / "record.json")
-    record.add_score(0, HeldOutScore(0.25, 0.1, -1.0))
+    record.add_score(0, HeldOutScore(0.25, 0.1, -1.0, 4, 1))
     record.add_metrics({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
-    record.add_score(3, HeldOutScore(0.5, 0.1, 0.0))
+    record.add_score(3, HeldOutScore(0.5, 0.1, 0.0, 4, 0))
     again = RunRecord.open(tmp_path / "record.json")
-    assert again.scorings == {0: (0.25, 0.1, -1.0, 0, 0), 3: (0.5, 0.1, 0.0, 0, 0)}
+    assert again.scorings == {0: (0.25, 0.1, -1.0, 4, 1), 3: (0.5, 0.1, 0.0, 4, 0)}
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
-    assert again.signals(3) == {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
+    signals = {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
+    assert again.signals(3) == signals | {"held_out/plays": (None, None, 4), "held_out/failed": (None, None, 0)}
     assert again.signals(1)["reward/mean"] == (0.5,)
 
 

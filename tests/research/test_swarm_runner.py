@@ -35,11 +35,10 @@ from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import Arm, ArmFailed
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical
-from agentjet.research.run_record import RunRecord, scoring
-from agentjet.research.run_signals import Signals, held_out_counts
+from agentjet.research.run_record import RunRecord, Signals, held_out_counts, scoring
 from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
 from agentjet.research.subject import Subject
-from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, run_name
+from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner
 from agentjet.research.trial_process import TrialOrder, TrialProcess, weight_changes
 
 SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
@@ -178,7 +177,7 @@ def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None
     assert len(slot.asked) == MAX_SERVINGS, "one trial asked for it, and no other"
     for key in ("k-1", "k-2"):
         assert [path.name for path in (tmp_path / "launches" / key).iterdir()] == ["trial.json"]
-    assert (tmp_path / "runs" / run_name(TRIAL) / "trace").exists(), "it may be gone on with"
+    assert (tmp_path / "runs" / TRIAL.run / "trace").exists(), "it may be gone on with"
 
 
 class Idle(Refusing):
@@ -186,7 +185,7 @@ class Idle(Refusing):
 
     @contextmanager
     def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        yield cast(RunningServer, SimpleNamespace(address=Address("http://127.0.0.1:9", ""), check=lambda: None))
+        yield RunningServer(Address("http://127.0.0.1:9", ""), check=lambda: None)
 
 
 def test_an_error_is_that_of_the_last_try(tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
     tasks.write_text('{"id": "t"}\n')
     subject = replace(SUBJECT, tasks=str(tasks), held_out=str(tasks), floor=declared)
     record = RunRecord(tmp_path / "record.json")
-    record.add_score(0, scoring(rewards))
+    record.add_score(0, scoring(rewards, 3))
     record.add_metrics({1: {"optim/skipped_steps": 1.0}})
     order = TrialOrder(
         TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json")
@@ -320,15 +319,10 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
     assert (outcome.end, outcome.score) == ("diverged", score)
 
 
-def test_a_record_of_before_the_least_was_kept(tmp_path: Path) -> None:
-    (tmp_path / "record.json").write_text('{"scorings": {"0": [-1.0, 0.5]}, "metrics": {}}')
-    assert RunRecord.open(tmp_path / "record.json").floor(0.0) == 0.0
-
-
 def test_a_run_that_stands_at_the_base_model_again_is_measured_anew(tmp_path: Path) -> None:
     """On another server, because its own is gone."""
     for metrics, kept in (({}, {0: 0.5}), ({1: {"reward/mean": 1.0}}, {})):
-        record = RunRecord(tmp_path / "record.json", {0: scoring([[0.5]])}, metrics)
+        record = RunRecord(tmp_path / "record.json", {0: scoring([[0.5]], 1)}, metrics)
         record.reset()
         assert {step: found.mean for step, found in record.scorings.items()} == kept and not record.metrics
         assert metrics == {} or RunRecord.open(record.path).scorings == {}
@@ -338,7 +332,7 @@ def test_plays_that_failed_are_among_the_signals(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "record.json")
     record.add_metrics({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 1.0}})
     for step in (0, 1, 3):
-        record.add_score(step, scoring([[0.5]])._replace(plays=8, failed=step))
+        record.add_score(step, scoring([[0.5] * (8 - step)], 8))
     record = RunRecord.open(record.path)
     assert record.signals(3) == {"x": (1.0,) * 3, "held_out/plays": (8, None, 8), "held_out/failed": (1, None, 3)}
     ended = Outcome("t", "completed", 0.5, signals=record.signals(3))
@@ -422,11 +416,11 @@ def test_a_setting_that_would_be_ignored_is_not_launched(tmp_path: Path) -> None
 
 
 def test_which_trials_share_a_run() -> None:
-    assert run_name(replace(TRIAL, fidelity=1.0)) == run_name(TRIAL)
+    assert replace(TRIAL, fidelity=1.0).run == TRIAL.run
     others = [
         replace(TRIAL, seed=8),
         replace(TRIAL, arm="b"),
         replace(TRIAL, phase="explore"),
         replace(TRIAL, study="t"),
     ]
-    assert len({run_name(trial) for trial in (TRIAL, *others)}) == 5
+    assert len({trial.run for trial in (TRIAL, *others)}) == 5

@@ -85,8 +85,7 @@ class ArmProcess:
 
     def described(self) -> dict[str, Any]:
         """The training tasks as JSON; a payload that is not JSON is described by its text."""
-        listed = [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in self.tasks]
-        return {"tasks": json.loads(json.dumps(listed, default=str))}
+        return {"tasks": json.loads(json.dumps(listed(self.tasks), default=str))}
 
     async def train(self, steps: int, seed: int) -> dict[str, Any]:
         await self.swarm.train(
@@ -114,6 +113,10 @@ class ArmProcess:
         missing = len(report.results) - len(report.finished)
         reason = report.errors.most_common(1)[0][0] if missing else ""
         return {"plays": len(report.results) + report.num_repeated, "missing": missing, "reason": reason}
+
+
+def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    return [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
 
 
 def paid_by(reward: Callable[[Task, list[Message]], float], agent: Agent, swarm: AsyncSwarm) -> Agent:
@@ -174,8 +177,11 @@ def main() -> None:
         loop, orders = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
         def read() -> None:
-            for line in iter(sys.stdin.buffer.readline, b""):
-                loop.call_soon_threadsafe(orders.put_nowait, line)
+            rest = b""
+            while piece := os.read(0, 1 << 20):  # not through Python's buffer: its lock would be held at the exit
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    loop.call_soon_threadsafe(orders.put_nowait, line)
             os.kill(os.getpid(), signal.SIGINT)  # live episodes are aborted on exit
 
         threading.Thread(target=read, daemon=True).start()
@@ -215,8 +221,8 @@ class Arm:
         await self.ask({"do": "train", "steps": steps, "seed": seed})
 
     async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> dict[str, Any]:
-        listed = [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
-        return await self.ask({"do": "play", "tasks": listed, "repeats": repeats, "version": version, "seed": seed})
+        order = {"do": "play", "tasks": listed(tasks), "repeats": repeats, "version": version, "seed": seed}
+        return await self.ask(order)
 
 
 @asynccontextmanager

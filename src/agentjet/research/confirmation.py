@@ -15,13 +15,13 @@ verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from agentjet.research.diagnosis import had_nothing_to_learn
 from agentjet.research.launcher import OutOfBudget, TrialLauncher, seed_of
 from agentjet.research.models import Finding, Hypothesis, Outcome, Study, Trial
 from agentjet.research.records import Setting
-from agentjet.research.run_signals import MANY_FAILED, held_out_counts
+from agentjet.research.run_record import MANY_FAILED, held_out_counts
 from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
 MIN_SCORES = 4
@@ -68,8 +68,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
         decide_look(study, evidence, still_open, findings)
         if seeds < study.looks[-1]:
             stop_for_futility(study, evidence, still_open, findings)
-        shares = open_shares(study, findings)
-        at_look = {h.id: findings.get(h.id) or finding(study, evidence, h, shares=shares) for h in still_open}
+        at_look = {h.id: findings.get(h.id) or finding(study, evidence, h, findings) for h in still_open}
         launcher.log.decide(f"look {seeds}", {name: found.to_json() for name, found in at_look.items()})
         record(study, findings, launcher)
     for hypothesis in study.hypotheses:
@@ -77,8 +76,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
             continue
         tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
         reason = why if tuned else "the budget was too small to tune both arms"
-        shares = open_shares(study, findings)
-        findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
+        findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
     record(study, findings, launcher)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
 
@@ -112,8 +110,7 @@ def decide_look(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], 
     added.
     """
     while True:
-        shares = open_shares(study, findings)
-        news = [finding(study, evidence, h, shares=shares) for h in hypotheses if h.id not in findings]
+        news = [finding(study, evidence, h, findings) for h in hypotheses if h.id not in findings]
         decided = [found for found in news if found.verdict != "inconclusive"]
         if not decided:
             return
@@ -138,8 +135,7 @@ def stop_for_futility(
         )
         if chance < FUTILITY:
             reason = f"{study.looks[-1]} seeds would decide it with a chance of {chance:.0%} only, so they were not run"
-            shares = open_shares(study, findings)
-            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
+            findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +157,12 @@ def open_shares(study: Study, findings: Mapping[str, Finding]) -> Shares:
     )
 
 
-def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares: Shares, reason: str = "") -> Finding:
-    """Reads the scores of one hypothesis. An exploratory one is tested at the full alpha and marked as exploratory."""
+def finding(
+    study: Study, evidence: Evidence, hypothesis: Hypothesis, findings: Mapping[str, Finding], reason: str = ""
+) -> Finding:
+    """Reads the scores of one hypothesis, at the share that the earlier findings leave. An exploratory one is tested at
+    the full alpha and marked as exploratory.
+    """
     a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
     chosen = {
         arm: dict(evidence.settings[arm]) for arm in (hypothesis.arm, hypothesis.against) if arm in evidence.settings
@@ -173,8 +173,7 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         reason = reason or f"{few} seeds of {arm!r} came back; at least {MIN_SCORES} per arm are required"
         reason += lost_seeds(evidence, hypothesis)
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
-    if not hypothesis.confirmatory:
-        shares = Shares(study.alpha, study.alpha)
+    shares = open_shares(study, findings) if hypothesis.confirmatory else Shares(study.alpha, study.alpha)
     look = max(evidence.launched(hypothesis.arm), evidence.launched(hypothesis.against))
     untested = all(
         nothing_to_learn(evidence.outcomes[arm], study.sesoi) for arm in (hypothesis.arm, hypothesis.against)
@@ -193,13 +192,8 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
     return Finding(
         hypothesis.id,
-        reading.verdict,
-        reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
-        estimate=reading.estimate,
-        low=reading.low,
-        high=reading.high,
-        confidence=1 - reading.level,
-        p_value=reading.p_value,
+        reason=reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
+        **asdict(reading),
         seeds=min(len(a), len(b)),
         settings=chosen,
         trials=trials,

@@ -1,7 +1,10 @@
 """Diagnoses of the runs of a study: the facts of a run, and the causes that hold in it (`diagnosis.toml`).
 
+A row of that table, or of `campaign/remedies.toml`, is a sign: conditions on facts, which are numbers by name. A fact
+that is not known fulfils no condition.
+
 A trial gets at most one cause. A diagnosis does not change a run's score, and no verdict depends on it. Only a run
-whose environment or server died has no score and is repeated (`run_signals`).
+whose environment or server died has no score and is repeated.
 
 `Outcome.facts` has what a runner reports beside the signals, as far as it is known:
 
@@ -14,15 +17,50 @@ whose environment or server died has no score and is repeated (`run_signals`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files as package_files
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
-from agentjet.research.launcher import TrialLauncher
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Diagnosis, Outcome, Trial
 from agentjet.research.records import canonical
-from agentjet.research.run_signals import Floats, Signals, last, lost_run_diagnosis, opening
-from agentjet.research.signs import SignRule, toml_of
+from agentjet.research.run_record import FEWEST, Floats, Signals, holds_since, last, opening
+
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, "<": operator.lt}
+Facts = Mapping[str, float]
+
+
+class SignRule(BaseModel):
+    """A row of a table of signs, which documents the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cause: str
+    when: tuple[str, ...]
+    meaning: str
+    seen: str = ""
+    noisy: bool = False
+
+    def holds(self, facts: Facts) -> bool:
+        """True if all conditions hold: each is `NAME > NUMBER` or `NAME < NUMBER`."""
+        conditions = [text.split() for text in self.when]
+        return all(name in facts and OPERATORS[sense](facts[name], float(number)) for name, sense, number in conditions)
+
+    def evidence(self, facts: Facts) -> dict[str, float]:
+        """The facts in its conditions."""
+        return {name: facts[name] for name in (text.split()[0] for text in self.when)}
+
+
+def toml_of(package: str, name: str) -> dict[str, Any]:
+    """The content of a table that is part of a package."""
+    return tomllib.loads(package_files(package).joinpath(name).read_text(encoding="utf-8"))
+
 
 RULES = tuple(map(SignRule.model_validate, toml_of("agentjet.research", "diagnosis.toml")["sign"]))
 PEERS = 4
@@ -33,33 +71,42 @@ TELLING = 8
 """Distinct numbers that two runs must share to count as equal."""
 
 
-def diagnose(launcher: TrialLauncher) -> None:
+DEAD = "dead_environment"
+SERVER = "server_lost"
+DEAD_RULES = tuple(rule for rule in RULES if rule.cause == DEAD)
+
+
+def diagnose(log: StudyLog) -> None:
     """Records the diagnoses that the journal lacks. Lost runs are diagnosed at any length, other causes in full runs
     only.
     """
-    log = launcher.log
     ended = [(trial, outcome) for trial in log.trials.values() for outcome in log.outcomes[trial.id]]
     full = [(t, o) for t, o in ended if t.fidelity == 1.0 and o.signals and o.score is not None]
     equal = equal_runs(full)
-    found = [lost_run_diagnosis(outcome) for _, outcome in ended]
+    found: list[Diagnosis | None] = [
+        lost_run_diagnosis(outcome) for _, outcome in ended if outcome.end == "infra_failed"
+    ]
     found += [diagnosis_of(trial, outcome) or equal.get(trial.id) for trial, outcome in full]
     for diagnosis in found:
         if diagnosis is not None and diagnosis not in log.diagnoses.get(diagnosis.trial, []):
             log.append("diagnosis", diagnosis.to_json())
 
 
-def diagnosis_of(trial: Trial, outcome: Outcome) -> Diagnosis | None:
+def first_of(rules: Sequence[SignRule], trial: str, facts: Facts, ignored: str = "") -> Diagnosis | None:
     """The first cause that holds."""
-    facts = facts_of(trial, outcome)
-    rule = next((rule for rule in RULES if rule.holds(facts)), None)
+    rule = next((rule for rule in rules if rule.holds(facts)), None)
     if rule is None:
         return None
+    return Diagnosis(trial, rule.cause, rule.seen.format(**facts, settings=ignored), rule.meaning, rule.evidence(facts))
+
+
+def diagnosis_of(trial: Trial, outcome: Outcome) -> Diagnosis | None:
+    """The diagnosis of a full run with a score."""
     ignored = "; ".join(
         f"{name} = {value!r} was requested, but the server had {outcome.settings.get(name)!r}"
         for name, value in ignored_settings(trial, outcome).items()
     )
-    seen = rule.seen.format(**facts, settings=ignored)
-    return Diagnosis(trial.id, rule.cause, seen, rule.meaning, evidence=rule.evidence(facts))
+    return first_of(RULES, trial.id, facts_of(trial, outcome), ignored)
 
 
 def ignored_settings(trial: Trial, outcome: Outcome) -> dict[str, object]:
@@ -141,3 +188,65 @@ def equal_run(trial: Trial, other: Trial) -> Diagnosis:
         cause, differ = "no_op", f"of {other.arm!r}; they differ in {names}"
         meaning = "the two arms are equal: the setting in which they differ is not used, and was not tested"
     return Diagnosis(trial.id, cause, f"every number of the run is that of trial {other.id} {differ}", meaning)
+
+
+# ---- lost runs ------------------------------------------------------------------------------------------------------
+
+LOST_SHARE = 0.5
+"""Share of lost episodes that marks a dead environment; a flaky one loses a few."""
+JUMP = 5.0
+"""Standard errors by which a step's mean reward falls at once."""
+UNEVEN = 0.5
+"""Share of the mean length. If lengths of answers vary by more between steps, the policy has changed."""
+
+
+def with_dead_environment(outcome: Outcome) -> Outcome:
+    """Returns the outcome, as `infra_failed` if its environment died during the run."""
+    dead = first_of(DEAD_RULES, outcome.trial, environment_facts(Signals(outcome.signals)))
+    if dead is None or outcome.score is None:
+        return outcome
+    return replace(outcome, end="infra_failed", score=None, curve=(), note=f"{DEAD}: {dead.seen}")
+
+
+def lost_run_diagnosis(outcome: Outcome) -> Diagnosis:
+    """The diagnosis of a run that the infrastructure lost."""
+    steps = max(map(len, outcome.signals.values()), default=0)
+    return first_of(DEAD_RULES, outcome.trial, environment_facts(Signals(outcome.signals))) or Diagnosis(
+        outcome.trial,
+        SERVER,
+        f"the run ended after {steps} steps: {outcome.note or 'no reason was given'}",
+        "the run is not a result about its setting. Check the server's log",
+    )
+
+
+def environment_facts(signals: Signals) -> dict[str, float]:
+    """Facts about a dead environment; none if it lives."""
+    return lost_episode_facts(signals) | equal_reward_facts(signals)
+
+
+def lost_episode_facts(signals: Signals) -> dict[str, float]:
+    """Facts if many started episodes never end, up to the end of the run."""
+    came, gone = signals["batch/episodes"], signals["episodes/expired"] + signals["episodes/aborted"]
+    if not len(came) or len(came) != len(gone):
+        return {}
+    share = np.nan_to_num(gone / np.maximum(gone + came, 1))
+    step = holds_since(share >= LOST_SHARE)
+    return {} if step is None else {"lost_since": float(step), "lost_episodes": float(share[step:].mean())}
+
+
+def equal_reward_facts(signals: Signals) -> dict[str, float]:
+    """Facts if every episode earns the same from one step to the next, while the policy's answers stay as long as
+    before. A ruined policy also earns nothing, but its answers change.
+    """
+    rewards, spread, length = (signals[name] for name in ("reward/mean", "reward/std", "completion/tokens"))
+    episodes = signals["batch/episodes"]
+    if not len(rewards) or not len(rewards) == len(spread) == len(length) == len(episodes):
+        return {}
+    step = holds_since((spread == 0) & (rewards == rewards[-1]))
+    if step is None or step < FEWEST:
+        return {}
+    fall, error = rewards[step - 1] - rewards[step], spread[step - 1] / np.sqrt(episodes[step - 1])
+    around = length[step - FEWEST : step + FEWEST]
+    if fall <= JUMP * error or np.ptp(around) > UNEVEN * around.mean():
+        return {}
+    return {"equal_since": float(step), "reward_before": float(rewards[step - 1]), "reward_since": float(rewards[step])}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import struct
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,20 +32,6 @@ SYSTEM = (
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/tty")
 
 
-class Ruleset(ctypes.Structure):
-    """`struct landlock_ruleset_attr`; kernels before version 6 support its first field only."""
-
-    _fields_ = (("files", ctypes.c_uint64), ("ports", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
-
-
-class Beneath(ctypes.Structure):
-    """`struct landlock_path_beneath_attr`."""
-
-    _pack_ = 1
-    _layout_ = "ms"
-    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
-
-
 def version() -> int:
     """Landlock version of the kernel; 0 if it has none."""
     return max(0, int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)))
@@ -57,9 +44,9 @@ def restrict(folder: Path, readable: list[Path]) -> None:
     if not known:
         raise OSError("this kernel has no Landlock")
     everything = (1 << RIGHTS_BY_VERSION[min(known, len(RIGHTS_BY_VERSION)) - 1]) - 1
-    handled = Ruleset(everything, 0, SIGNALS)
-    size = ctypes.sizeof(handled) if known >= 6 else ctypes.sizeof(ctypes.c_uint64)
-    ruleset = checked(kernel.syscall(CREATE_RULESET, ctypes.byref(handled), size, 0))
+    handled = struct.pack("QQQ", everything, 0, SIGNALS)  # landlock_ruleset_attr: files, ports, scopes
+    size = len(handled) if known >= 6 else 8  # earlier kernels support the first field only
+    ruleset = checked(kernel.syscall(CREATE_RULESET, handled, size, 0))
 
     def allow(path: Path, rights: int) -> None:
         if not path.exists():
@@ -67,8 +54,8 @@ def restrict(folder: Path, readable: list[Path]) -> None:
         if not path.is_dir():
             rights &= EXECUTE | WRITE_FILE | READ_FILE
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = Beneath(rights, parent)
-        checked(kernel.syscall(ADD_RULE, ruleset, PATH_BENEATH, ctypes.byref(rule), 0))
+        rule = struct.pack("=Qi", rights, parent)  # landlock_path_beneath_attr, which is packed
+        checked(kernel.syscall(ADD_RULE, ruleset, PATH_BENEATH, rule, 0))
         os.close(parent)
 
     for path in (*map(Path, SYSTEM), *readable):

@@ -71,7 +71,7 @@ class JudgedEpisodes:
             conversations.append(heard[0])
         if any(isinstance(task.payload, dict) and {*subject.hidden} & {*task.payload} for task in self._held_out):
             await self._swap(conversations)
-        return scoring(rewards)._replace(plays=ended["plays"], failed=ended["plays"] - sum(map(len, rewards)))
+        return scoring(rewards, ended["plays"])
 
     async def _swap(self, conversations: list[list[Message]]) -> None:
         """Scores each conversation under the next held-out task. Only tasks with hidden answers can tell them apart."""

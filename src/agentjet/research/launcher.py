@@ -10,15 +10,14 @@ run that continues another costs only what it adds. Spending is derived from the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Protocol
 
 from agentjet.errors import AgentJetError
+from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Outcome, Phase, Study, Trial
-from agentjet.research.records import canonical
-from agentjet.research.run_signals import with_dead_environment
+from agentjet.research.records import hash_of
 
 ROUNDING = 1e-9
 
@@ -28,14 +27,20 @@ class OutOfBudget(AgentJetError):
 
 
 class Spending:
-    """Full runs spent, by phase. Repeats of lost runs are counted separately, because they are not evidence."""
+    """Full runs spent on the launched trials of a study, by phase. Repeats of lost runs are counted separately, because
+    they are not evidence.
+    """
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: Study, launches: Iterable[tuple[Trial, int]] = ()) -> None:
+        """`launches` are trials in the order of their first launch, each with its number of attempts."""
         self.budget = study.budget
         self.for_exploring = study.budget * (1 - study.reserve)
         self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
         self.repeated = 0.0
         self._reached: dict[str, float] = {}
+        for trial, attempts in launches:
+            self.spent[trial.phase] += added_cost(self._reached, trial)
+            self.repeated += (attempts - 1) * trial.fidelity
 
     @property
     def total(self) -> float:
@@ -50,32 +55,11 @@ class Spending:
         reached = dict(self._reached)
         return sum(added_cost(reached, trial) for trial in trials)
 
-    def reserve(self, trials: list[Trial]) -> None:
-        """Debits all trials, which belong to one phase. Raises `OutOfBudget` and debits none if the budget is too
-        small.
-        """
-        if not trials:
-            return
-        cost, phase = self.cost(trials), trials[0].phase
-        assert all(trial.phase == phase for trial in trials)
-        left = self.left(phase)
-        if cost > left + ROUNDING:
-            raise OutOfBudget(f"{len(trials)} trials to {phase} cost {cost:.2f} runs, and {left:.2f} are left")
-        for trial in trials:
-            self.spent[phase] += added_cost(self._reached, trial)
-
-    def repeat(self, trial: Trial) -> None:
-        """Debits another attempt at a trial. Raises `OutOfBudget`."""
-        if trial.fidelity > self.budget - self.total + ROUNDING:
-            raise OutOfBudget(f"repeating trial {trial.id} costs {trial.fidelity:.2f} runs, more than is left")
-        self.repeated += trial.fidelity
-
 
 def added_cost(reached: dict[str, float], trial: Trial) -> float:
     """Returns the cost that a trial adds to the run it continues, and updates `reached`."""
-    run = canonical([trial.arm, dict(trial.setting), trial.seed, trial.phase])
-    before = reached.get(run, 0.0)
-    reached[run] = max(before, trial.fidelity)
+    before = reached.get(trial.run, 0.0)
+    reached[trial.run] = max(before, trial.fidelity)
     return max(0.0, trial.fidelity - before)
 
 
@@ -83,8 +67,7 @@ def seed_of(study: Study, phase: Phase, number: int) -> int:
     """Derives a 31-bit seed from the study, so that a re-run uses the same seeds and phases share none. Arms share the
     seeds of a phase, so that random tasks are the same on both sides.
     """
-    name = canonical([study.id, phase, number])
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+    return int(hash_of([study.id, phase, number])[:8], 16) >> 1
 
 
 MAX_ATTEMPTS = 3
@@ -116,14 +99,22 @@ class TrialLauncher:
         log.open_study(study)
         self.study = study
         self.log = log
-        self.spending = Spending(study)
         self.runner = runner
 
+    @property
+    def spending(self) -> Spending:
+        return Spending(self.study, [(trial, self.log.attempts[name]) for name, trial in self.log.trials.items()])
+
     def run(self, trials: list[Trial]) -> list[Outcome]:
-        """Returns outcomes in the given order. Raises `OutOfBudget` before the first launch if the budget cannot pay
-        for all.
+        """Returns outcomes of trials of one phase in the given order. Raises `OutOfBudget` before the first launch if
+        the budget cannot pay for all.
         """
-        self.spending.reserve(trials)
+        new = [trial for trial in trials if trial.id not in self.log.trials]
+        if new:
+            spending, phase = self.spending, new[0].phase
+            cost, left = spending.cost(new), spending.left(phase)
+            if cost > left + ROUNDING:
+                raise OutOfBudget(f"{len(trials)} trials to {phase} cost {cost:.2f} runs, and {left:.2f} are left")
         for trial in trials:
             self._launch(trial, attempt=1)
         return [self._finish(trial) for trial in trials]
@@ -132,11 +123,10 @@ class TrialLauncher:
         """Returns the first result, or the last infrastructure failure."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             outcome = self._outcome(trial, attempt)
-            if outcome.end != "infra_failed" or attempt == MAX_ATTEMPTS:
+            if outcome.end != "infra_failed":
                 break
-            try:
-                self.spending.repeat(trial)
-            except OutOfBudget:
+            is_repeated = self.log.attempts[trial.id] > attempt
+            if not is_repeated and trial.fidelity > self.spending.left("confirm") + ROUNDING:
                 break
         return outcome
 

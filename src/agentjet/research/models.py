@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from agentjet.errors import AgentJetError
-from agentjet.research.records import Record, Setting, refuse
+from agentjet.research.records import Record, Setting, hash_of, refuse
 from agentjet.research.subject import Subject
 
 Phase = Literal["explore", "confirm"]
@@ -70,11 +71,11 @@ class Hypothesis(Record):
     confirmatory: bool = True
     origin: Origin = "prior"
     sign: Sign | None = None
-    """Expected sign of the difference. `sign` and `why` decide nothing. None in older studies."""
+    """Expected sign of the difference, if one is declared. `sign` and `why` decide nothing."""
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Omits an empty expectation, so that the ids of older studies do not change."""
+        """Omits an empty expectation: the id does not depend on it."""
         content = super().to_json()
         return {key: value for key, value in content.items() if key not in ("sign", "why") or value}
 
@@ -158,6 +159,11 @@ class Trial(Record):
     phase: Phase
     fidelity: float = 1.0
 
+    @cached_property
+    def run(self) -> str:
+        """Name of the run that it continues."""
+        return hash_of([self.study, self.arm, dict(self.setting), self.seed, self.phase])
+
 
 @dataclass(frozen=True)
 class Transcript(Record):
@@ -193,7 +199,7 @@ class Outcome(Record):
     settings: Setting = field(default_factory=dict)
     """The settings in effect on the server. Empty if the runner does not report them."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers: see `agentjet.research.diagnosis`, and for judged subjects `agentjet.research.episode_facts`."""
+    """Further numbers: see `agentjet.research.diagnosis`; of judged subjects: `agentjet.research.judged_episodes`."""
     note: str = ""
     transcripts: tuple[Transcript, ...] = ()
     """Best, median and worst training episodes of a judged subject."""
@@ -218,8 +224,6 @@ class Diagnosis(Record):
     """A cause from `diagnosis.toml`, or one of the run itself: a lost server, a dead environment, an equal run."""
     seen: str
     meaning: str = ""
-    step: int | None = None
-    """The first step of the symptom."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """The numbers of the symptom, by name."""
 

@@ -16,18 +16,18 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Hypothesis, Knob, Sign, Study
+from agentjet.research.models import Arm, Hypothesis, Knob, Study
 from agentjet.research.records import ARM_NAME, Setting, Value, mistake, refuse
-from agentjet.research.scheduler import CostEstimate, estimate_cost
-from agentjet.research.servers import check_changes, check_model
+from agentjet.research.scheduler import estimate_cost
+from agentjet.research.servers import check_changes
 from agentjet.research.subject import Subject
 
 METRIC = "mean reward on the held-out tasks, at the last step"
@@ -54,12 +54,11 @@ class SpaceKnob(Part):
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
-class SpaceClaim(Part):
-    arm: ArmName
-    against: ArmName
-    sign: Sign = "?"
-    why: str = ""
-    confirmatory: bool = True
+def with_claim(given: object) -> object:
+    """A hypothesis of the file with its sentence, and an expectation."""
+    if not isinstance(given, dict):
+        return given
+    return {"claim": f"{given.get('arm')} scores higher than {given.get('against')}", "sign": "?", **given}
 
 
 class Space(Part):
@@ -67,7 +66,7 @@ class Space(Part):
 
     arms: Annotated[dict[ArmName, SpaceArm], Field(min_length=2)]
     knobs: dict[str, SpaceKnob] = {}
-    hypotheses: tuple[SpaceClaim, ...] = ()
+    hypotheses: tuple[Annotated[Hypothesis, BeforeValidator(with_claim)], ...] = ()
     metric: str = METRIC
     sesoi: Annotated[float, Field(gt=0)] = SESOI
     alpha: float = 0.05
@@ -89,7 +88,8 @@ class Space(Part):
     def claims(self) -> tuple[Hypothesis, ...]:
         """The declared claims, or that each other arm scores higher than the first. Raises `ConfigError`."""
         first, *others = self.arms
-        given = self.hypotheses or tuple(SpaceClaim(arm=other, against=first) for other in others)
+        every = [Hypothesis(f"{other} scores higher than {first}", other, first, sign="?") for other in others]
+        given = self.hypotheses or tuple(every)
         for number, claim in enumerate(given):
             again = {claim.arm, claim.against} in [{other.arm, other.against} for other in given[:number]]
             refuse(
@@ -97,15 +97,13 @@ class Space(Part):
                 f"hypotheses: {claim.arm!r} and {claim.against!r} are compared twice, and a difference has one sign: "
                 "keep one of the claims",
             )
-        return tuple(
-            Hypothesis(f"{one.arm} scores higher than {one.against}", **one.model_dump(), origin="prior")
-            for one in given
-        )
+        return given
 
 
 def read_space(path: Path) -> Space:
     """Raises `ConfigError` with the file, the key and the remedy."""
-    known = {name for part in (Space, SpaceArm, SpaceKnob, SpaceClaim) for name in part.model_fields}
+    known = {name for part in (Space, SpaceArm, SpaceKnob) for name in part.model_fields}
+    known |= {field.name for field in fields(Hypothesis)}
     try:
         return Space.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -124,37 +122,28 @@ def code_hash(folder: Path, agent: str) -> str:
     return hashlib.sha256(function.encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A study and its cost."""
-
-    study: Study
-    cost: CostEstimate
-
-
 def plan(
     topic: str,
     *,
     budget: float,
     space: Space,
-    subject: Subject | None = None,
+    subject: Subject,
     folder: Path = Path(),
     seed: int = 0,
-) -> Plan:
+) -> Study:
     """Plans a study. Raises `ConfigError` if its arms cannot be compared, or if it exceeds the budget.
 
     The topic is a title. `budget` is in full runs. `folder` holds the agents of the space.
     """
     arms = space.make_arms(folder)
-    if subject:
-        check_job(subject.settings)
-        check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})
-        agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
-        subject = replace(subject, agents={**subject.agents, **agents})
-        if subject.code:
-            subject = subject.with_hashes()
-            for name in agents:
-                subject.load_arm_agent(name)
+    check_job(subject.settings)
+    check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})
+    agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
+    subject = replace(subject, agents={**subject.agents, **agents})
+    if subject.code:
+        subject = subject.with_hashes()
+        for name in agents:
+            subject.load_arm_agent(name)
     study = Study(
         topic=topic,
         metric=space.metric,
@@ -164,24 +153,24 @@ def plan(
         budget=float(budget),
         alpha=space.alpha,
         looks=space.looks,
-        evaluator=subject.evaluator_hash() if subject and subject.code else "",
+        evaluator=subject.evaluator_hash() if subject.code else "",
         seed=seed,
         subject=subject,
     )
-    cost = estimate_cost(study)
+    least = estimate_cost(study).least
     refuse(
-        cost.least > budget,
-        f"budget = {budget:g} full runs, but the study needs at least {cost.least:.1f}: give at least that, or fewer "
-        "arms, knobs or seeds in the file",
+        least > budget,
+        f"budget = {budget:g} full runs, but the study needs at least {least:.1f}: give at least that, or fewer arms, "
+        "knobs or seeds in the file",
     )
-    return Plan(study, cost)
+    return study
 
 
 def check_job(settings: Setting) -> None:
     """Raises `ConfigError` for settings that a server refuses, and for those that the study controls."""
     for name in sorted(FREE & settings.keys()):
         raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
-    check_model(settings)
+    check_changes(settings, of_all=True)
     parse_config(settings)
 
 

@@ -33,8 +33,8 @@ class Record:
 
     @cached_property
     def id(self) -> str:
-        """The first 64 bits of the SHA-256 of the content, in hexadecimal."""
-        return hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()[:16]
+        """Hash of the content."""
+        return hash_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
@@ -61,6 +61,11 @@ def dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def canonical(content: object) -> str:
     """JSON with one spelling per content. Raises `ValueError` for NaN and infinity."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def hash_of(content: object) -> str:
+    """The first 64 bits of the SHA-256 of the content, in hexadecimal."""
+    return hashlib.sha256(canonical(content).encode()).hexdigest()[:16]
 
 
 def refuse(wrong: bool, message: str) -> None:

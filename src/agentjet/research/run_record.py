@@ -1,17 +1,30 @@
-"""`RunRecord`: the measurements of a run, each on disk at once, so that a resumed run measures nothing twice."""
+"""`RunRecord`: the measurements of a run, each on disk at once, so that a resumed run measures nothing twice; and
+`Signals`: the metrics of a run as arrays.
+
+Names of metrics are those of a server; T is the number of steps. A failed held-out episode is repeated, and both are
+counted in the signals `held_out/plays` and `held_out/failed` of the evaluated steps.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentjet.research.journal import write_whole
-from agentjet.research.run_signals import FAILED, PLAYS
+from agentjet.research.models import Outcome
+
+PLAYS = "held_out/plays"
+FAILED = "held_out/failed"
+MANY_FAILED = 0.1
+"""Above this share of failed episodes the verdict carries a note, because the score may come from a selection."""
 
 
 class HeldOutScore(NamedTuple):
@@ -21,16 +34,17 @@ class HeldOutScore(NamedTuple):
 
     mean: float
     error: float
-    least: float = math.inf
-    """Older records lack this and the following fields."""
-    plays: int = 0
-    failed: int = 0
+    least: float
+    plays: int
+    failed: int
 
 
-def scoring(rewards_by_task: Sequence[Sequence[float]]) -> HeldOutScore:
+def scoring(rewards_by_task: Sequence[Sequence[float]], plays: int) -> HeldOutScore:
+    """The score from the rewards of the episodes that count, among so many."""
     means = [statistics.fmean(rewards) for rewards in rewards_by_task]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
-    return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)))
+    failed = plays - sum(map(len, rewards_by_task))
+    return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)), plays, failed)
 
 
 @dataclass
@@ -83,7 +97,8 @@ class RunRecord:
 
     def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
         """By metric, its value at each step from 1 to `end`; None without a finite number."""
-        steps = [self.metrics.get(step, {}) | played(self.scorings.get(step)) for step in range(1, end + 1)]
+        counts = {step: {PLAYS: score.plays, FAILED: score.failed} for step, score in self.scorings.items()}
+        steps = [self.metrics.get(step, {}) | counts.get(step, {}) for step in range(1, end + 1)]
         names = sorted({name for of_step in steps for name in of_step})
         return {
             name: tuple(
@@ -97,6 +112,59 @@ class RunRecord:
         write_whole(self.path, json.dumps({"scorings": self.scorings, "metrics": self.metrics}))
 
 
-def played(scoring: HeldOutScore | None) -> dict[str, float]:
-    """Episode counts of an evaluation, as metrics of its step."""
-    return {PLAYS: scoring.plays, FAILED: scoring.failed} if scoring and scoring.plays else {}
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+Floats = NDArray[np.float64]
+FEWEST = 3
+"""Minimum steps that a symptom lasts."""
+
+
+class Signals(dict[str, Floats]):
+    """Arrays (T,) by name: NaN for a step without a value, empty for a signal that was never reported."""
+
+    def __init__(self, reported: Mapping[str, Sequence[float | None]]) -> None:
+        super().__init__(
+            (name, np.array([np.nan if value is None else value for value in values], np.float64))
+            for name, values in reported.items()
+        )
+
+    def __missing__(self, name: str) -> Floats:
+        return np.empty(0)
+
+
+def opening(values: Floats) -> Floats:
+    """Finite values in the first third of the run."""
+    values = values[: len(values) // 3]
+    return values[np.isfinite(values)]
+
+
+def last(values: Floats) -> Floats:
+    """The last third."""
+    return values[-max(FEWEST, len(values) // 3) :]
+
+
+def holds_since(holds: NDArray[np.bool_]) -> int | None:
+    """First step from which the condition holds to the end. None if that is shorter than a ninth of the run."""
+    broken = np.flatnonzero(~holds)
+    begin = int(broken[-1]) + 1 if len(broken) else 0
+    return begin if len(holds) - begin >= max(FEWEST, len(holds) // 9) else None
+
+
+class HeldOutCounts(NamedTuple):
+    """Number of held-out episodes, and of those that failed."""
+
+    num: int = 0
+    failed: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.failed / self.num if self.num else 0.0
+
+
+def held_out_counts(outcomes: Iterable[Outcome]) -> HeldOutCounts:
+    """Counts of the last evaluations, which are the scores."""
+    ended = list(outcomes)
+    num, failed = (
+        sum(int((outcome.signals.get(name) or (0,))[-1] or 0) for outcome in ended) for name in (PLAYS, FAILED)
+    )
+    return HeldOutCounts(num, failed)

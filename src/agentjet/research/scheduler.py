@@ -12,9 +12,11 @@ nothing twice, and continue where they were interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,13 +46,11 @@ def tune(study: Study, launcher: TrialLauncher) -> dict[str, Setting]:
             chosen[arm.name] = candidates[0]
             continue
         search = Search(study, arm, launcher)
-        try:
+        with suppress(OutOfBudget):
             if rungs is None:
                 rungs = reliable_rungs(study, search, candidates)
                 launcher.log.decide("rungs", list(rungs))
             search.halve(candidates, rungs)
-        except OutOfBudget:
-            pass
         best = search.best()
         if best is not None:
             launcher.log.decide(f"setting of {arm.name}", dict(best))
@@ -98,15 +98,13 @@ def best_first(scores: Sequence[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
+@dataclass(frozen=True)
 class Search:
-    """The tuning of one arm: its trials and the best setting so far."""
+    """The tuning of one arm."""
 
-    def __init__(self, study: Study, arm: Arm, launcher: TrialLauncher) -> None:
-        self._study = study
-        self._arm = arm
-        self._launcher = launcher
-        self._scores: dict[str, dict[float, dict[int, float]]] = {}
-        self._settings: dict[str, Setting] = {}
+    study: Study
+    arm: Arm
+    launcher: TrialLauncher
 
     def halve(self, candidates: Sequence[Setting], rungs: Sequence[float]) -> None:
         """Successive halving with one seed, then the finalists with the others. Raises `OutOfBudget`."""
@@ -119,39 +117,35 @@ class Search:
 
     def run(self, candidates: Sequence[Setting], fidelity: float, *, seed: int) -> list[float]:
         """Returns scores in order. A lost run scores minus infinity."""
-        trials = [
-            Trial(self._study.id, self._arm.name, setting, seed_of(self._study, "explore", seed), "explore", fidelity)
-            for setting in candidates
-        ]
-        scores = []
-        for setting, outcome in zip(candidates, self._launcher.run(trials), strict=True):
-            if outcome.score is not None:
-                name = canonical(dict(setting))
-                self._settings[name] = setting
-                self._scores.setdefault(name, {}).setdefault(fidelity, {})[seed] = outcome.score
-            scores.append(-np.inf if outcome.score is None else outcome.score)
-        return scores
+        number = seed_of(self.study, "explore", seed)
+        trials = [Trial(self.study.id, self.arm.name, one, number, "explore", fidelity) for one in candidates]
+        return [-np.inf if outcome.score is None else outcome.score for outcome in self.launcher.run(trials)]
 
     def best(self) -> Setting | None:
         """Returns the setting with the best mean among those with the longest runs and the most seeds."""
+        log = self.launcher.log
+        scores: dict[str, dict[float, list[float]]] = {}
+        for name, trial in log.trials.items():
+            score = log.outcomes[name][-1].score if (trial.arm, trial.phase) == (self.arm.name, "explore") else None
+            if score is not None:
+                scores.setdefault(canonical(dict(trial.setting)), {}).setdefault(trial.fidelity, []).append(score)
 
-        def merit(name: str) -> tuple[float, int, float]:
-            fidelity, by_seed = max(self._scores[name].items())
-            return fidelity, len(by_seed), float(np.mean(list(by_seed.values())))
+        def merit(setting: Setting) -> tuple[float, int, float]:
+            fidelity, found = max(scores[canonical(dict(setting))].items())
+            return fidelity, len(found), float(np.mean(found))
 
-        return self._settings[max(self._scores, key=merit)] if self._scores else None
+        return max((one for one in settings(self.arm) if canonical(dict(one)) in scores), key=merit, default=None)
 
 
 def conduct(study: Study, log: StudyLog, runner: TrialRunner) -> tuple[list[Finding], TrialLauncher]:
     """Returns the findings in the order of the hypotheses, and the launcher with its spending."""
     launcher = TrialLauncher(study, log, runner)
     findings = confirm(study, tune(study, launcher), launcher)
-    diagnose(launcher)
+    diagnose(log)
     return findings, launcher
 
 
-@dataclass(frozen=True)
-class CostEstimate:
+class CostEstimate(NamedTuple):
     """In full runs."""
 
     least: float

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import fcntl
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Protocol
@@ -40,36 +39,30 @@ class Address(Record):
     token: str
 
 
-def check_model(settings: Setting) -> None:
-    """Raises `ConfigError` if the settings name a model."""
-    for name in MODEL:
-        if name in settings:
-            raise ConfigError(
-                f"{name} = {settings[name]!r}: all arms run the study's --model; plan another study for another "
-                "model, in another folder"
-            )
-
-
-def check_changes(changes: Setting) -> None:
-    """Raises `ConfigError` for settings in which arms cannot differ, because training would be the same."""
-    check_model(changes)
+def check_changes(changes: Setting, *, of_all: bool = False) -> None:
+    """Raises `ConfigError` for settings in which arms cannot differ, because training would be the same. With `of_all`
+    the settings are those of all arms, which may not name a model.
+    """
     for name, value in changes.items():
-        if name.startswith(OPERATION):
+        if name in MODEL:
+            raise ConfigError(
+                f"{name} = {value!r}: all arms run the study's --model; plan another study for another model, in "
+                "another folder"
+            )
+        if name.startswith(OPERATION) and not of_all:
             raise ConfigError(
                 f"{name} = {value!r} belongs to the server and does not affect training: set it for all "
                 "arms (--set), or omit it"
             )
 
 
-class RunningServer(Protocol):
+@dataclass(frozen=True)
+class RunningServer:
     """A server that serves a run."""
 
-    @property
-    def address(self) -> Address: ...
-
-    def check(self) -> None:
-        """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
-        ...
+    address: Address
+    check: Callable[[], object]
+    """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
 
 
 class ServerSlot(Protocol):
@@ -96,38 +89,15 @@ class ServerSlot(Protocol):
         ...
 
 
-CHECK_SECONDS = 15.0
-"""Interval at which a shared server is contacted during a trial."""
 POLL_SECONDS = 0.5
 SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
 """Settings of the server that affect speed, not training."""
-
-
 WEIGHTS = "weights"
 """File beside the runs with the fingerprint of their base model."""
 
 
 class ServerLost(AgentJetError):
     """The server does not serve the run any more."""
-
-
-@dataclass
-class SharedServer:
-    """A run on a server that other runs may share."""
-
-    swarm: Swarm
-    address: Address
-    monotonic: Callable[[], float] = time.monotonic
-    _checked: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._checked = self.monotonic()
-
-    def check(self) -> None:
-        """Raises `AgentJetError` if the server does not answer, or if somebody ended the run."""
-        if self.monotonic() - self._checked >= CHECK_SECONDS:
-            self.swarm.status()
-            self._checked = self.monotonic()
 
 
 @dataclass
@@ -156,7 +126,7 @@ class SharedServerSlot:
             ) from None
 
     @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[SharedServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
         """Starts the run, or opens it again. The end of the trial ends the run; its files stay on the server."""
         job, name = job_of(settings), server_run_name(run)
         check_not_stopping(stopping)
@@ -166,7 +136,7 @@ class SharedServerSlot:
                 with swarm.of_run(name) as of_run:
                     self._wait_until_loaded(of_run, settings, stopping)
                     check_weights(run.parent / WEIGHTS, self.url, of_run.status().model_weights)
-                    yield SharedServer(of_run, Address(of_run.url, self.token))
+                    yield RunningServer(Address(of_run.url, self.token), of_run.status)
             finally:
                 self._end_run(name)
 

@@ -96,13 +96,13 @@ def any_crossing(looks: tuple[int, ...], level: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LookResult:
-    """A look at two arms. The verdict was read from the interval `low` to `high` at 1 - `level`."""
+    """A look at two arms, in the terms of a `Finding`."""
 
     verdict: Verdict
     estimate: float
     low: float
     high: float
-    level: float
+    confidence: float
     p_value: float
 
 
@@ -132,7 +132,7 @@ def read(
         inner_low, inner_high = found.interval(2 * equivalence_level)
         if -sesoi < inner_low and inner_high < sesoi:
             verdict, level, low, high = "practically_equivalent", 2 * equivalence_level, inner_low, inner_high
-    return LookResult(verdict, found.estimate, low, high, level, found.p_value())
+    return LookResult(verdict, found.estimate, low, high, 1 - level, found.p_value())
 
 
 def predictive_power(

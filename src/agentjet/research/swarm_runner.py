@@ -11,7 +11,6 @@ slot. Without slots `collect` raises `ServerUnavailable`; a later call begins wi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import subprocess
@@ -26,11 +25,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical, shortened
 from agentjet.research.run_record import RunRecord
-from agentjet.research.run_signals import with_dead_environment
 from agentjet.research.servers import RunningServer, ServerSlot, ServerUnavailable, check_changes
 from agentjet.research.subject import Subject
 from agentjet.research.trial_process import WRONG_STUDY, TrialOrder
@@ -153,7 +152,7 @@ class SwarmRunner:
         """
         trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
         subject = self._subject_of(trial)
-        run = self._runs / run_name(trial)
+        run = self._runs / trial.run
         run.mkdir(exist_ok=True)
         draft = self._draft_path(key)
         note, servings = "", 0
@@ -195,7 +194,8 @@ class SwarmRunner:
 
     def _check_first_trial(self, key: str, lost: Outcome, run: Path) -> None:
         """Raises `ConfigError` for a lost trial if none was ever completed: the error then affects all trials."""
-        if lost.end != "infra_failed" or any(is_result(path) for path in self._launches.glob("*/outcome.json")):
+        ended = self._launches.glob("*/outcome.json")
+        if lost.end != "infra_failed" or any(read_json(path)["score"] is not None for path in ended):
             return
         self._draft_path(key).unlink()
         run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
@@ -250,11 +250,6 @@ class SwarmRunner:
         return self._launches / key / "outcome.json"
 
 
-def is_result(answer: Path) -> bool:
-    """True if a trial ended with a result about its arm."""
-    return Outcome.from_json(read_json(answer)).score is not None
-
-
 def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """Waits for a process that was asked to end, and returns its exit code."""
     try:
@@ -262,12 +257,6 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-def run_name(trial: Trial) -> str:
-    """Name of the run that a trial continues."""
-    content = canonical([trial.study, trial.arm, dict(trial.setting), trial.seed, trial.phase])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> Any:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import math
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,13 +25,13 @@ import numpy as np
 from agentjet.client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research import arm_process, run_signals
+from agentjet.research import arm_process
 from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
 from agentjet.research.journal import write_whole
 from agentjet.research.judged_episodes import JudgedEpisodes, NotScorable
 from agentjet.research.models import End, Outcome, Trial
-from agentjet.research.records import Record, Value, canonical, dotted, shortened
-from agentjet.research.run_record import RunRecord, scoring
+from agentjet.research.records import Record, Value, canonical, dotted, hash_of, shortened
+from agentjet.research.run_record import RunRecord, Signals, last, scoring
 from agentjet.research.servers import Address
 from agentjet.research.subject import Subject
 
@@ -111,8 +109,7 @@ class TrialProcess:
 
     def _seed(self, version: int) -> int:
         """Seeds the tasks and the answers from a policy version on. Trials of equal seed and setting are equal runs."""
-        name = canonical([self._trial.seed, version])
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        return int(hash_of([self._trial.seed, version])[:8], 16)
 
     async def _catch_up(self) -> None:
         """Fetches the metrics of the steps that were trained."""
@@ -153,9 +150,8 @@ class TrialProcess:
         if missing:
             reason = report.errors.most_common(1)[0][0]
             raise NotScorable(f"{missing} of {len(report.results)} held-out episodes failed: {reason}")
-        found = scoring(list(report.by_task.values()))
         plays = len(report.results) + report.num_repeated
-        self._record.add_score(mark, found._replace(plays=plays, failed=report.num_repeated))
+        self._record.add_score(mark, scoring(list(report.by_task.values()), plays))
 
     async def with_facts(self, outcome: Outcome) -> Outcome:
         """The outcome with the settings of the server's job and with facts. A lost run has none."""
@@ -167,7 +163,7 @@ class TrialProcess:
         if {0, last} <= known.keys():
             facts |= {"held_out_before": known[0].mean, "held_out_after": known[last].mean}
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
-        facts |= weight_changes(run_signals.Signals(outcome.signals))
+        facts |= weight_changes(Signals(outcome.signals))
         settings = {
             name: value for name, value in dotted((await self._swarm.job()).job, "job.") if isinstance(value, Value)
         }
@@ -175,11 +171,11 @@ class TrialProcess:
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 
 
-def weight_changes(signals: run_signals.Signals) -> dict[str, float]:
+def weight_changes(signals: Signals) -> dict[str, float]:
     """Facts about the last steps in which the learner's weights changed. Empty without any, or if the worker did not
     check.
     """
-    sides = np.array([run_signals.last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
+    sides = np.array([last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
     learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
 
@@ -209,19 +205,12 @@ async def carry_out(order: TrialOrder) -> None:
     write_whole(Path(order.answer), canonical(outcome.to_json()))
 
 
-@contextmanager
-def run_lock(run: Path) -> Iterator[None]:
-    """Allows one process per run; waits for one that is just ending."""
-    with (run / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def main() -> None:
     order = TrialOrder.from_json(json.loads(sys.stdin.buffer.readline()))
     exit_with_parent(signal.SIGINT)  # live episodes are aborted on exit
     try:
-        with run_lock(Path(order.run)):
+        with Path(order.run, "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # one process per run; another may just be ending
             asyncio.run(carry_out(order))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -10,8 +10,8 @@ import pytest
 
 from agentjet.research.campaign import edits
 from agentjet.research.campaign.strategist import facts_of, signs, table, unseen_fields
+from agentjet.research.diagnosis import SignRule
 from agentjet.research.models import Outcome, Transcript
-from agentjet.research.signs import SignRule
 
 SUBJECT = 'agent = "agent.py:agent"\ntasks = "tasks.jsonl"\nevaluator = "judge.py:score"\n\n[settings]\n'
 

@@ -12,7 +12,7 @@ import typer
 
 from agentjet.cli import Json
 from agentjet.cli.research import campaign, study
-from agentjet.cli.research.study import Local, new
+from agentjet.cli.research.study import AdminTokenFiles, Local, Servers, new
 from agentjet.errors import ConfigError
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
@@ -20,35 +20,20 @@ NOTEBOOK = "notebook.sqlite"
 """File that makes a folder that of a campaign."""
 
 
-def run(
-    folder: Folder,
-    local: Local = 2,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."
-        ),
-    ] = None,
-    admin_token_file: Annotated[
-        list[Path] | None,
-        typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
-    ] = None,
-) -> None:
+def run(folder: Folder, local: Local = 2, server: Servers = None, admin_token_file: AdminTokenFiles = None) -> None:
     """Run a study, or continue one that was interrupted or killed. Ctrl-C stops it; the same command continues.
 
     Servers are started on this machine, one per trial; or each trial is a run on a server of --server, beside others.
     At the end the report is in the folder.
     """
-    from agentjet.cli.research.execution import carry_out, local_slots, shared_slots
+    from agentjet.cli.research.execution import carry_out, slots_of
     from agentjet.research.journal import StudyFolder
     from agentjet.research.servers import check_arms
 
-    shared = shared_slots(server or [], admin_token_file or [])
-    if shared:
+    slots = slots_of(server, admin_token_file, local)
+    if server:
         check_arms(StudyFolder(folder).study())
-    for slot in shared:
-        slot.check()
-    carry_out(folder, shared or local_slots(local))
+    carry_out(folder, slots)
 
 
 def status(folder: Folder, as_json: Json = False) -> None:

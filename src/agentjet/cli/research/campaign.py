@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentjet.cli import example, load_example
-from agentjet.cli.research.study import Local, check_model
+from agentjet.cli.research.study import AdminTokenFiles, Local, Servers, check_model
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs wit
 EDITED = "files changed"
 """Name of the entry about an edited file of the subject, which is not a result."""
 Folder = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
-Servers = Annotated[
-    list[str] | None,
-    typer.Option("--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."),
-]
-AdminTokenFiles = Annotated[
-    list[Path] | None,
-    typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
-]
 Llm = Annotated[
     str | None,
     typer.Option(
@@ -80,6 +72,7 @@ def start(
     The folder of subject.toml is copied. Observations, tries and results are in the campaign's notebook. At the end
     the report is in the folder.
     """
+    from agentjet.cli.research.execution import slots_of
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.checks import check_title
     from agentjet.research.campaign.models import Budget
@@ -97,7 +90,7 @@ def start(
             "or cannot go on, start with another --out"
         )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
-    slots = slots_of(server or [], admin_token_file or [], local)
+    slots = slots_of(server, admin_token_file, local)
     check_model(resolved(read_subject(subject), subject.parent.absolute()).model, f"{subject}: model =")
     make_folder(out)
     if any(out.iterdir()) and not (out / "source.json").exists():
@@ -120,12 +113,14 @@ def resume(
     agent_env: AgentEnv = None,
 ) -> None:
     """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
+    from agentjet.cli.research.execution import slots_of
+
     if not (folder / "notebook.sqlite").exists():
         raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
     if not (folder / "source.json").exists():
         raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
     proposers = proposers_of(folder, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
-    conduct(folder, slots_of(server or [], admin_token_file or [], local), proposers)
+    conduct(folder, slots_of(server, admin_token_file, local), proposers)
 
 
 def conduct(
@@ -287,16 +282,6 @@ def report_of(folder: Path) -> list[Path]:
     from agentjet.research.campaign.report import build
 
     return build(folder)
-
-
-def slots_of(urls: list[str], admin_token_files: list[Path], local: int) -> list[ServerSlot]:
-    """The servers that the options name, or those to start on this machine. Raises `ConfigError`."""
-    from agentjet.cli.research.execution import local_slots, shared_slots
-
-    shared = shared_slots(urls, admin_token_files)
-    for slot in shared:
-        slot.check()
-    return [*shared] or [*local_slots(local)]
 
 
 def proposers_of(

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
 import typer
 
-from agentjet.cli.research.study import plain, seconds_at_work, summary
+from agentjet.cli.research.study import plain, summary
 from agentjet.cli.serve import STOP_SECONDS, ChildServer, ServerEnded
 from agentjet.client.threads import raise_on_signals
 from agentjet.errors import ConfigError
@@ -26,18 +25,21 @@ from agentjet.research.models import Finding, Outcome
 from agentjet.research.records import Setting, shortened
 from agentjet.research.report import build
 from agentjet.research.scheduler import conduct
-from agentjet.research.servers import Address, ServerUnavailable, SharedServerSlot, check_not_stopping
+from agentjet.research.servers import (
+    Address,
+    RunningServer,
+    ServerSlot,
+    ServerUnavailable,
+    SharedServerSlot,
+    check_not_stopping,
+)
 from agentjet.research.swarm_runner import SwarmRunner
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
-if TYPE_CHECKING:
-    from agentjet.research.servers import ServerSlot
 
-
-def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
+def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
     """Runs a study from the plan to the report. Raises `ConfigError`."""
-
-    files = StudyFolder(folder)
+    files, again = StudyFolder(folder), f"agentjet research run {shlex.quote(str(folder))}"
     study = files.study()
     if study.subject is None:
         raise ConfigError(f"{folder}: the study names no subject to train; plan it with --agent")
@@ -45,57 +47,41 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> list[Finding]:
     try:
         with (
             raise_on_signals(),
-            on_disk(folder),
             StudyLog(files.journal) as journal,
             SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
         ):
-            journal.notify = ConsoleLog(typer.echo, journal, folder)
-            findings, _ = conduct(study, journal, runner)
+            journal.notify = console(typer.echo, journal)
+            conduct(study, journal, runner)
+        report = build(journal, folder)
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; continue with: agentjet research run {shlex.quote(str(folder))}", err=True)
+        typer.echo(f"interrupted; continue with: {again}", err=True)
         raise typer.Exit(130) from None
     except ServerUnavailable as gone:
-        again = f"agentjet research run {shlex.quote(str(folder))}"
         raise ConfigError(f"{gone}. No trial was lost. Continue with: {again}") from None
-    with on_disk(folder):
-        report = build(journal, folder)
-    typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
-    return findings
-
-
-@contextmanager
-def on_disk(folder: Path) -> Iterator[None]:
-    """Raises `ConfigError` if a file is unavailable, because the disk is full or the folder was moved."""
-
-    try:
-        yield
     except OSError as error:
         raise ConfigError(
             f"{error.filename or folder}: {error.strerror}. The journal is intact: free disk space, or restore the "
-            f"study's folder, and continue with: agentjet research run {shlex.quote(str(folder))}"
+            f"study's folder, and continue with: {again}"
         ) from error
+    typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
 
 
 SHOWN = ("rungs", "setting of ", "frozen")
 """Beginnings of names of decisions that are printed."""
 
 
-class ConsoleLog:
-    """Prints the new entries of a study's journal, and after each outcome the budget and the time that are left.
+def console(tell: Callable[[str], None], log: StudyLog) -> Callable[[Entry], None]:
+    """Prints new entries, and after each outcome the budget and the time that are left: the `notify` of a journal."""
 
-    Use it as the journal's `notify`.
-    """
+    def notify(entry: Entry) -> None:
+        if line := entry_message(log, entry):
+            tell(line)
+        if entry.kind == "outcome":
+            found = summary(log)
+            left = f"; left: {found['time left']}" if "time left" in found else ""
+            tell(f"spent {found['spent']:g} of {found['budget']:g} full runs{left}")
 
-    def __init__(self, tell: Callable[[str], None], log: StudyLog, folder: Path | None = None) -> None:
-        """`folder` is that of a study that runs trials."""
-        self._tell, self._log, self._folder = tell, log, folder
-
-    def __call__(self, entry: Entry) -> None:
-        line = entry_message(self._log, entry)
-        if line:
-            self._tell(line)
-        if entry.kind == "outcome" and self._folder is not None and self._log.study is not None:
-            self._tell(spent_message(self._log, self._folder))
+    return notify
 
 
 def entry_message(log: StudyLog, entry: Entry) -> str:
@@ -113,14 +99,6 @@ def entry_message(log: StudyLog, entry: Entry) -> str:
         case "diagnosis":
             return f"diagnosed: {trial_name(log, body['trial'])}: {body['cause'].replace('_', ' ')}: {body['seen']}"
     return ""
-
-
-def spent_message(log: StudyLog, folder: Path) -> str:
-    """The budget that is spent, and the time that the rest takes at most."""
-    assert log.study is not None
-    found = summary(log, seconds_at_work(folder))
-    left = f"; left: {found['time left']}" if "time left" in found else ""
-    return f"spent {found['spent']:g} of {found['budget']:g} full runs{left}"
 
 
 def outcome_message(log: StudyLog, outcome: Outcome) -> str:
@@ -157,29 +135,22 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 # ---- servers --------------------------------------------------------------------------------------------------------
 
 
-def shared_slots(urls: list[str], token_files: list[Path]) -> list[SharedServerSlot]:
-    """The servers of `--server`. Raises `ConfigError`."""
+def slots_of(urls: list[str] | None, token_files: list[Path] | None, local: int) -> Sequence[ServerSlot]:
+    """The servers of `--server`, which must answer; or those to start on this machine. Raises `ConfigError`."""
+    urls, token_files = urls or [], token_files or []
     if len(urls) != len(token_files):
         raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
     try:
         tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
     except OSError as error:
         raise ConfigError(f"--admin-token-file {error.filename}: {error.strerror}") from None
-    return [SharedServerSlot(url, token, typer.echo) for url, token in zip(urls, tokens, strict=True)]
+    shared = [SharedServerSlot(url, token, typer.echo) for url, token in zip(urls, tokens, strict=True)]
+    for slot in shared:
+        slot.check()
+    return shared or local_slots(local)
 
 
 POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class LocalServer:
-    """A child process and its address."""
-
-    server: ChildServer
-    address: Address
-
-    def check(self) -> None:
-        self.server.check()
 
 
 @dataclass(frozen=True)
@@ -195,14 +166,15 @@ class LocalServerSlot:
         return f"local server {self.number}"
 
     @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LocalServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
         data_dir = run / "server"
         wait_until_free(data_dir, stopping)
         chosen = {"model.threads": self.threads, "job.keep_checkpoints": 1, **settings}
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
         with ChildServer(None, overrides, data_dir, is_one_of_many=True) as server:
             server.connect(lambda: check_not_stopping(stopping)).close()
-            yield LocalServer(server, Address(server.url, (data_dir / "token").read_text(encoding="utf-8").strip()))
+            token = (data_dir / "token").read_text(encoding="utf-8").strip()
+            yield RunningServer(Address(server.url, token), server.check)
 
     def check(self) -> None:
         """Does nothing: each trial starts a new server."""

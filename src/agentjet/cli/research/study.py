@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli import Json
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from agentjet.research.subject import Subject
 
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study.")]
 Local = Annotated[int, typer.Option("--local", min=1, help="Servers to start on this machine, side by side.")]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option("--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."),
+]
+AdminTokenFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
+]
 
 
 def new(
@@ -69,16 +76,9 @@ def new(
             floor=floor,
         )
     )
-    made = plan(
-        topic,
-        budget=budget,
-        subject=subject,
-        space=read_space(space),
-        folder=space.parent,
-        seed=seed,
-    )
-    page = plan_page(made)
-    files.write(made.study, page)
+    study = plan(topic, budget=budget, subject=subject, space=read_space(space), folder=space.parent, seed=seed)
+    page = plan_page(study)
+    files.write(study, page)
     typer.echo(page)
     typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {shlex.quote(str(out))}")
 
@@ -125,21 +125,17 @@ def overrides_of(overrides: list[str]) -> dict[str, Any]:
 # ---- status and report ----------------------------------------------------------------------------------------------
 
 
-def status(folder: Folder, as_json: Json = False) -> None:
-    """Show the progress of a study, its spending and its findings so far."""
+def status(folder: Path, as_json: bool) -> None:
+    """Prints the progress of a study, its spending and its findings so far."""
     from agentjet.research.journal import StudyFolder
 
     files = StudyFolder(folder)
     study, log = files.study(), files.log()
-    found = summary(log, seconds_at_work(folder))
+    found = summary(log)
     if as_json:
         typer.echo(json.dumps({"study": study.id, "topic": study.topic, **found}, indent=2))
         return
     typer.echo(f"{study.topic}  (study {study.id})")
-    print_summary(found)
-
-
-def print_summary(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name != "findings":
             typer.echo(f"{name:12} {plain(value)}")
@@ -150,49 +146,35 @@ def print_summary(found: dict[str, Any]) -> None:
 def plain(content: object) -> str:
     """Formats journal content as text. Nested mappings are listed with their names."""
     if isinstance(content, Mapping):
-        known = {name: value for name, value in content.items() if value not in ("", {})}
-        return "; ".join(
-            f"{name}: {', '.join(f'{key} = {plain(inner)}' for key, inner in value.items())}"
-            if isinstance(value, Mapping)
-            else f"{name} = {plain(value)}"
-            for name, value in known.items()
-        )
+        nested = any(isinstance(value, Mapping) for value in content.values())
+        parts = [f"{name}{': ' if nested else ' = '}{plain(value)}" for name, value in content.items()]
+        return ("; " if nested else ", ").join(parts)
     if isinstance(content, list | tuple):
         return ", ".join(map(plain, content))
     return f"{content:.4g}" if isinstance(content, float) else str(content)
 
 
-def seconds_at_work(folder: Path) -> float:
-    """Seconds from the first launch to the newest outcome, from the times of the runner's files; 0 without any."""
-    launches = folder / "launches"
-    begun = [path.stat().st_mtime for path in launches.glob("*/trial.json")]
-    ended = [path.stat().st_mtime for path in launches.glob("*/outcome.json")]
-    return max(ended) - min(begun) if begun and ended else 0.0
-
-
-def time_left(seconds: float, spent: float, left: float) -> str:
+def time_left(log: StudyLog, spent: float, left: float) -> str:
     """Time for `left` full runs at the pace of the `spent` ones; empty before the first outcome."""
-    if not (seconds and spent):
+    launches, ends = log.of("intent"), log.of("outcome")
+    if not (ends and spent):
         return ""
-    minutes = round(left * seconds / spent / 60)
+    minutes = round(left * (ends[-1].at - launches[0].at) / spent / 60)
     return f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
 
 
-def summary(log: StudyLog, seconds: float = 0.0) -> dict[str, Any]:
-    """Summary for `status --json`. `seconds` is the time that the study has run."""
+def summary(log: StudyLog) -> dict[str, Any]:
+    """Summary for `status --json`."""
     from agentjet.research.report.view import StudyView
 
     if log.study is None:
         return {"stage": "planned"}
     view = StudyView(log)
-    ends: dict[str, int] = {}
-    for launched in view.launched:
-        ends[launched.end] = ends.get(launched.end, 0) + 1
     finished = view.stage == "finished"
-    left = "" if finished else time_left(seconds, view.spent, log.study.budget - view.spent)
+    left = "" if finished else time_left(log, view.spent, log.study.budget - view.spent)
     return {
         "stage": view.stage,
-        "trials": ends,
+        "trials": dict(Counter(launched.end for launched in view.launched)),
         "spent": round(view.spent, 2),
         "running": round(view.spending.total - view.spent, 2),
         "budget": log.study.budget,
@@ -203,13 +185,8 @@ def summary(log: StudyLog, seconds: float = 0.0) -> dict[str, Any]:
     }
 
 
-def report(
-    folder: Folder,
-    check: Annotated[
-        Path | None, typer.Option(help="Check this report against the journal instead of writing one.")
-    ] = None,
-) -> None:
-    """Write report.html, report.md and facts.json from a study's journal, finished or not."""
+def report(folder: Path, check: Path | None) -> None:
+    """Writes report.html, report.md and facts.json from a study's journal, finished or not; or checks one of them."""
     from agentjet.research.journal import StudyFolder
     from agentjet.research.report import build
     from agentjet.research.report import check as compared

@@ -18,8 +18,8 @@ from agentjet.research.campaign.runs import volume
 from agentjet.research.campaign.strategist import WORTH, table
 from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.report.document import files_of, number, write_files
+from agentjet.research.report.facts import SIMULATED
 from agentjet.research.report.figures import curves, effects
-from agentjet.research.report.limits import SIMULATED
 
 KNOWN_AS = {
     "llm": "a language model or the record of one (llm)",

@@ -27,10 +27,10 @@ from agentjet.research.campaign.models import (
     Sign,
     View,
 )
+from agentjet.research.diagnosis import SignRule, toml_of
 from agentjet.research.models import Outcome
 from agentjet.research.records import Value
-from agentjet.research.run_signals import Signals
-from agentjet.research.signs import SignRule, toml_of
+from agentjet.research.run_record import Signals
 
 WORTH = 0.03
 """Least expected gain of a remedy that is tried: prior times the effect that is left, in units of the score."""

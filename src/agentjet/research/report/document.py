@@ -19,10 +19,11 @@ from markdown_it import MarkdownIt
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog, write_whole
-from agentjet.research.plan import Plan
+from agentjet.research.models import Study
 from agentjet.research.report.facts import Facts, gather
 from agentjet.research.report.figures import curves, effects
 from agentjet.research.report.view import StudyView
+from agentjet.research.scheduler import estimate_cost
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKUP = re.compile(r"([\\`*<>|\[\]#&]|(?<!\w)_|_(?!\w))")
@@ -130,11 +131,11 @@ def render(log: StudyLog) -> dict[str, str]:
     return files_of("study.md.jinja", facts, drawings)
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(study: Study) -> str:
     """The page of a study before its data."""
     log = StudyLog()
-    log.open_study(plan.study)
-    return markdown("study.md.jinja", {**gather(StudyView(log)), "made": plan, "figures": {}})
+    log.open_study(study)
+    return markdown("study.md.jinja", {**gather(StudyView(log)), "cost": estimate_cost(study), "figures": {}})
 
 
 def build(log: StudyLog, out: Path) -> Path:

@@ -1,9 +1,14 @@
-"""The facts of a study: one JSON object from its journal, for its report, for the page and for `facts.json`."""
+"""The facts of a study: one JSON object from its journal, for its report, for the page and for `facts.json`.
+
+Among them are sentences that qualify the findings: deviations from the plan, and limitations by rules.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,25 +16,36 @@ import numpy as np
 from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis
 from agentjet.research.records import Setting, Value
-from agentjet.research.report.limits import SIMULATED, deviations, limitations
 from agentjet.research.report.view import Launched, StudyView
+from agentjet.research.run_record import MANY_FAILED, held_out_counts
 from agentjet.research.statistics import largest_unseen_rate
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
 """Causes after which a run shows nothing about its setting."""
+MANY_SEEDS = 20
+"""From this number of seeds per arm, a normal mean needs no warning."""
+UNEQUAL = 3.0
+"""Ratio of deviations of two arms that strains the approximation of the boundary (see docs/research.md)."""
+FIFTH = 0.2
+"""Share of the spread between seeds. With a smaller effect of interest, wrong verdicts are more frequent than alpha."""
+SIMULATED = {"alpha": 0.05, "claims": 10, "even": 0.06, "uneven": 0.1, "fine": 0.16, "share": FIFTH}
+"""Chances of any wrong verdict: the largest that `python -m bench.error_rates` finds for this alpha and up to so many
+claims. `even` and `uneven` spreads have an effect of interest of at least `share` of the spread, `fine` has less.
+"""
 Facts = dict[str, Any]
 
 
 def gather(view: StudyView) -> Facts:
     """All facts of a study. Numbers are not rounded."""
     study = view.study
+    arms = [arm_facts(arm, view) for arm in study.arms]
     return {
         "study": study.to_json() | {"id": study.id, "subject": study.subject and study.subject.to_json()},
         "stage": view.stage,
         "num_entries": len(view.log.entries),
         "num_unended": sum(one.outcome is None for one in view.launched),
         "findings": [finding_facts(f"F{n}", hypothesis, view) for n, hypothesis in enumerate(study.hypotheses, 1)],
-        "arms": [arm_facts(arm, view) for arm in study.arms],
+        "arms": arms,
         "trials": [trial_facts(one) for one in view.launched],
         "evaluation_steps": evaluation_steps(view),
         "ledger": {
@@ -40,8 +56,8 @@ def gather(view: StudyView) -> Facts:
             "for_exploring": view.spending.for_exploring,
         },
         "diagnoses": diagnosis_facts(view),
-        "deviations": list(deviations(view)),
-        "limitations": list(limitations(view)),
+        "deviations": list(deviations(view, arms)),
+        "limitations": list(limitations(view, arms)),
         "simulated": SIMULATED,
     }
 
@@ -146,3 +162,99 @@ def diagnosis_facts(view: StudyView) -> list[Facts]:
             group = alike.setdefault((one.trial.arm, found.cause), new | {"meaning": found.meaning, "numbers": numbers})
             group["trials"].append(one.name)
     return list(alike.values())
+
+
+# ---- sentences ------------------------------------------------------------------------------------------------------
+
+
+def deviations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
+    """Where the study was not conducted as declared."""
+    kept = view.log.decisions.get("rungs")
+    for rung in [rung for rung in view.study.rungs if isinstance(kept, list) and rung not in kept]:
+        yield (
+            f"Tuning did not drop settings at {rung:.0%} of a run, because the early ranks of the arm that was tuned "
+            "first did not predict the final ones."
+        )
+    again = [one for one in view.launched if one.attempts > 1]
+    if again:
+        more = sum(one.attempts - 1 for one in again)
+        yield (
+            f"{len(again)} trials were lost by the infrastructure and launched again with their seed, in {more} more "
+            f"launches. They cost {view.spending.repeated:g} full runs and are not evidence."
+        )
+    for arm in arms:
+        if arm["lost"]:
+            yield (
+                f"{arm['lost']} of {len(arm['runs'])} confirming trials of “{arm['name']}” were lost for all attempts, "
+                "so its scores lack them. If losses depend on how the trials ran, the remaining scores flatter the arm."
+            )
+    if view.stage != "finished":
+        yield "The study is not finished."
+
+
+def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
+    study, spreads = view.study, {arm["name"]: arm["deviation"] or 0.0 for arm in arms}
+    yield (
+        "The findings are for this metric, this base and this evaluator. Other tasks, models and lengths were not run."
+    )
+    if any(found.estimate is not None and found.seeds < MANY_SEEDS for found in view.findings.values()):
+        yield "With so few seeds the intervals assume about normal scores, which the data cannot show."
+    yield from tuning_limits(view)
+    for hypothesis in study.hypotheses:
+        of_claim = {name: spreads[name] for name in (hypothesis.arm, hypothesis.against)}
+        yield from spread_limits(of_claim, study.sesoi)
+    for arm in study.arms:
+        plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
+        if plays.failed:
+            many = (
+                " That is so many that the scores may come from a selection: give failing episodes a reward, and plan "
+                "a new study."
+            )
+            yield (
+                f"{plays.failed} of {plays.num} held-out episodes of “{arm.name}” failed ({plays.share:.1%}). Each was "
+                f"repeated, so its scores are of episodes that did not fail.{many if plays.share > MANY_FAILED else ''}"
+            )
+    trials = [one for one in view.launched if one.trial.phase == "confirm"]
+    ill = sum(one.trial.id in view.log.diagnoses for one in trials)
+    if ill:
+        yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
+    if not study.evaluator:
+        yield "The plan has no hash of the evaluator, so this report cannot show that it stayed the same."
+
+
+def tuning_limits(view: StudyView) -> Iterator[str]:
+    for arm in view.study.arms:
+        chosen = view.chosen.get(arm.name, {})
+        if not arm.nuisance:
+            yield f"“{arm.name}” was run at one setting, without tuning: its result may not hold at others."
+        for knob in arm.nuisance:
+            value, least, most = chosen.get(knob.name), min(knob.values), max(knob.values)
+            if least < most and value in (least, most):
+                end = "smallest" if value == least else "largest"
+                yield f"“{arm.name}” was judged at {knob.name} = {value}, the {end} value that was tried."
+    for hypothesis in view.study.hypotheses:
+        arms = [view.study.arm(name) for name in (hypothesis.arm, hypothesis.against)]
+        a, b = (view.chosen.get(arm.name, {}) for arm in arms)
+        for knob in arms[0].nuisance:
+            if knob in arms[1].nuisance and knob.name in a and knob.name in b and a[knob.name] != b[knob.name]:
+                yield (
+                    f"“{arms[0].name}” was judged at {knob.name} = {a[knob.name]} and “{arms[1].name}” at "
+                    f"{b[knob.name]}: their difference includes that."
+                )
+
+
+def spread_limits(spreads: Mapping[str, float], sesoi: float) -> Iterator[str]:
+    """Spreads for which the chance of a wrong verdict is above the declared one."""
+    arm, against = spreads
+    wide, narrow = sorted(spreads, key=lambda name: -spreads[name])
+    if spreads[narrow] > 0 and spreads[wide] / spreads[narrow] >= UNEQUAL:
+        yield (
+            f"Scores of “{wide}” spread {spreads[wide] / spreads[narrow]:.1f} times as far as those of “{narrow}”, so "
+            "the chance of a wrong verdict is above the declared one."
+        )
+    between = math.hypot(*spreads.values()) / math.sqrt(2)
+    if sesoi < FIFTH * between:
+        yield (
+            f"The smallest effect of interest is {sesoi / between:.1%} of the spread between seeds of "
+            f"“{arm}” and “{against}”, less than {FIFTH:.0%}: the chance of a wrong verdict is above the declared one."
+        )

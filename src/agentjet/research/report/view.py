@@ -77,21 +77,13 @@ class StudyView:
     @cached_property
     def spending(self) -> Spending:
         """Spending at the launch of the last trial. Running trials are debited in full."""
-        return self._debited(self.launched)
+        return Spending(self.study, [(one.trial, one.attempts) for one in self.launched])
 
     @property
     def spent(self) -> float:
         """Full runs spent on ended trials."""
-        return self._debited([one for one in self.launched if one.outcome is not None]).total
-
-    def _debited(self, trials: list[Launched]) -> Spending:
-        spending = Spending(self.study)
-        for launched in trials:
-            spending.reserve([launched.trial])
-        for launched in trials:
-            for _ in range(launched.attempts - 1):
-                spending.repeat(launched.trial)
-        return spending
+        ended = [(one.trial, one.attempts) for one in self.launched if one.outcome is not None]
+        return Spending(self.study, ended).total
 
     def confirming(self, arm: str) -> list[Launched]:
         return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
