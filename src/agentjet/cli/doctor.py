@@ -184,7 +184,6 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
 def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Finding]:
     """The memory of one rank and one replica, or of the worker."""
     from agentjet.compute.cluster.memory import adapter_parameters, model_size
-    from agentjet.compute.cluster.weights import publishes_adapter
     from agentjet.errors import ConfigError
     from agentjet.gateway.first_weights import whole_model
 
