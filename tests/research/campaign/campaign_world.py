@@ -23,7 +23,7 @@ SICK: Mapping[str, Any] = {"job.max_tokens": 10, "job.optimizer.lr": 0.001, "job
 
 
 class Commits:
-    """`Subjects` whose only file has settings."""
+    """A `SubjectRepo` whose only file has settings."""
 
     def __init__(self, settings: Mapping[str, Any] = SICK) -> None:
         self._settings: dict[str, dict[str, Any]] = {}
@@ -129,13 +129,13 @@ class FormulaRunner:
 class FakeClock:
     """Time passes by sleeping, and a little by looking."""
 
-    time: float = 1_000.0
+    seconds: float = 1_000.0
     slept: list[float] = field(default_factory=list)
 
-    def now(self) -> float:
-        self.time += 1.0
-        return self.time
+    def time(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        self.time += seconds
+        self.seconds += seconds

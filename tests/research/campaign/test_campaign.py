@@ -14,10 +14,12 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.checks import OFFLINE
 from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
-from agentjet.research.campaign.notebook import Entry, Notebook
+from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
+from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome, Trial
+from bench.campaigning.hostile import as_proposed
 from bench.campaigning.storms import Doomed
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
@@ -172,7 +174,7 @@ def test_edited_files_are_noted(tmp_path: Path) -> None:
     commits = Commits()
     commits.changed = ["agent.py"]
     _, entries = campaign(tmp_path, FormulaRunner(commits))
-    assert "agent.py" in next(entry.content["meaning"] for entry in entries if entry.key == "files changed")
+    assert "agent.py" in next(entry.content["meaning"] for entry in entries if entry.kind == "edited")
 
 
 class Scripted:
@@ -200,6 +202,8 @@ HOSTILE: tuple[object, ...] = (
     {"name": "x", "kind": "reward", "patch": "--- a/judge.py\n+++ b/judge.py\n"},
     {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "the score is 0.987654"},
     {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "evidence": [999]},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "the score is 1e999"},
+    {"name": "x", "kind": "settings", "changes": {"job.group_size": 10**400, "job.batch_size": 1}},
     None,
     [[[[]]]],
 )
@@ -207,7 +211,7 @@ HOSTILE: tuple[object, ...] = (
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_proposals_are_refused_and_the_strategist_goes_on(tmp_path: Path, hostile: object) -> None:
-    done, entries = campaign(tmp_path, proposers=[Scripted(hostile)])
+    done, entries = campaign(tmp_path, proposers=[Scripted(as_proposed(hostile))])
     assert done["accepted"] == ["longer answers"]
     assert all(entry.content["origin"] == "strategist" for entry in entries if entry.kind == "hypothesis")
     assert "refused" in kinds(entries)
@@ -235,7 +239,7 @@ def test_a_day_has_a_digest(tmp_path: Path) -> None:
 
     class Slow(FormulaRunner):
         def collect(self, key: str) -> Any:
-            clock.time += 90_000
+            clock.seconds += 90_000
             return super().collect(key)
 
     runner = Slow(Commits())
@@ -244,7 +248,7 @@ def test_a_day_has_a_digest(tmp_path: Path) -> None:
     assert days and days == sorted(days)
 
 
-@pytest.mark.parametrize("number", [2, 3, 5, 9, 14])
+@pytest.mark.parametrize("number", [2, 3, 5, 9, 12])
 def test_killed_at_an_entry_it_ends_the_same(tmp_path: Path, number: int) -> None:
     quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
     for folder in (quiet, stormy):

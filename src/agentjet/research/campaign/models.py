@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
+from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome
 from agentjet.research.records import Record, Setting, refuse
 
@@ -55,16 +56,6 @@ class Intervention(Record):
 
 
 @dataclass(frozen=True)
-class Finish(Record):
-    """A proposer has nothing left to try."""
-
-    reason: str
-
-
-Proposal = Intervention | Finish
-
-
-@dataclass(frozen=True)
 class Sign(Record):
     """A cause that a run shows: see `remedies.toml`."""
 
@@ -100,72 +91,22 @@ class Budget(Record):
         raise AssertionError
 
 
-class Subjects(Protocol):
-    """The repository of the subject's commits: see `agentjet.research.campaign.subject_repo.SubjectRepo`."""
-
-    @property
-    def first(self) -> str:
-        """The commit of the subject as the user gave it."""
-        ...
-
-    def commit(self, base: str, intervention: Intervention) -> str:
-        """Makes the commit of an intervention on top of `base`. The same arguments give the same commit.
-
-        Raises `Refused` (`agentjet.research.models`) with the reason: it does not apply or import, changes nothing, or
-        touches the judge.
-        """
-        ...
-
-    def files(self, commit: str) -> Mapping[str, str]:
-        """Text files of the commit by path."""
-        ...
-
-    def judge_source(self) -> str:
-        """Source of the evaluator's file if it can be copied as a training reward, else ""."""
-        ...
-
-    def changed_outside(self) -> list[str]:
-        """Files of the user's folder that differ from the campaign's copy."""
-        ...
-
-
-class View(Protocol):
+@dataclass(frozen=True)
+class View:
     """The part of a campaign that a proposer may read. Nothing in it comes from held-out tasks."""
 
-    @property
-    def topic(self) -> str: ...
-    @property
-    def base(self) -> str:
-        """The commit that the next intervention changes."""
-        ...
-
-    @property
-    def observation(self) -> Outcome:
-        """The newest full run of the base."""
-        ...
-
-    @property
-    def observed(self) -> int:
-        """Number of that run's entry."""
-        ...
-
-    @property
-    def tried(self) -> Set[str]:
-        """Names of the interventions that were tried on this base."""
-        ...
-
-    @property
-    def notebook(self) -> Sequence[Any]:
-        """Entries so far: see `agentjet.research.campaign.notebook.Entry`."""
-        ...
-
-    def files(self) -> Mapping[str, str]:
-        """The base's text files by path, without the judge's held-out tasks."""
-        ...
-
-    def judge_source(self) -> str:
-        """Source of the evaluator, which an arm may copy as its training reward. Empty if it cannot be copied."""
-        ...
+    topic: str
+    observation: Outcome
+    """The newest full run of the commit that the next intervention changes."""
+    observed: int
+    """Number of that run's entry."""
+    tried: Set[str]
+    """Names of the interventions that were tried on this commit."""
+    notebook: Sequence[Entry]
+    files: Mapping[str, str]
+    """The commit's text files by path, without the judge's held-out tasks."""
+    judge_source: str
+    """Source of the evaluator, which an arm may copy as its training reward."""
 
 
 class Proposer(Protocol):
@@ -173,10 +114,11 @@ class Proposer(Protocol):
 
     name: str
 
-    def propose(self, view: View, most: int) -> Sequence[Proposal | Any]:
+    def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Returns at most `most` proposals, the most promising first. The campaign checks each.
 
-        An unusable answer is returned as text; the campaign records it as refused. Raises `ProposerAway`.
+        An unusable answer is returned as text with the reason; the campaign records it as refused. Raises
+        `ProposerAway`.
         """
         ...
 
