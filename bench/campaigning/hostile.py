@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.checks import check_evidence, check_settings
-from agentjet.research.campaign.models import Intervention, ProposerAway, View
+from agentjet.research.campaign.models import Intervention, ProposerAway, View, check_evidence, check_settings
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Refused
 from bench.campaigning.planted import Planted

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.checks import OFFLINE
+from agentjet.research.campaign.campaign import OFFLINE, Campaign, Question
 from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.runs import OBSERVING

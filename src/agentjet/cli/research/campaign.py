@@ -80,7 +80,7 @@ def start(
     """
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.models import Budget
-    from agentjet.research.campaign.subject_file import read_subject, resolved
+    from agentjet.research.campaign.subject_file import read_subject
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import StudyFolder
 
@@ -94,7 +94,7 @@ def start(
         )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server or [], admin_token_file or [], local)
-    check_model(resolved(read_subject(subject), subject.parent.absolute()).model, f"{subject}: model =")
+    check_model(read_subject(subject).model, f"{subject}: model =")
     StudyFolder(out).make()
     if any(out.iterdir()) and not (out / "source.json").exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")

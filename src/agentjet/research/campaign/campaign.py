@@ -11,6 +11,7 @@ another. A study always compares with the base.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -19,8 +20,15 @@ from math import inf
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.checks import OFFLINE, as_text, check_evidence, check_settings
-from agentjet.research.campaign.models import Budget, Intervention, Proposer, ProposerAway, View
+from agentjet.research.campaign.models import (
+    Budget,
+    Intervention,
+    Proposer,
+    ProposerAway,
+    View,
+    check_evidence,
+    check_settings,
+)
 from agentjet.research.campaign.notebook import Notebook, standing
 from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner, volume
 from agentjet.research.campaign.strategist import BROKEN, signs
@@ -51,6 +59,12 @@ ROUNDS = 12
 FAILURES = 2
 """Rounds after which an intervention that did not gain is not tried again."""
 DAY = 86400.0
+LONGEST_TEXT = 2_000
+"""Maximum characters that are stored of an answer or of a refused proposal."""
+OFFLINE = (
+    "Without a language model the topic is only the title. The campaign asks: what keeps this subject's score from "
+    "rising, and which change of its settings, agent, prompt, reward or tasks raises it?"
+)
 
 
 @dataclass(frozen=True)
@@ -244,9 +258,8 @@ class Campaign:
     def _screen(self, number: int, stand: Stand, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
         because = [candidate.entry for candidate in candidates]
-        affordable = int((self.runs.left() - self.question.study_cost) / 1.0)
-        if affordable < 1:
-            raise Ending("the budget that is left does not pay for another study")
+        self._check_budget(1)
+        affordable = int(self.runs.left() - self.question.study_cost)
         seed, alive = seed_of(self.question, 0), list(candidates)
         short: dict[str, float] = {}
         if len(alive) > 2 and affordable >= 2:
@@ -272,28 +285,26 @@ class Campaign:
         found.sort(key=lambda screened: -screened.gain)
         content = {
             "base": {"commit": stand.base.commit, "score": base},
-            "tip": stand.tip.commit,
             "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
             "full": [
                 {"name": each.candidate.intervention.name, "commit": each.seen.commit, "gain": each.gain}
                 for each in found
-            ],
-            "failed": [
-                {"name": each.intervention.name, "error": seen.run.note}
-                for each, seen in zip(alive, full, strict=False)
-                if seen.run.score is None
             ],
         }
         entries = [stand.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
         return found
 
+    def _check_budget(self, runs: int) -> None:
+        """Raises `Ending` if the budget does not pay for these full runs and a study after them."""
+        if self.runs.left() < runs + self.question.study_cost:
+            raise Ending("the budget that is left does not pay for another study")
+
     def _is_repeated(self, number: int, stand: Stand, found: Screened) -> bool:
         """True if the gain is clear, or comes again with a second seed: a study costs more than two runs."""
         if found.gain >= CLEAR * self.question.sesoi:
             return True
-        if self.runs.left() < self.question.study_cost + 2:
-            raise Ending("the budget that is left does not pay for another study")
+        self._check_budget(2)
         commits, seed = (stand.base.commit, found.seen.commit), seed_of(self.question, -1)
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
@@ -302,7 +313,6 @@ class Campaign:
         content = {
             "base": {"commit": stand.base.commit, "score": base.run.score},
             "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
-            "failed": [],
         }
         because = [found.seen.entry, base.entry, changed.entry]
         self.runs.note("screened", content, f"round {number} again {found.candidate.commit}", because)
@@ -310,8 +320,7 @@ class Campaign:
 
     def _confirm(self, number: int, stand: Stand, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
-        if self.runs.left() < self.question.study_cost:
-            raise Ending("the budget that is left does not pay for another study")
+        self._check_budget(0)
         name = found.candidate.intervention.name
         study = self._study(number, stand, found)
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
@@ -390,7 +399,6 @@ class Campaign:
             "question": stored(self.question.to_json()),
             "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
-            "proposers": [proposer.name for proposer in self.proposers],
             "limits": list(self.limits),
             "at": self.clock.time(),
         }
@@ -426,9 +434,14 @@ class Campaign:
             "base": stand.base.commit if stand else self.repo.first,
             "accepted": accepted,
             "score": stand.base.run.score if stand else None,
-            "signs": [sign.to_json() for sign in signs(stand.base.run)] if stand else [],
             "spent": self.runs.spent,
         }
+
+
+def as_text(content: object) -> str:
+    """Text for the notebook: valid Unicode of limited length."""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
 
 
 def seed_of(question: Question, number: int) -> int:

@@ -64,7 +64,7 @@ class CodingAgent:
             (folder / "work" / "subject").rename(folder / "b")
             patch = git(
                 folder, "diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b", codes=(0, 1)
-            )
+            ).decode("utf-8", "replace")
             if not patch:
                 return []
             try:
@@ -90,19 +90,18 @@ class CodingAgent:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            late = False
             try:
                 process.communicate(task.encode(), timeout=self.seconds)
+                how = f"ended with status {process.returncode}" if process.returncode else ""
             except subprocess.TimeoutExpired:
-                late = True
+                how = f"did not end within {self.seconds:g} s"
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and its children
                 process.wait()
             output.seek(0)
             end = shortened(output.read(1 << 20).decode("utf-8", "replace").strip(), 500)
-        if late or process.returncode:
-            how = f"did not end within {self.seconds:g} s" if late else f"ended with status {process.returncode}"
+        if how:
             raise ProposerAway(f"--agent-cli: {self.command[0]} {how}: {end}")
 
 

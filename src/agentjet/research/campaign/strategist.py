@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
@@ -88,12 +88,7 @@ def facts_of(run: Outcome) -> dict[str, float]:
     if "swapped" in run.facts:
         found["swapped_of_score"] = run.facts["swapped"] / max(run.score, 1e-9)
 
-    def early(name: str) -> float | None:
-        return third(run, name, 0)
-
-    def late(name: str) -> float | None:
-        return third(run, name, -1)
-
+    early, late = partial(third, run, 0), partial(third, run, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
         "reward_early": early("reward/mean"),
@@ -121,7 +116,7 @@ def facts_of(run: Outcome) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def third(run: Outcome, name: str, which: int) -> float | None:
+def third(run: Outcome, which: int, name: str) -> float | None:
     """Mean of a signal's first or last third."""
     values = Signals(run.signals)[name]
     part = values[: max(1, len(values) // 3)] if which == 0 else values[-max(1, len(values) // 3) :]

@@ -32,11 +32,12 @@ DEFAULTS = {"hidden": ["answer"], "concurrency": 16}
 
 
 def read_subject(path: Path) -> Subject:
-    """Raises `ConfigError`."""
+    """The subject of a file that a user wrote. Raises `ConfigError`."""
     try:
-        return parse_subject(path.read_text(encoding="utf-8"), str(path))
+        given = parse_subject(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--subject {path}: {getattr(error, 'strerror', error)}: give a subject.toml") from None
+    return resolved(given, path.parent.absolute())
 
 
 def parse_subject(text: str, name: str, error: type[AgentJetError] = ConfigError) -> Subject:

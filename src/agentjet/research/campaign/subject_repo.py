@@ -42,7 +42,6 @@ from agentjet.research.campaign.subject_file import (
     held_out_file,
     parse_subject,
     read_subject,
-    resolved,
     steps_as,
 )
 from agentjet.research.journal import write_whole
@@ -98,7 +97,7 @@ class SubjectRepo:
         Raises `ConfigError` for a subject that cannot run, with its first error.
         """
         if not (folder / "source.json").exists():
-            given = resolved(read_subject(subject), subject.parent.absolute())
+            given = read_subject(subject)
             check_settings(given.settings, ConfigError)
             contents = read_folder(subject.parent.absolute(), Path(given.model))
             held_out = held_out_file(given)
@@ -111,7 +110,7 @@ class SubjectRepo:
             git(folder / "subject", "commit", "--quiet", "--allow-empty", "--message", "the subject as given")
             source = {
                 "folder": str(subject.parent.absolute()),
-                "first": git(folder / "subject", "rev-parse", "HEAD").strip(),
+                "first": git(folder / "subject", "rev-parse", "HEAD").decode().strip(),
                 "files": {
                     name: hash_of({name: content}) for name, content in sorted(contents.items()) if name != SUBJECT
                 },
@@ -296,7 +295,7 @@ class SubjectRepo:
 
     def _files_of(self, tree: str) -> dict[str, bytes]:
         """The files of a commit or a tree by path. Raises `Refused` for a link."""
-        content = git_bytes(self.folder / "subject", "archive", "--format=tar", tree)
+        content = git(self.folder / "subject", "archive", "--format=tar", tree)
         found = {}
         with tarfile.open(fileobj=BytesIO(content)) as archive:
             for member in archive:
@@ -307,14 +306,10 @@ class SubjectRepo:
         return found
 
     def _git(self, *arguments: str, text: str = "", index: str = "") -> str:
-        return git(self.folder / "subject", *arguments, text=text, index=index)
+        return git(self.folder / "subject", *arguments, text=text, index=index).decode("utf-8", "replace")
 
 
-def git(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> str:
-    return git_bytes(folder, *arguments, text=text, index=index, codes=codes).decode("utf-8", "replace")
-
-
-def git_bytes(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> bytes:
+def git(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> bytes:
     """Output of a git command in a folder, without the user's settings and hooks. `index` replaces the file of the
     repository's index. Raises `ConfigError` for an exit code that is not in `codes`.
     """
@@ -333,7 +328,9 @@ def git_bytes(folder: Path, *arguments: str, text: str = "", index: str = "", co
 
 
 def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
-    """The user's files by path, without the model's. Raises `ConfigError` for a folder that is too large."""
+    """The user's files by path, without the model's. Raises `ConfigError` for a folder that is too large, and for text
+    that proposers could not read.
+    """
     found: dict[str, bytes] = {}
     size = 0
     for path in sorted(files_below(folder)):
@@ -345,18 +342,12 @@ def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
                 f"{folder}: more than {MAX_BYTES >> 20} MB, up to {path.name}: a campaign copies the subject's folder, "
                 "so keep only its agent, tasks and evaluator there"
             )
-        found[path.relative_to(folder).as_posix()] = path.read_bytes()
-        if path.suffix in TEXT:
-            check_text(path, found[path.relative_to(folder).as_posix()])
+        content = found[path.relative_to(folder).as_posix()] = path.read_bytes()
+        try:
+            content.decode("utf-8" if path.suffix in TEXT else "latin-1")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
     return found
-
-
-def check_text(path: Path, content: bytes) -> None:
-    """Raises `ConfigError` for a text file that proposers could not read."""
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
 
 
 def checked_judge(subject: Subject) -> set[tuple[str, str]]:
@@ -396,8 +387,9 @@ def check_file(path: str, content: bytes, is_new: bool) -> None:
     """Raises `Refused` for a file that an intervention must not add or change."""
     if any(part.startswith(".") for part in Path(path).parts):
         raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
-    if is_new:
-        check_new_name(path)
+    name = path.split("/")[0].removesuffix(".py")
+    if is_new and (name in sys.stdlib_module_names or (name.isidentifier() and is_installed(name))):
+        raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
     if len(content) > MAX_FILE:
         raise Refused(f"{path}: more than {MAX_FILE} bytes")
     if path.endswith(".py"):
@@ -405,13 +397,6 @@ def check_file(path: str, content: bytes, is_new: bool) -> None:
             compile(text_of(content) or "", path, "exec")
         except (SyntaxError, ValueError) as error:
             raise Refused(f"{path} line {getattr(error, 'lineno', '?')}: {one_line(error)}") from None
-
-
-def check_new_name(path: str) -> None:
-    """Raises `Refused` for a new file that would replace a module of Python or of an installed package."""
-    name = path.split("/")[0].removesuffix(".py")
-    if name in sys.stdlib_module_names or (name.isidentifier() and is_installed(name)):
-        raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
 
 
 def is_installed(name: str) -> bool:
