@@ -27,7 +27,6 @@ from agentjet.research.campaign.coding_agent import CodingAgent
 from agentjet.research.campaign.llm import (
     MAX_TURNS,
     REPAIRS,
-    TOOLS,
     Desk,
     Endpoint,
     LanguageModel,
@@ -121,7 +120,7 @@ def test_prose_is_sent_back_and_then_returned() -> None:
         ({**PROPOSED, "seeds": 10_000}, "unknown key"),
         ({**PROPOSED, "changes": {}}, "it changes nothing"),
         ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false"),
-        ({**PROPOSED, "why": "x" * 3000}, "a reason has more than"),
+        ({**PROPOSED, "why": "x" * 3000}, "string should have at most 2000 characters"),
         ({"score": 1.0}, "Intervention: "),
     ],
 )
@@ -227,12 +226,12 @@ def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "post", httpx.Client(transport=Wire(lambda request: response)).post)
     with pytest.raises(ProposerAway, match=message):
-        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], TOOLS)
+        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], [])
 
 
 def test_an_endpoint_that_is_away() -> None:
     with pytest.raises(ProposerAway, match=r"http://127\.0\.0\.1:9/v1: .*refused"):
-        Endpoint("http://127.0.0.1:9/v1", "m", "k").reply([{"role": "user", "content": "x"}], TOOLS)
+        Endpoint("http://127.0.0.1:9/v1", "m", "k").reply([{"role": "user", "content": "x"}], [])
 
 
 # ---- coding agents ---------------------------------------------------------------------------------------------------

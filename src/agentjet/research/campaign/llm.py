@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from pydantic import TypeAdapter
+
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.campaign.models import KINDS, Intervention, ProposerAway, View
+from agentjet.research.campaign.models import Intervention, ProposerAway, View
 from agentjet.research.campaign.strategist import facts_of
-from agentjet.research.records import Record, shortened
+from agentjet.research.records import Record, adapter, shortened
 
 MAX_TURNS = 40
 """Maximum answers of the model to one request for proposals."""
@@ -82,7 +84,7 @@ class LanguageModel:
             if time.monotonic() > deadline:
                 break
             try:
-                reply = self.model.reply(messages, TOOLS)
+                reply = self.model.reply(messages, desk.tools())
             except ProposerAway:
                 if desk.proposals:
                     return desk.proposals
@@ -116,43 +118,10 @@ def said(reply: Reply) -> Message:
 # ---- tools ----------------------------------------------------------------------------------------------------------
 
 
-def tool(name: str, description: str, required: Sequence[str] = (), /, **parameters: str) -> dict[str, Any]:
-    """The schema of a tool; parameters are `NAME="TYPE: description"`."""
-    properties = {}
-    for key, text in parameters.items():
-        kind, _, meaning = text.partition(": ")
-        properties[key] = {"type": kind, "description": meaning}
-    schema = {"type": "object", "properties": properties, "required": [*required]}
-    return {"name": name, "description": description, "parameters": schema}
-
-
-TOOLS = [
-    tool(
-        "notebook", "Entries of the notebook, oldest first.", first="integer: first entry", last="integer: last entry"
-    ),
-    tool("files", "Names and sizes of the subject's files at the present base, and of the papers."),
-    tool(
-        "read", "A file of the subject, the evaluator (judge), or a paper.", ["name"], name="string: name of the file"
-    ),
-    tool(
-        "curves", "Signals of the newest run, a value a step.", name="string: a signal; empty: all names and the score"
-    ),
-    tool("transcripts", "Best, median and worst training episodes of the newest run."),
-    tool(
-        "propose",
-        "Proposes an intervention.",
-        ["name", "kind", "why", "predicts", "refutes"],
-        name="string: short name",
-        kind=f"string: one of {', '.join(KINDS)}",
-        changes='object: settings by dotted name, such as {"job.optimizer.lr": 1e-5}',
-        patch="string: a unified diff of the subject's files, with a/ and b/ prefixes",
-        why="string: reason in the evidence",
-        predicts="string: expected result",
-        refutes="string: result that would refute it",
-        evidence="array: numbers of the notebook's entries",
-    ),
-    tool("finish", "Ends the proposals.", ["reason"], reason="string: why nothing further is worth a try"),
-]
+TOOLS = ("notebook", "files", "read", "curves", "transcripts", "propose", "finish")
+"""Methods of `Desk` that a model may call. Their docstrings are what it reads about them."""
+REQUIRED = ("name", "kind", "why", "predicts", "refutes")
+"""Fields of a proposal that a model must give."""
 
 
 @dataclass
@@ -166,14 +135,22 @@ class Desk:
     finished: bool = False
     invalid: int = 0
 
+    def tools(self) -> list[Tool]:
+        schemas = {name: TypeAdapter(getattr(self, name)).json_schema() for name in TOOLS}
+        schemas["propose"] = adapter(Intervention).json_schema() | {"required": [*REQUIRED]}
+        return [
+            {"name": name, "description": getattr(self, name).__doc__, "parameters": schema}
+            for name, schema in schemas.items()
+        ]
+
     def use(self, call: ToolCall) -> str:
         """The result of a tool, or the reason why the call is invalid."""
         try:
             arguments = json.loads(call.arguments or "{}", parse_constant=str)
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are not an object")
-            if call.name not in (names := [one["name"] for one in TOOLS]):
-                raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(names)}")
+            if call.name not in TOOLS:
+                raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(TOOLS)}")
             result = getattr(self, call.name)(**arguments)
             return shortened(result if isinstance(result, str) else json.dumps(result, default=str), LONGEST_RESULT)
         except (ValueError, TypeError, RecursionError, ConfigError) as error:
@@ -184,14 +161,17 @@ class Desk:
             return f"invalid: {shortened(str(error))}"
 
     def notebook(self, first: int = 1, last: int = 1_000_000) -> object:
+        """Entries of the notebook by their numbers, oldest first."""
         listed = [entry for entry in self.view.notebook if int(first) <= entry.number <= int(last)]
         return [[e.number, e.kind, shortened(json.dumps(e.content, default=str), 1500)] for e in listed]
 
     def files(self) -> object:
+        """Names and sizes of the subject's files at the present base, and of the papers."""
         papers = [path.name for path in self._papers()]
         return {"subject": {name: len(text) for name, text in self.view.files.items()}, "papers": papers}
 
     def read(self, name: str) -> str:
+        """A file of the subject, the evaluator (judge), or a paper."""
         papers = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in self._papers()}
         files = {**papers, "judge": self.view.judge_source, **self.view.files}
         if name not in files:
@@ -199,22 +179,29 @@ class Desk:
         return files[name]
 
     def curves(self, name: str = "") -> object:
+        """A signal of the newest run, a value a step. Without a name: all names, the score and the facts."""
         run = self.view.observation
         if name:
             return run.signals.get(name) or f"there is no signal {name!r}; call curves without a name"
         return {"signals": sorted(run.signals), "curve": run.curve, "facts": facts_of(run), "by_task": run.by_task}
 
     def transcripts(self) -> object:
+        """Best, median and worst training episodes of the newest run."""
         return [one.to_json() for one in self.view.observation.transcripts]
 
     def propose(self, **fields: Any) -> str:
-        proposal = Intervention.from_json({"changes": {}, "patch": "", **fields})
+        """Proposes an intervention. `changes` are settings by dotted name, such as {"job.optimizer.lr": 1e-5}; `patch`
+        is a unified diff of the subject's files, with a/ and b/ prefixes; `why` is the reason in the evidence,
+        `predicts` the expected result, `refutes` a result that would refute it; `evidence` are numbers of entries.
+        """
+        proposal = Intervention.from_json(fields)
         if len(self.proposals) >= self.most:
             raise ValueError(f"{self.most} proposals are the most; call finish")
         self.proposals.append(proposal)
         return f"noted as proposal {len(self.proposals)} of at most {self.most}"
 
     def finish(self, reason: str) -> str:
+        """Ends the proposals, with the reason why nothing further is worth a try."""
         self.finished = True
         return "finished"
 

@@ -15,19 +15,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field
 
 from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome, Refused
 from agentjet.research.records import Record, Setting, Value, refuse
 
 Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", "tasks"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 LONGEST_NAME = 160
 MAX_BUDGET = 1_000_000
 """Maximum full runs or hours."""
-LONGEST_REASON = 2_000
 LONGEST_PATCH = 200_000
+Reason = Annotated[str, Field(max_length=2_000)]
 FIXED = ("job.seed", "job.max_steps", "job.keep_best")
 """Settings of the campaign itself."""
 LENGTH = ("job.batch_size", "job.group_size")
@@ -42,27 +43,21 @@ TRIVIAL = 3
 class Intervention(Record):
     """A change of the subject and why it is worth a try. Its arm is a commit."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
     kind: Kind
     changes: Setting = field(default_factory=dict)
     """Settings of `[settings]` in subject.toml, by dotted name."""
-    patch: str = ""
+    patch: Annotated[str, Field(max_length=LONGEST_PATCH)] = ""
     """A unified diff of the subject's folder; empty if only settings change."""
-    why: str = ""
-    predicts: str = ""
-    refutes: str = ""
+    why: Reason = ""
+    predicts: Reason = ""
+    refutes: Reason = ""
     """Result that would refute the hypothesis."""
     evidence: tuple[int, ...] = ()
     """Numbers of the notebook's entries that the reason refers to."""
 
     def __post_init__(self) -> None:
-        refuse(
-            not 1 <= len(self.name) <= LONGEST_NAME, f"name = {self.name[:80]!r}: give 1 to {LONGEST_NAME} characters"
-        )
         refuse(not self.changes and not self.patch, f"{self.name}: it changes nothing; give settings or a patch")
-        refuse(len(self.patch) > LONGEST_PATCH, f"{self.name}: the patch has more than {LONGEST_PATCH} characters")
-        reason = max(map(len, (self.why, self.predicts, self.refutes)))
-        refuse(reason > LONGEST_REASON, f"{self.name}: a reason has more than {LONGEST_REASON} characters")
 
 
 def check_settings(made: Intervention, settings: Mapping[str, Value]) -> None:

@@ -136,29 +136,30 @@ def subject(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+NO_RESULT = {
+    "verdict": "under way",
+    "accepted": False,
+    "meaning": "The study is under way",
+    "outcomes": {},
+    "spent": 0.0,
+}
+NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", "reason"))
+
+
 def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
-    """A study with its result; `learned` may be missing while it is conducted."""
-    known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
+    """A study with its hypothesis and its result; `learned` may be missing while it is conducted."""
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
+    known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
     learned = known.content if known else {}
-    finding = learned.get("finding", {})
+    found = {**asked, **NO_RESULT, **learned, **learned.get("finding", {})}
     return {
+        **found,
         "doubts": [*parts(asked["name"], entry, notebook), *(doubts(learned, entry, notebook) if learned else ())],
-        "name": asked["name"],
         "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
-        "predicts": asked["predicts"],
-        "refutes": asked["refutes"],
-        "changes": asked["changes"],
         "patch": shortened(asked["patch"], LONGEST_PATCH),
-        "commit": entry.content["commit"],
-        "verdict": finding.get("verdict", "under way"),
-        "accepted": learned.get("accepted", False),
-        "meaning": sentence(learned.get("meaning", "The study is under way")),
+        "meaning": sentence(found["meaning"]),
         "entry": (known or entry).number,
         "fixed": entry.number,
-        "outcomes": learned.get("outcomes", {}),
-        "spent": learned.get("spent", 0.0),
-        **{name: finding.get(name) for name in ("estimate", "low", "high", "confidence", "p_value", "reason")},
     }
 
 

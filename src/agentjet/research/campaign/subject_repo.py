@@ -31,7 +31,7 @@ from typing import Any
 
 from agentjet.client.agent_source import hash_of, one_line
 from agentjet.config import parse_config
-from agentjet.errors import AgentJetError, ConfigError
+from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
@@ -98,7 +98,7 @@ class SubjectRepo:
         """
         if not (folder / "source.json").exists():
             given = read_subject(subject)
-            check_settings(given.settings, ConfigError)
+            check_settings(given.settings)
             contents = read_folder(subject.parent.absolute(), Path(given.model))
             held_out = held_out_file(given)
             remove_parts(folder)  # left by a start that was killed
@@ -127,15 +127,18 @@ class SubjectRepo:
 
     def commit(self, base: str, intervention: Intervention) -> str:
         """Returns the commit of an intervention on top of `base`. Raises `Refused` with the reason."""
-        with TemporaryDirectory(dir=self.folder) as scratch:
-            index = f"{scratch}/index"
-            self._git("read-tree", base, index=index)
-            if intervention.patch:
-                self._apply(intervention.patch, index)
-            if intervention.changes:
-                self._change_settings(intervention.changes, index)
-            tree = self._git("write-tree", index=index).strip()
-        self._check_changes(base, tree)
+        try:
+            with TemporaryDirectory(dir=self.folder) as scratch:
+                index = f"{scratch}/index"
+                self._git("read-tree", base, index=index)
+                if intervention.patch:
+                    self._apply(intervention.patch, index)
+                if intervention.changes:
+                    self._change_settings(intervention.changes, index)
+                tree = self._git("write-tree", index=index).strip()
+            self._check_changes(base, tree)
+        except ConfigError as error:
+            raise Refused(str(error)) from None
         commit = self._git("commit-tree", tree, "-p", base, "-m", intervention.name).strip()
         accepted = f"refs/arms/{commit}"
         if not self._git("for-each-ref", accepted):
@@ -247,7 +250,7 @@ class SubjectRepo:
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
             if path in after:
                 check_file(path, after[path], is_new=path not in before)
-        given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT, error=Refused)
+        given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
         for key in (key for key in KEYS if key not in ARM_KEYS):
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
@@ -283,7 +286,7 @@ class SubjectRepo:
         raise Refused(f"the patch does not apply: {problem}")
 
     def _change_settings(self, changes: Mapping[str, Any], index: str) -> None:
-        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT, error=Refused)
+        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
         changed = flat_toml(replace(given, settings={**given.settings, **changes}))
         blob = self._git("hash-object", "-w", "--stdin", text=changed).strip()
         self._git("update-index", "--cacheinfo", f"100644,{blob},{SUBJECT}", index=index)
@@ -404,13 +407,13 @@ def is_installed(name: str) -> bool:
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
 
 
-def check_settings(settings: Mapping[str, Any], wrong: type[AgentJetError] = Refused) -> None:
-    """Raises `wrong` for settings that no server takes."""
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for settings that no server takes."""
     try:
         check_changes({name: value for name, value in settings.items() if name.startswith("model.name")})
         parse_config(dict(settings))
     except ConfigError as error:
-        raise wrong(f"[settings]: {error}") from None
+        raise ConfigError(f"[settings]: {error}") from None
 
 
 def file_of(named: str) -> str:
