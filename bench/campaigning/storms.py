@@ -160,9 +160,8 @@ def week(planted: Planted, seed: int = 0) -> tuple[bool, Mapping[str, Any]]:
                 finally:
                     for kind, count in {**runner.failures, "full notebook": notebook.full}.items():
                         happened[kind] = happened.get(kind, 0) + count
-                digests = len(notebook.of("digest"))
                 break
         spent = ended["spent"]["hours"]
-        facts = {**happened, "starts": starts, "hours": spent, "digests": digests, "accepted": ended["accepted"]}
+        facts = {**happened, "starts": starts, "hours": spent, "accepted": ended["accepted"]}
         troubled = all(happened[kind] for kind in ("reboot", "dead server", "full disk", "full notebook"))
         return spent <= WEEK / HOUR and bool(ended["accepted"]) and troubled, facts

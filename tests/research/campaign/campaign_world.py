@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from agentjet.research.campaign.models import Intervention
-from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.models import Outcome, Refused, Transcript, Trial
 from agentjet.research.records import canonical
 from agentjet.research.servers import ServerUnavailable
@@ -109,7 +108,7 @@ class FormulaRunner:
             "completed",
             score=score,
             curve=(0.1, score),
-            signals={**signals, **({} if trial.study == OBSERVING else {"batch/episodes": (8.0, 8.0)})},
+            signals=signals,
             settings={name: value for name, value in settings.items() if name.startswith("job.")},
             facts={name: value for name, value in found.items() if name in ("swapped", "rejected", "overpaid")},
             transcripts=(Transcript("best", {"ask": "x"}, ({"role": "user", "content": "x"},), 1.0),),

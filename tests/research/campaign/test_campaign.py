@@ -233,20 +233,6 @@ def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, caps
     assert {*capsys.readouterr().out.splitlines()} == {"asking model, which may take minutes"}
 
 
-def test_a_day_has_a_digest(tmp_path: Path) -> None:
-    clock = FakeClock()
-
-    class Slow(FormulaRunner):
-        def collect(self, key: str) -> Any:
-            clock.seconds += 90_000
-            return super().collect(key)
-
-    runner = Slow(Commits())
-    _, entries = campaign(tmp_path, runner, clock=clock)
-    days = [entry.content["day"] for entry in entries if entry.kind == "digest"]
-    assert days and days == sorted(days)
-
-
 @pytest.mark.parametrize("number", [2, 3, 5, 9, 12])
 def test_killed_at_an_entry_it_ends_the_same(tmp_path: Path, number: int) -> None:
     quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"

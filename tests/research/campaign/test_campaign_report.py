@@ -45,8 +45,7 @@ def test_the_report_of_a_mended_subject(tmp_path: Path) -> None:
         learned = notebook.of("learned")[0]
         assert f'<a href="#entry-{learned.number}">#{learned.number}</a>' in page
         assert f'<tr id="entry-{learned.number}">' in page
-        seeds = [scores for each in facts["claims"] for scores in each["outcomes"].values()]
-        assert facts["cost"]["episodes"] == 16 * sum(map(len, seeds))
+        assert facts["cost"]["runs"] == notebook.known("ended").content["spent"]["runs"]
         for claim in facts["claims"]:
             assert notebook.entries[claim["entry"] - 1].content["finding"]["estimate"] == claim["estimate"]
 

@@ -8,10 +8,10 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -192,31 +192,18 @@ def status(folder: Path, as_json: bool) -> None:
         found = standing(notebook)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
-    else:
-        show(found)
-
-
-def digest(
-    folder: Folder, day: Annotated[int, typer.Option(min=0, help="That of an earlier day; 0: now.")] = 0
-) -> None:
-    """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
-    from agentjet.research.campaign.notebook import Notebook, standing
-
-    if (folder / "study.json").exists():
-        raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
-    with Notebook(folder, writer=False) as notebook:
-        known = notebook.known(f"digest {day}")
-        if day and known is None:
-            days = ", ".join(str(entry.content["day"]) for entry in notebook.of("digest")) or "none"
-            raise ConfigError(f"--day {day}: there is no digest of that day; days with one: {days}")
-        show(known.content if known else standing(notebook))
-
-
-def show(standing: Mapping[str, Any]) -> None:
-    for name, value in standing.items():
+        return
+    for name, value in found.items():
         typer.echo(f"{name.capitalize()}:")
         for line in (value if isinstance(value, list) else [value]) or ["-"]:
             typer.echo(f"  {line}")
+
+
+def digest(folder: Folder) -> None:
+    """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
+    if (folder / "study.json").exists():
+        raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
+    status(folder, as_json=False)
 
 
 def slots_of(urls: list[str], admin_token_files: list[Path], local: int) -> list[ServerSlot]:

@@ -29,8 +29,8 @@ from agentjet.research.campaign.models import (
     check_evidence,
     check_settings,
 )
-from agentjet.research.campaign.notebook import Notebook, standing
-from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner, volume
+from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner
 from agentjet.research.campaign.strategist import BROKEN, signs
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import StudyLog, stored
@@ -58,7 +58,6 @@ DEPTH = 3
 ROUNDS = 12
 FAILURES = 2
 """Rounds after which an intervention that did not gain is not tried again."""
-DAY = 86400.0
 LONGEST_TEXT = 2_000
 """Maximum characters that are stored of an answer or of a refused proposal."""
 OFFLINE = (
@@ -164,7 +163,6 @@ class Campaign:
             stand = Stand(first, first)
             for number in range(1, ROUNDS + 1):
                 stand = self._round(number, stand)
-                self._digest()
             raise Ending(f"{ROUNDS} rounds are done")
         except Ending as ending:
             reason = str(ending)
@@ -336,7 +334,6 @@ class Campaign:
             self.runs.note("followed", follow, f"followed {study.id}", [learned.number])
         else:
             self.failures[name] = FAILURES
-        self._digest()
         return accepted
 
     def _study(self, number: int, stand: Stand, found: Screened) -> Study:
@@ -370,7 +367,6 @@ class Campaign:
             "outcomes": {arm.name: scores_of(launcher, arm.name) for arm in study.arms},
             "spent": launcher.spending.total,
             "hours": (self.runs.working_time() - begun) / 3600,
-            **volume(outcome.signals for found in launcher.log.outcomes.values() for outcome in found),
         }
 
     def _deeper(self, number: int, stand: Stand, screened: list[Screened]) -> Stand:
@@ -400,7 +396,6 @@ class Campaign:
             "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
             "limits": list(self.limits),
-            "at": self.clock.time(),
         }
         found = self.runs.note("started", content, "started").content
         for name in ("question", "first"):
@@ -416,16 +411,6 @@ class Campaign:
     def _note_refusal(self, key: str, asked: object, reason: str, entry: int) -> None:
         content = {"asked": as_text(asked), "reason": as_text(reason)}
         self.runs.note("refused", content, f"{key} refused", [entry])
-
-    def _digest(self) -> None:
-        """One entry for each day that has passed."""
-        started = self.notebook.entries[0].content["at"]
-        day = int((self.clock.time() - started) / DAY)
-        if day < 1 or self.notebook.known(f"digest {day}"):
-            return
-        self.runs.note(
-            "digest", {"day": day, **standing(self.notebook)}, f"digest {day}", [self.notebook.entries[-1].number]
-        )
 
     def _ending(self, reason: str | None, stand: Stand | None) -> dict[str, Any]:
         accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]

@@ -13,7 +13,6 @@ from typing import Any
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.notebook import NAME, Notebook, described, spending
-from agentjet.research.campaign.runs import volume
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.journal import Entry
@@ -109,7 +108,13 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
-        "cost": costs(notebook, observed) | {"untried": len(untried)},
+        "cost": {
+            **spending(notebook),
+            "observed": len(observed),
+            "hypotheses": len(notebook.of("hypothesis")),
+            "untried": len(untried),
+            "refused": len(notebook.of("refused")),
+        },
         "limits": [*LIMITS, *notes(notebook, first)],
         "following": following(claims, last, notebook),
         "level": next((each["confidence"] for each in claims if each["confidence"]), None),
@@ -267,23 +272,6 @@ def moment(title: str, entry: Entry) -> dict[str, Any]:
         for transcript in entry.content["outcome"]["transcripts"]
     ]
     return {"title": title, "entry": entry.number, "said": said}
-
-
-def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
-    """Spending of the whole campaign. A longer run continues the shorter one of its commit and seed."""
-    runs = {(one["trial"]["arm"], one["trial"]["seed"]): one["outcome"] for one in (e.content for e in observed)}
-    seen, learned = volume(run["signals"] for run in runs.values()), notebook.of("learned")
-    return {
-        **spending(notebook),
-        "observed": len(observed),
-        "with_studies": all("episodes" in entry.content for entry in learned),
-        "hypotheses": len(notebook.of("hypothesis")),
-        "refused": len(notebook.of("refused")),
-        **{
-            part: math.fsum([amount, *(entry.content.get(part, 0.0) for entry in learned)])
-            for part, amount in seen.items()
-        },
-    }
 
 
 def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebook) -> list[str]:

@@ -8,9 +8,8 @@ which passes them again, decides the same.
 from __future__ import annotations
 
 import errno
-import math
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -193,12 +192,3 @@ class Runs:
     def working_time(self) -> float:
         """Seconds, without waiting for servers and disks."""
         return self.clock.time() - self._waited
-
-
-def volume(signals: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """Training episodes and sampled tokens of runs, from their signals."""
-    found, names = [*signals], {"episodes": "batch/episodes", "tokens": "batch/sampled_tokens"}
-    return {
-        part: math.fsum(value for of_run in found for value in of_run.get(name, ()) if value is not None)
-        for part, name in names.items()
-    }

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentjet.client.agent_source import hash_of, one_line
+from agentjet.client.agent_source import hash_of
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
@@ -53,8 +53,6 @@ from agentjet.types import Task
 SUBJECT = "subject.toml"
 MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
-MAX_FILE = 1 << 20
-"""Maximum size of a file that an intervention changes."""
 TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
 """Suffixes of files that proposers read and change."""
 WHO = {
@@ -248,8 +246,11 @@ class SubjectRepo:
         for path in changed:
             if path in (file_of(first.evaluator), held_out_file(first)):
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
-            if path in after:
-                check_file(path, after[path], is_new=path not in before)
+            if path in after and any(part.startswith(".") for part in Path(path).parts):
+                raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
+            name = path.split("/")[0].removesuffix(".py")
+            if path not in before and (name in sys.stdlib_module_names or is_installed(name)):
+                raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
         for key in (key for key in KEYS if key not in ARM_KEYS):
             fixed, wanted = getattr(first, key), getattr(given, key)
@@ -386,24 +387,8 @@ def text_of(content: bytes) -> str | None:
         return None
 
 
-def check_file(path: str, content: bytes, is_new: bool) -> None:
-    """Raises `Refused` for a file that an intervention must not add or change."""
-    if any(part.startswith(".") for part in Path(path).parts):
-        raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
-    name = path.split("/")[0].removesuffix(".py")
-    if is_new and (name in sys.stdlib_module_names or (name.isidentifier() and is_installed(name))):
-        raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
-    if len(content) > MAX_FILE:
-        raise Refused(f"{path}: more than {MAX_FILE} bytes")
-    if path.endswith(".py"):
-        try:
-            compile(text_of(content) or "", path, "exec")
-        except (SyntaxError, ValueError) as error:
-            raise Refused(f"{path} line {getattr(error, 'lineno', '?')}: {one_line(error)}") from None
-
-
 def is_installed(name: str) -> bool:
-    spec = find_spec(name)
+    spec = find_spec(name) if name.isidentifier() else None
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
 
 
