@@ -137,9 +137,8 @@ class Campaign:
         `limits` are sentences about what this machine cannot guarantee.
         """
         self.question, self.notebook, self.repo = question, notebook, repo
-        self.runner, self.proposers, self.clock = runner, proposers, clock
-        self.limits, self._tell = limits, tell
-        self.runs = Runs(notebook, runner, question.budget, self.clock, tell)
+        self.runner, self.proposers, self.limits, self._tell = runner, proposers, limits, tell
+        self.runs = Runs(notebook, runner, question.budget, clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}

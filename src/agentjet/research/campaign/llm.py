@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import getdoc
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -139,7 +140,7 @@ class Desk:
         schemas = {name: TypeAdapter(getattr(self, name)).json_schema() for name in TOOLS}
         schemas["propose"] = adapter(Intervention).json_schema() | {"required": [*REQUIRED]}
         return [
-            {"name": name, "description": getattr(self, name).__doc__, "parameters": schema}
+            {"name": name, "description": getdoc(getattr(self, name)), "parameters": schema}
             for name, schema in schemas.items()
         ]
 

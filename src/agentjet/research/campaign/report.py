@@ -157,6 +157,7 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
     known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
     learned = known.content if known else {}
     found = {**asked, **NO_RESULT, **learned, **learned.get("finding", {})}
+    found.pop("finding", None)
     return {
         **found,
         "doubts": [*parts(asked["name"], entry, notebook), *(doubts(learned, entry, notebook) if learned else ())],
