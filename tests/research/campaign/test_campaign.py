@@ -222,6 +222,14 @@ def test_a_sound_proposal_is_tried(tmp_path: Path) -> None:
     assert done["accepted"][0] in ("thirty tokens", "longer answers")
 
 
+def test_a_patch_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    """The strategist's own patch may be too long, if it changes a large file of tasks."""
+    done, entries = campaign(tmp_path, proposers=[Scripted(Intervention("long", "tasks", patch="x" * 200_001))])
+    assert done["accepted"] == ["longer answers"]
+    reason = next(entry.content["reason"] for entry in entries if entry.kind == "refused")
+    assert "patch" in reason and "at most 200000 characters" in reason
+
+
 def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Away(Scripted):
         def propose(self, view: View, most: int) -> Sequence[object]:

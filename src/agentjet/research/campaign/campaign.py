@@ -221,9 +221,7 @@ class Campaign:
                 try:
                     if i >= most:
                         raise Refused(f"more than {most} proposals in a round")
-                    if isinstance(proposal, str):
-                        raise Refused(f"the answer cannot be used: {proposal}")
-                    made = Intervention.from_json(proposal)
+                    made = parsed(proposal)
                     if made.name in worn | tried:
                         raise Refused(f"{made.name!r} was tried; its result is in the notebook")
                     check_settings(made, stand.tip.run.settings)
@@ -420,6 +418,16 @@ class Campaign:
             "score": stand.base.run.score if stand else None,
             "spent": self.runs.spent,
         }
+
+
+def parsed(proposal: object) -> Intervention:
+    """A proposal of the notebook as an intervention. Raises `Refused`."""
+    if isinstance(proposal, str):
+        raise Refused(f"the answer cannot be used: {proposal}")
+    try:
+        return Intervention.from_json(proposal)
+    except ConfigError as error:
+        raise Refused(str(error)) from None
 
 
 def as_text(content: object) -> str:
