@@ -264,7 +264,8 @@ def test_a_command_writes_the_patch(tmp_path: Path) -> None:
 @fenced
 def test_a_command_without_a_usable_change(tmp_path: Path) -> None:
     assert not agent("", tmp_path).propose(VIEW, 3)
-    for code in ("os.symlink('/etc/passwd', 'subject/x')", "os.rename('subject', 'x'); os.symlink('x', 'subject')"):
+    gone = "os.rename('subject', 'x')"
+    for code in ("os.symlink('/etc/passwd', 'subject/x')", gone, f"{gone}; os.symlink('x', 'subject')"):
         [found] = agent(f"import os; {code}", tmp_path).propose(VIEW, 3)
         assert "not a regular file" in str(found)
 

@@ -116,12 +116,13 @@ def facts(view: View) -> dict[str, bytes]:
 
 
 def odd_file(folder: Path) -> str:
-    """Name of a link or a device in the files of a command, or "". Removes caches of Python."""
-    paths = [folder, *folder.rglob("*")]
-    for cache in paths:
-        if cache.name == "__pycache__":
-            shutil.rmtree(cache, ignore_errors=True)
-    return next((p.name for p in paths if p.is_symlink() or (p.exists() and not p.is_file() and not p.is_dir())), "")
+    """Name of a file that is missing, a link or a device, or "". Removes caches of Python."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return path.name
+    for cache in [*folder.rglob("__pycache__")]:
+        shutil.rmtree(cache, ignore_errors=True)
+    return ""
 
 
 def reasons(file: Path) -> dict[str, str]:
