@@ -36,9 +36,9 @@ def research(*arguments: object) -> str:
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
         (["--topic", " "], "--topic is empty: give the question"),
-        (["--budget", "nanruns"], "budget = 'nanruns': give more than 0, at most 1,000,000"),
-        (["--budget", "1e9runs"], "budget = '1e9runs': give more than 0, at most 1,000,000"),
-        (["--budget", "0h"], "budget = '0h': give more than 0"),
+        (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
+        (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
+        (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
         (["--agent-env", "HOME"], "--agent-env needs --agent-cli"),
         (["--agent-cli", "nosuchcmd -p"], "there is no program 'nosuchcmd'"),
         (["--budget", "3runs"], "give 10 runs or more"),

@@ -11,7 +11,6 @@ An intervention changes the subject's files only. Model, held-out tasks, evaluat
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
+from agentjet.errors import ConfigError
 from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome, Refused
 from agentjet.research.records import Record, Setting, Value, refuse
@@ -119,22 +119,19 @@ class Budget(Record):
 
     def __post_init__(self) -> None:
         given = [value for value in (self.runs, self.hours) if value is not None]
-        wrong = len(given) != 1 or not 0 < given[0] < math.inf
-        refuse(wrong, f"budget: runs = {self.runs}, hours = {self.hours}: give one of them, above 0")
+        wrong = len(given) != 1 or not 0 < given[0] <= MAX_BUDGET
+        shown = f"budget: runs = {self.runs}, hours = {self.hours}"
+        refuse(wrong, f"{shown}: give one of them, more than 0, at most {MAX_BUDGET:,}")
 
     @classmethod
     def parse(cls, text: str) -> Budget:
         """Reads `48h` or `500runs`. Raises `ConfigError`."""
-        for unit, name in (("runs", "runs"), ("h", "hours")):
-            if text.endswith(unit):
-                try:
-                    amount = float(text.removesuffix(unit))
-                except ValueError:
-                    break
-                refuse(not 0 < amount <= MAX_BUDGET, f"budget = {text!r}: give more than 0, at most {MAX_BUDGET:,}")
-                return cls(**{name: amount})
-        refuse(True, f"budget = {text!r}: give hours or full runs, such as 48h or 500runs")
-        raise AssertionError
+        given = re.fullmatch(r"([\d.]+)(runs|h)", text)
+        try:
+            amount = float(given[1] if given else "")
+        except ValueError:
+            raise ConfigError(f"budget = {text!r}: give hours or full runs, such as 48h or 500runs") from None
+        return cls(runs=amount) if text.endswith("runs") else cls(hours=amount)
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,6 @@ def answer(claims: Sequence[Mapping[str, Any]], first: Entry, reason: str, sesoi
             f"{mean(after['outcomes']['changed'])} (#{after['entry']}) with "
             f"{' and '.join(quoted(each['name']) for each in accepted)}, confirmed with fresh seeds."
         )
-    elif "judge pays" in reason:
-        found = f"The question cannot be answered: {reason}."
     elif not reason:
         found = f"No change is confirmed yet; the score is {number(score)} (#{first.number})."
     else:

@@ -168,7 +168,8 @@ class Runs:
 
     def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> Entry:
         """The entry under the key, which has this content if it is new. Waits while the disk is full."""
-        return self.patiently(lambda: self.notebook.once(key, kind, lambda: content, because))
+        known = self.notebook.known(key)
+        return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
 
     def patiently(self, act: Callable[[], T]) -> T:
         """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
