@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentjet.research.campaign.checks import checked, storable
-from agentjet.research.campaign.models import Intervention, ProposerAway, View
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.models import Intervention, ProposerAway, View, check_evidence, check_settings
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Refused
 from bench.campaigning.planted import Planted
@@ -93,13 +93,22 @@ class ScriptedModel:
     def __init__(self) -> None:
         self._asked = 0
 
-    def propose(self, view: View, most: int) -> Sequence[object]:
+    def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         self._asked += 1
         if self._asked % 4 == 0:
             raise ProposerAway("no answer in 60 s")
         start = 5 * self._asked % len(HOSTILE)
         mixed = [*HOSTILE[start : start + 5], *HOSTILE[: max(0, start + 5 - len(HOSTILE))]]
-        return [GOOD[self._asked % len(GOOD)], *mixed] if self._asked > 1 else [*mixed, *HOSTILE[:3]]
+        bad = [as_proposed(one) for one in (mixed if self._asked > 1 else [*mixed, *HOSTILE[:3]])]
+        return [GOOD[self._asked % len(GOOD)], *bad] if self._asked > 1 else bad
+
+
+def as_proposed(answer: object) -> Intervention | str:
+    """What a proposer makes of a model's answer: an intervention, or a text with the reason why it is none."""
+    try:
+        return Intervention.from_json(answer)
+    except (ConfigError, ValueError) as error:
+        return str(error)
 
 
 def reached(planted: Planted) -> list[str]:
@@ -111,10 +120,15 @@ def reached(planted: Planted) -> list[str]:
         for file, text in planted.files().items():
             (user / file).write_text(text, encoding="utf-8")
         repo = SubjectRepo.create(Path(name, "campaign"), user / "subject.toml", load=lambda order: [])
-        for number, proposal in enumerate(HOSTILE):
+        for number, answer in enumerate(HOSTILE):
+            made = as_proposed(answer)
+            if isinstance(made, str):
+                continue
             try:
-                repo.commit(repo.first, checked(storable(proposal), [], {"job.batch_size": 8, "job.group_size": 8}))
-                through.append(f"{number}: {str(proposal)[:60]}")
+                check_settings(made, {"job.batch_size": 8, "job.group_size": 8})
+                check_evidence(made, [])
+                repo.commit(repo.first, made)
+                through.append(f"{number}: {made.name}")
             except Refused:
                 continue
         repo.commit(repo.first, GOOD[0])  # refusing everything is no defence

@@ -19,7 +19,7 @@ ARM_KEYS = ("agent", "tasks", "reward", "settings")
 
 
 class MemoryRepo:
-    """`Subjects` in memory."""
+    """A `SubjectRepo` in memory."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._user = dict(files)

@@ -14,8 +14,9 @@ import numpy as np
 
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget
-from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
+from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import Strategist
+from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.servers import ServerUnavailable
 from bench.campaigning.planted import Planted
@@ -28,13 +29,13 @@ WEEK = 7 * 24 * HOUR
 
 class FakeClock:
     def __init__(self) -> None:
-        self.time = 0.0
+        self.seconds = 0.0
 
-    def now(self) -> float:
-        return self.time
+    def time(self) -> float:
+        return self.seconds
 
     def sleep(self, seconds: float) -> None:
-        self.time += seconds
+        self.seconds += seconds
 
 
 class Doomed(Notebook):
@@ -42,7 +43,7 @@ class Doomed(Notebook):
 
     number = 0
 
-    def entry(self, kind: EntryKind, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
         made = super().entry(kind, content, because, key=key)
         if made.number == self.number:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -108,7 +109,7 @@ class StormyRunner:
     def collect(self, key: str) -> Outcome:
         self.maybe("dead server", 0.15, ServerUnavailable("no server answers"))
         if key not in self._ended:
-            self._clock.time += 6 * HOUR * self._rng.random()
+            self._clock.seconds += 6 * HOUR * self._rng.random()
             self._ended.add(key)
             self.maybe("reboot", 0.1, Reboot())
         found = self._inner.collect(key)
@@ -129,7 +130,7 @@ class FullDisk(Notebook):
     rng: np.random.Generator
     full = 0
 
-    def entry(self, kind: EntryKind, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
         if self.rng.random() < 0.05:
             self.full += 1
             raise sqlite3.OperationalError("database or disk is full")
@@ -154,14 +155,13 @@ def week(planted: Planted, seed: int = 0) -> tuple[bool, Mapping[str, Any]]:
                 try:
                     ended = Campaign(question, notebook, repo, runner, [Strategist()], clock).run()
                 except Reboot:
-                    clock.time += 0.2 * HOUR
+                    clock.seconds += 0.2 * HOUR
                     continue
                 finally:
                     for kind, count in {**runner.failures, "full notebook": notebook.full}.items():
                         happened[kind] = happened.get(kind, 0) + count
-                digests = len(notebook.of("digest"))
                 break
         spent = ended["spent"]["hours"]
-        facts = {**happened, "starts": starts, "hours": spent, "digests": digests, "accepted": ended["accepted"]}
+        facts = {**happened, "starts": starts, "hours": spent, "accepted": ended["accepted"]}
         troubled = all(happened[kind] for kind in ("reboot", "dead server", "full disk", "full notebook"))
         return spent <= WEEK / HOUR and bool(ended["accepted"]) and troubled, facts

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.campaign.models import Subjects
+from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Outcome, Transcript, Trial
 from agentjet.research.records import canonical
 from agentjet.types import Reward, Task
@@ -373,8 +373,8 @@ def spread(rewards: Sequence[float] | Floats) -> bool:
 class SubjectRunner:
     """A `TrialRunner` in memory, or with a folder that outlives the process. The arm of a trial is a commit."""
 
-    def __init__(self, subjects: Subjects, judge_files: Mapping[str, str], folder: Path | None = None) -> None:
-        self._subjects, self._folder = subjects, folder
+    def __init__(self, repo: SubjectRepo, judge_files: Mapping[str, str], folder: Path | None = None) -> None:
+        self._repo, self._folder = repo, folder
         named = tomllib.loads(judge_files["subject.toml"])
         code = Code(judge_files)
         self.judge = code.function(named["evaluator"])
@@ -403,7 +403,7 @@ class SubjectRunner:
         known = canonical([trial.arm, trial.seed, trial.fidelity, dict(trial.setting)])
         if known not in self._ended:
             try:
-                world = World(self._subjects.files(trial.arm), self.judge, self.held_out, trial.setting)
+                world = World(self._repo.files(trial.arm), self.judge, self.held_out, trial.setting)
                 self._ended[known] = Run(world, trial.seed, trial.fidelity).outcome(trial)
             except AgentError as error:
                 self._ended[known] = Outcome(trial.id, "arm_failed", note=str(error))

@@ -36,16 +36,12 @@ def research(*arguments: object) -> str:
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
         (["--topic", " "], "--topic is empty: give the question"),
-        (["--budget", "nanruns"], "budget = 'nanruns': give more than 0, at most 1,000,000"),
-        (["--budget", "1e9runs"], "budget = '1e9runs': give more than 0, at most 1,000,000"),
-        (["--budget", "0h"], "budget = '0h': give more than 0"),
+        (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
+        (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
+        (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
         (["--agent-env", "HOME"], "--agent-env needs --agent-cli"),
         (["--agent-cli", "nosuchcmd -p"], "there is no program 'nosuchcmd'"),
         (["--budget", "3runs"], "give 10 runs or more"),
-        (
-            ["--topic", "为什么奖励不上升?"],
-            "which change of its settings, agent, prompt, reward or tasks raises it? Give an",
-        ),
         (["--llm", "127.0.0.1:8000"], "is not a URL"),
         (["--llm", "http://127.0.0.1:9/v1"], "also give the model's name (--llm-model)"),
         (["--llm", "none.jsonl"], "none.jsonl: No such file or directory: give a record of answers"),
@@ -113,7 +109,7 @@ def test_a_subject_that_could_not_run_needs_another_folder(tmp_path: Path) -> No
     with Notebook(tmp_path / "c") as notebook:
         question = Question("why?", Budget(runs=20.0))
         notebook.entry("started", {"question": question.to_json(), "asks": "why?"}, key="started")
-        notebook.entry("observed", {"why": "the subject", "outcome": run, "signs": []})
+        notebook.entry("observed", {"why": "the subject", "trial": {"arm": "c0"}, "outcome": run, "signs": []})
         notebook.entry("ended", {"reason": f"the subject cannot run: {note}", "score": None}, key="ended")
         assert "ZeroDivisionError" not in line_of(notebook.entries[1]), "the end has it"
     output = " ".join(research("resume", tmp_path / "c").split())
@@ -141,10 +137,10 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
         notebook.entry("hypothesis", {"name": "slower", "origin": "strategist", "why": "it diverges"})
-        notebook.entry("learned", {"name": "slower", "meaning": "slower raises the score", "accepted": True})
-        notebook.entry("learned", {"name": "files changed", "meaning": "files were edited", "accepted": False})
+        learned = {"meaning": "slower raises the score", "accepted": True, "spent": 9.0, "hours": 1.5}
+        notebook.entry("learned", learned)
+        notebook.entry("edited", {"meaning": "files were edited"})
         assert line_of(notebook.entries[-1]) == "   4 note: files were edited"
-        notebook.entry("spent", {"runs": 9.0, "hours": 1.5})
         output = research("digest", tmp_path)
         assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
         found = json.loads(research("status", tmp_path, "--json"))
@@ -158,7 +154,7 @@ def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:
     away = {"proposals": [], "away": "http://127.0.0.1:9/v1: Connection refused"}
     with Notebook(tmp_path) as notebook:
         notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
-        notebook.entry("intent", {"proposals": [], "finish": "", "all": 0}, key="round 1 asked strategist")
+        notebook.entry("intent", {"proposals": []}, key="round 1 asked strategist")
         for number in (1, 2):
             notebook.entry("intent", away, key=f"round {number} asked llm")
         lines = [line for entry in notebook.entries if (line := line_of(entry))]

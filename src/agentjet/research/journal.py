@@ -139,10 +139,6 @@ class Journal:
         self.notify(made)
         return made
 
-    def once(self, key: str, kind: Any, make: Callable[[], object], because: Sequence[int] = ()) -> Entry:
-        """Returns the entry under the key; makes and appends it if there is none."""
-        return self._by_key.get(key) or self.entry(kind, make(), because, key=key)
-
     def known(self, key: str) -> Entry | None:
         return self._by_key.get(key)
 

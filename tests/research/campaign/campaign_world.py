@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from agentjet.research.campaign.models import Intervention
-from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.models import Outcome, Refused, Transcript, Trial
 from agentjet.research.records import canonical
 from agentjet.research.servers import ServerUnavailable
@@ -23,7 +22,7 @@ SICK: Mapping[str, Any] = {"job.max_tokens": 10, "job.optimizer.lr": 0.001, "job
 
 
 class Commits:
-    """`Subjects` whose only file has settings."""
+    """A `SubjectRepo` whose only file has settings."""
 
     def __init__(self, settings: Mapping[str, Any] = SICK) -> None:
         self._settings: dict[str, dict[str, Any]] = {}
@@ -109,7 +108,7 @@ class FormulaRunner:
             "completed",
             score=score,
             curve=(0.1, score),
-            signals={**signals, **({} if trial.study == OBSERVING else {"batch/episodes": (8.0, 8.0)})},
+            signals=signals,
             settings={name: value for name, value in settings.items() if name.startswith("job.")},
             facts={name: value for name, value in found.items() if name in ("swapped", "rejected", "overpaid")},
             transcripts=(Transcript("best", {"ask": "x"}, ({"role": "user", "content": "x"},), 1.0),),
@@ -129,13 +128,13 @@ class FormulaRunner:
 class FakeClock:
     """Time passes by sleeping, and a little by looking."""
 
-    time: float = 1_000.0
+    seconds: float = 1_000.0
     slept: list[float] = field(default_factory=list)
 
-    def now(self) -> float:
-        self.time += 1.0
-        return self.time
+    def time(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        self.time += seconds
+        self.seconds += seconds

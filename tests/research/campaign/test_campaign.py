@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.checks import OFFLINE
+from agentjet.research.campaign.campaign import OFFLINE, Campaign, Question
 from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
-from agentjet.research.campaign.notebook import Entry, Notebook
+from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
+from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome, Trial
+from bench.campaigning.hostile import as_proposed
 from bench.campaigning.storms import Doomed
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
@@ -172,7 +173,7 @@ def test_edited_files_are_noted(tmp_path: Path) -> None:
     commits = Commits()
     commits.changed = ["agent.py"]
     _, entries = campaign(tmp_path, FormulaRunner(commits))
-    assert "agent.py" in next(entry.content["meaning"] for entry in entries if entry.key == "files changed")
+    assert "agent.py" in next(entry.content["meaning"] for entry in entries if entry.kind == "edited")
 
 
 class Scripted:
@@ -200,6 +201,8 @@ HOSTILE: tuple[object, ...] = (
     {"name": "x", "kind": "reward", "patch": "--- a/judge.py\n+++ b/judge.py\n"},
     {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "the score is 0.987654"},
     {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "evidence": [999]},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "the score is 1e999"},
+    {"name": "x", "kind": "settings", "changes": {"job.group_size": 10**400, "job.batch_size": 1}},
     None,
     [[[[]]]],
 )
@@ -207,7 +210,7 @@ HOSTILE: tuple[object, ...] = (
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_proposals_are_refused_and_the_strategist_goes_on(tmp_path: Path, hostile: object) -> None:
-    done, entries = campaign(tmp_path, proposers=[Scripted(hostile)])
+    done, entries = campaign(tmp_path, proposers=[Scripted(as_proposed(hostile))])
     assert done["accepted"] == ["longer answers"]
     assert all(entry.content["origin"] == "strategist" for entry in entries if entry.kind == "hypothesis")
     assert "refused" in kinds(entries)
@@ -217,6 +220,14 @@ def test_a_sound_proposal_is_tried(tmp_path: Path) -> None:
     sound = Intervention("thirty tokens", "settings", {"job.max_tokens": 40}, evidence=(3,), why="truncated 0.667")
     done, _ = campaign(tmp_path, proposers=[Scripted(sound)])
     assert done["accepted"][0] in ("thirty tokens", "longer answers")
+
+
+def test_a_patch_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    """The strategist's own patch may be too long, if it changes a large file of tasks."""
+    done, entries = campaign(tmp_path, proposers=[Scripted(Intervention("long", "tasks", patch="x" * 200_001))])
+    assert done["accepted"] == ["longer answers"]
+    reason = next(entry.content["reason"] for entry in entries if entry.kind == "refused")
+    assert "patch" in reason and "at most 200000 characters" in reason
 
 
 def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,21 +241,7 @@ def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, caps
     assert {*capsys.readouterr().out.splitlines()} == {"asking model, which may take minutes"}
 
 
-def test_a_day_has_a_digest(tmp_path: Path) -> None:
-    clock = FakeClock()
-
-    class Slow(FormulaRunner):
-        def collect(self, key: str) -> Any:
-            clock.time += 90_000
-            return super().collect(key)
-
-    runner = Slow(Commits())
-    _, entries = campaign(tmp_path, runner, clock=clock)
-    days = [entry.content["day"] for entry in entries if entry.kind == "digest"]
-    assert days and days == sorted(days)
-
-
-@pytest.mark.parametrize("number", [2, 3, 5, 9, 14])
+@pytest.mark.parametrize("number", [2, 3, 5, 9, 12])
 def test_killed_at_an_entry_it_ends_the_same(tmp_path: Path, number: int) -> None:
     quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
     for folder in (quiet, stormy):

@@ -19,12 +19,6 @@ def test_entries_survive_and_are_numbered(tmp_path: Path) -> None:
         assert [entry.content for entry in again.entries] == [{"topic": "x"}, {"score": 0.5}]
 
 
-def test_a_known_key_is_not_made_again(tmp_path: Path) -> None:
-    with Notebook(tmp_path) as notebook:
-        made = [notebook.once("step", "observed", lambda number=number: number).content for number in range(2)]
-        assert made == [0, 0] and len(notebook.entries) == 1
-
-
 def test_one_writer(tmp_path: Path) -> None:
     with Notebook(tmp_path), pytest.raises(ConfigError, match="is being written by another process"):
         Notebook(tmp_path)

@@ -1,8 +1,8 @@
 """A language model and a coding agent as proposers.
 
 1. A model reads by tools and proposes interventions. Both kinds of URL carry the same conversation.
-2. Prose, nonsense and invalid proposals are sent back, and returned as text in the end. A model that is away, slow or
-   endless is away. Its key is in no message.
+2. Prose, nonsense and invalid proposals are sent back, and returned as text in the end. A model that is away or endless
+   is away.
 3. Answers are recorded before they are used, and a record is played again.
 4. A command edits files behind the fence; the difference is a patch. It sees no other file.
 """
@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,20 @@ from agentjet.cli.research.campaign import proposers_of
 from agentjet.errors import ConfigError
 from agentjet.research import fence
 from agentjet.research.campaign.coding_agent import CodingAgent
-from agentjet.research.campaign.desk import REPAIRS, TOOLS, Desk
-from agentjet.research.campaign.llm import MAX_TURNS, LanguageModel
-from agentjet.research.campaign.model_api import Endpoint, Message, Played, Recorded, Reply, Tool, ToolCall
-from agentjet.research.campaign.models import Finish, Intervention, ProposerAway
-from agentjet.research.campaign.notebook import Entry
+from agentjet.research.campaign.llm import (
+    MAX_TURNS,
+    REPAIRS,
+    Desk,
+    Endpoint,
+    LanguageModel,
+    Message,
+    Played,
+    Reply,
+    Tool,
+    ToolCall,
+)
+from agentjet.research.campaign.models import Intervention, ProposerAway, View
+from agentjet.research.journal import Entry
 from agentjet.research.models import Outcome, Transcript
 
 PROPOSED = {"name": "slower", "kind": "settings", "changes": {"job.optimizer.lr": 1e-5}, "why": "entry 2: it diverges"}
@@ -36,29 +45,21 @@ PROPOSED |= {"predicts": "no divergence", "refutes": "it diverges again", "evide
 SLOWER = Intervention.from_json(PROPOSED)
 
 
-@dataclass
-class Page:
-    """What a proposer reads."""
-
-    topic: str = "why does it not learn?"
-    base: str = "c0"
-    observed: int = 2
-    notebook: Sequence[Entry] = (Entry(1, "started", "s", 0.0, (), {"topic": "x"}),)
-    observation: Outcome = field(
-        default_factory=lambda: Outcome(
-            "t",
-            "completed",
-            score=0.5,
-            signals={"reward/mean": (0.1, 0.2)},
-            transcripts=(Transcript("best", {"q": 1}, ({"role": "assistant", "content": "hi"},), 1.0, 0.0),),
-        )
-    )
-
-    def files(self) -> Mapping[str, str]:
-        return {"agent.py": "LIMIT = 3\n"}
-
-    def judge_source(self) -> str:
-        return "def score(task, messages): ..."
+VIEW = View(
+    "why does it not learn?",
+    Outcome(
+        "t",
+        "completed",
+        score=0.5,
+        signals={"reward/mean": (0.1, 0.2)},
+        transcripts=(Transcript("best", {"q": 1}, ({"role": "assistant", "content": "hi"},), 1.0, 0.0),),
+    ),
+    observed=2,
+    tried=frozenset(),
+    notebook=(Entry(1, "started", "s", 0.0, (), {"topic": "x"}),),
+    files={"agent.py": "LIMIT = 3\n"},
+    judge_source="def score(task, messages): ...",
+)
 
 
 @dataclass
@@ -84,7 +85,7 @@ PROPOSE, FINISH = ("propose", PROPOSED), ("finish", {"reason": "enough"})
 
 def propose(*replies: Reply, most: int = 3) -> tuple[Sequence[Any], Scripted]:
     model = Scripted([*replies])
-    return LanguageModel(model).propose(Page(), most), model
+    return LanguageModel(model, Path(os.devnull)).propose(VIEW, most), model
 
 
 def test_a_model_reads_and_proposes() -> None:
@@ -97,7 +98,7 @@ def test_a_model_reads_and_proposes() -> None:
 
 
 def test_nothing_worth_a_try_is_an_answer() -> None:
-    assert [*propose(calls(FINISH))[0]] == [Finish("enough")]
+    assert [*propose(calls(FINISH))[0]] == []
 
 
 def test_no_more_proposals_than_asked_for() -> None:
@@ -119,7 +120,7 @@ def test_prose_is_sent_back_and_then_returned() -> None:
         ({**PROPOSED, "seeds": 10_000}, "unknown key"),
         ({**PROPOSED, "changes": {}}, "it changes nothing"),
         ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false"),
-        ({**PROPOSED, "why": "x" * 3000}, "a reason has more than"),
+        ({**PROPOSED, "why": "x" * 3000}, "string should have at most 2000 characters"),
         ({"score": 1.0}, "Intervention: "),
     ],
 )
@@ -134,14 +135,14 @@ def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str,
     "call", [ToolCall("c", "launch", "{}"), ToolCall("c", "read", "[1"), ToolCall("c", "read", "[]")]
 )
 def test_an_invalid_call_is_answered(call: ToolCall) -> None:
-    assert Desk(Page(), 3).use(call).startswith("invalid: ")
+    assert Desk(VIEW, 3).use(call).startswith("invalid: ")
 
 
 def test_papers_are_read_by_name_only(tmp_path: Path) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "grpo.md").write_text("# GRPO")
     (tmp_path / "secret.md").write_text("no")
-    desk = Desk(Page(), 3, tmp_path / "papers")
+    desk = Desk(VIEW, 3, tmp_path / "papers")
     assert desk.use(ToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
     assert desk.use(ToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
 
@@ -156,12 +157,14 @@ def test_a_model_that_is_away_or_endless() -> None:
 
 def test_answers_are_recorded_and_played_again(tmp_path: Path) -> None:
     script = Scripted([calls(("files", {})), calls(PROPOSE, FINISH)])
-    first = LanguageModel(Recorded(tmp_path / "llm.jsonl", script)).propose(Page(), 3)
-    again = LanguageModel(Played(tmp_path / "llm.jsonl"))
-    assert again.propose(Page(), 3) == first == [SLOWER]
+    first = LanguageModel(script, tmp_path / "llm.jsonl").propose(VIEW, 3)
+    again = LanguageModel(Played(tmp_path / "llm.jsonl"), tmp_path / "new.jsonl")
+    assert again.propose(VIEW, 3) == first == [SLOWER]
     with pytest.raises(ProposerAway, match="the record ends here"):
-        again.propose(Page(), 3)
-    assert LanguageModel(Played(tmp_path / "llm.jsonl", before=1)).propose(Page(), 3) == [SLOWER]
+        again.propose(VIEW, 3)
+    later = LanguageModel(Played(tmp_path / "llm.jsonl", before=1), tmp_path / "new.jsonl")
+    assert later.propose(VIEW, 3) == [SLOWER]
+    assert (tmp_path / "new.jsonl").read_text() != ""
 
 
 @pytest.mark.parametrize("line", ["prose", "{}", '{"reply": {"calls": 1}}'])
@@ -200,8 +203,10 @@ def anthropic_answer(*named: tuple[str, Mapping[str, Any]]) -> httpx.Response:
 def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([answer(("files", {}), ("curves", {})), answer(PROPOSE, FINISH)])
     wire = Wire(lambda request: next(answers))
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=wire))
-    assert LanguageModel(Endpoint("http://127.0.0.1:9/v1", "m", "k", kind)).propose(Page(), 3) == [SLOWER]
+    monkeypatch.setattr(httpx, "post", httpx.Client(transport=wire).post)
+    assert LanguageModel(Endpoint("http://127.0.0.1:9/v1", "m", "k", kind), Path(os.devnull)).propose(VIEW, 3) == [
+        SLOWER
+    ]
     (path, first), (_, second) = wire.bodies
     assert path == ("/v1/chat/completions" if kind == "openai" else "/v1/messages") and len(first["tools"]) == 7
     if kind == "anthropic":
@@ -216,33 +221,17 @@ def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPat
         (httpx.Response(200, text="hello"), "the answer is not one of the openai API"),
         (httpx.Response(200, json={"choices": []}), "the answer is not one of the openai API"),
         (httpx.Response(200, json={"choices": [{"message": {"content": [1]}}]}), "the answer is not one"),
-        (httpx.Response(200, content=b" " * (1 << 21)), "the answer is longer than"),
     ],
 )
 def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(lambda request: response)))
+    monkeypatch.setattr(httpx, "post", httpx.Client(transport=Wire(lambda request: response)).post)
     with pytest.raises(ProposerAway, match=message):
-        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], TOOLS)
+        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], [])
 
 
-def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=(part for part in [b"{", b"}"]))
-
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(slow)))
-    with pytest.raises(ProposerAway, match=r"took longer than -1 s"):
-        Endpoint("http://127.0.0.1:9/v1", "m", seconds=-1).reply([{"role": "user", "content": "x"}], TOOLS)
-
-
-def test_a_failed_request_does_not_contain_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.LocalProtocolError(f"Illegal header value {request.headers['authorization'].encode()!r}")
-
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Wire(refuse)))
-    for key in ("sk-secret", "sk\\'secret"):
-        with pytest.raises(ProposerAway, match=r"\(the key\)") as raised:
-            Endpoint("http://127.0.0.1:9/v1", "m", key).reply([{"role": "user", "content": "x"}], TOOLS)
-        assert "secret" not in str(raised.value)
+def test_an_endpoint_that_is_away() -> None:
+    with pytest.raises(ProposerAway, match=r"http://127\.0\.0\.1:9/v1: .*refused"):
+        Endpoint("http://127.0.0.1:9/v1", "m", "k").reply([{"role": "user", "content": "x"}], [])
 
 
 # ---- coding agents ---------------------------------------------------------------------------------------------------
@@ -266,23 +255,19 @@ def agent(code: str, tmp_path: Path, seconds: float = 60.0) -> CodingAgent:
 
 @fenced
 def test_a_command_writes_the_patch(tmp_path: Path) -> None:
-    [found] = agent(EDIT, tmp_path).propose(Page(), 3)
+    [found] = agent(EDIT, tmp_path).propose(VIEW, 3)
     assert isinstance(found, Intervention)
     assert (found.name, found.kind, found.why) == ("longer", "agent", "it is cut off")
     assert "-LIMIT = 3\n+LIMIT = 30\n" in found.patch and "+++ b/pay.py" in found.patch
 
 
 @fenced
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("", "changed no file"),
-        ("import os; os.symlink('/etc/passwd', 'subject/x')", "not a regular file"),
-    ],
-)
-def test_a_command_without_a_usable_change(code: str, answer: str, tmp_path: Path) -> None:
-    [found] = agent(code, tmp_path).propose(Page(), 3)
-    assert answer in str(found)
+def test_a_command_without_a_usable_change(tmp_path: Path) -> None:
+    assert not agent("", tmp_path).propose(VIEW, 3)
+    gone = "os.rename('subject', 'x')"
+    for code in ("os.symlink('/etc/passwd', 'subject/x')", gone, f"{gone}; os.symlink('x', 'subject')"):
+        [found] = agent(f"import os; {code}", tmp_path).propose(VIEW, 3)
+        assert "not a regular file" in str(found)
 
 
 @fenced
@@ -298,13 +283,7 @@ def test_a_command_without_a_usable_change(code: str, answer: str, tmp_path: Pat
 def test_a_command_that_fails_is_away(code: str, seconds: float, message: str, tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text("{}")
     with pytest.raises(ProposerAway, match=message):
-        agent(code.format(secret=str(tmp_path / "held_out.jsonl")), tmp_path, seconds).propose(Page(), 3)
-
-
-@fenced
-def test_a_command_that_is_missing() -> None:
-    with pytest.raises(ProposerAway, match="command 'no-such-agent' was not found"):
-        CodingAgent(("no-such-agent",)).propose(Page(), 3)
+        agent(code.format(secret=str(tmp_path / "held_out.jsonl")), tmp_path, seconds).propose(VIEW, 3)
 
 
 def test_a_played_record_is_a_limit_of_the_campaign(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 1. The copy is the campaign's: later edits of the user's files are listed, and change nothing. Held-out tasks are not in
    it.
 2. A commit is a function of its base and its intervention. Settings, patches and new files become commits.
-3. A patch that does not apply, compile or import, or that touches the judge, is refused with the reason.
+3. A patch that does not apply or import, or that touches the judge, is refused with the reason.
 4. The judge's copy is locked.
 5. A subject that cannot run is refused with its first error, with file and line; a wrong key with the way out.
 6. Behind the fence, an arm's code reads neither the judge's copy nor the user's folder.
@@ -106,7 +106,6 @@ def test_equal_episodes_shorten_the_run_of_a_larger_batch(repo: SubjectRepo) -> 
     ("intervention", "reason"),
     [
         (patch("words.py", "PROMPT = 1\n", "PROMPT = 2\n"), r"the patch does not apply: .*words\.py"),
-        (patch("words.py", WORDS, "PROMPT = (\n"), r"words\.py line 1: SyntaxError: '\(' was never closed"),
         (patch("judge.py", JUDGE, "def score(task, messages):\n    return 1.0\n"), r"judge\.py: the judge's files"),
         (patch("held_out.jsonl", "", '{"id": "x"}\n'), r"held_out\.jsonl: the judge's files"),
         (patch("random.py", "", "x = 1\n"), r"random\.py: 'random' is the name of an installed module"),
@@ -146,6 +145,8 @@ def test_code_that_does_not_load_is_refused(repo: SubjectRepo) -> None:
     with pytest.raises(Refused, match=r"it does not load: .* \(agent\.py:1\)"):
         strict.commit(repo.first, shorter)
     assert SubjectRepo(repo.folder, loads).commit(repo.first, shorter)
+    with pytest.raises(Refused, match=r"it does not load: .*SyntaxError: '\(' was never closed \(.*words\.py:1\)"):
+        SubjectRepo(repo.folder).commit(repo.first, patch("words.py", WORDS, "PROMPT = (\n"))
     assert strict.commit(repo.first, SLOWER), "settings need no check"
 
 

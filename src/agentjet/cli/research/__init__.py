@@ -52,12 +52,14 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a study or of a campaign, finished or not."""
+    from agentjet.research.campaign.report import build
+
     if (folder / NOTEBOOK).exists():
         if check is not None:
             raise ConfigError(
                 f"--check {check}: {folder} is a campaign, and only reports of studies are checked: omit it"
             )
-        for written in campaign.report_of(folder):
+        for written in build(folder):
             typer.echo(written)
     else:
         check_folder(folder)

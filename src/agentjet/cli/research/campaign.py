@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,12 +22,10 @@ from agentjet.errors import ConfigError
 if TYPE_CHECKING:
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.models import Proposer
-    from agentjet.research.campaign.notebook import Entry, Notebook
+    from agentjet.research.journal import Entry
     from agentjet.research.servers import ServerSlot
 
 UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
-EDITED = "files changed"
-"""Name of the entry about an edited file of the subject, which is not a result."""
 Folder = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
 Llm = Annotated[
     str | None,
@@ -74,16 +72,14 @@ def start(
     """
     from agentjet.cli.research.execution import slots_of
     from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.checks import check_title
     from agentjet.research.campaign.models import Budget
-    from agentjet.research.campaign.subject_file import read_subject, resolved
+    from agentjet.research.campaign.subject_file import read_subject
     from agentjet.research.campaign.subject_repo import SubjectRepo
+    from agentjet.research.journal import StudyFolder
 
     if not topic.strip():
         raise ConfigError("--topic is empty: give the question, such as 'why does it not learn?'")
     question = Question(topic, Budget.parse(budget), seed)
-    if llm is None and agent_cli is None:
-        check_title(topic)
     if (out / "notebook.sqlite").exists():
         raise ConfigError(
             f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
@@ -91,8 +87,8 @@ def start(
         )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server, admin_token_file, local)
-    check_model(resolved(read_subject(subject), subject.parent.absolute()).model, f"{subject}: model =")
-    make_folder(out)
+    check_model(read_subject(subject).model, f"{subject}: model =")
+    StudyFolder(out).make()
     if any(out.iterdir()) and not (out / "source.json").exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     repo = SubjectRepo.create(out, subject)
@@ -131,6 +127,7 @@ def conduct(
     from agentjet.research import fence
     from agentjet.research.campaign.campaign import Campaign, Question
     from agentjet.research.campaign.notebook import Notebook
+    from agentjet.research.campaign.report import build
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.swarm_runner import SwarmRunner
@@ -170,80 +167,21 @@ def conduct(
         raise ConfigError(
             f"{folder}: no run of the subject has a score: mend the subject, and start with another --out"
         )
-    for written in report_of(folder):
+    for written in build(folder):
         typer.echo(f"The report is {written}.")
 
 
 def line_of(entry: Entry) -> str:
     """An entry in one line; empty for entries about the machinery."""
     from agentjet.cli.research.execution import in_a_line
+    from agentjet.research.campaign.notebook import described
 
-    content, number = entry.content, f"{entry.number:4d}"
-    match entry.kind:
-        case "started":
-            return f"{number} asks: {content['asks']}"
-        case "intent" if content.get("away"):
-            who = entry.key.rpartition(" ")[2]
-            return f"{number} {who} did not answer: {in_a_line(content['away'])}; the next proposer goes on"
-        case "observed":
-            run, is_first = content["outcome"], content["why"] == "the subject"  # its error is why the campaign ends
-            lost = "no score" if is_first else in_a_line(run["note"])
-            score = lost if run["score"] is None else f"score {run['score']:.3g}"
-            seen = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"])
-            return f"{number} observed {content['why']}: {score}{f'; seen: {seen}' if seen else ''}"
-        case "hypothesis":
-            return f"{number} {content['origin']} proposes: {content['name']}: {in_a_line(content['why'])}"
-        case "refused":
-            return f"{number} refused: {in_a_line(content['reason'])}"
-        case "screened":
-            gains = ", ".join(f"{one['name']} {one['gain']:+.3g}" for one in content["full"])
-            return f"{number} screened: {gains or 'nothing ran'}"
-        case "study":
-            return f"{number} confirms in a study: {content['name']}"
-        case "learned":
-            return f"{number} {'note' if content['name'] == EDITED else 'learned'}: {content['meaning']}"
-        case "followed":
-            return f"{number} {content['reason']}"
-        case "ended":
-            return f"{number} ended: {content['reason']}"
-    return ""
-
-
-def standing(notebook: Notebook) -> dict[str, Any]:
-    """Tries, findings, what is ruled out, spending and the newest decision of a campaign."""
-    from agentjet.research.campaign.campaign import Question
-
-    started = notebook.entries[0].content if notebook.entries else {}
-    if not started:
-        return {"stage": "begun"}
-    question = Question.from_json(started["question"])
-    learned = [entry.content for entry in notebook.of("learned") if entry.content["name"] != EDITED]
-    spent = [entry.content for entry in notebook.of("spent")]
-    done = {"runs": sum(one["runs"] for one in spent), "hours": sum(one["hours"] for one in spent)}
-    unit, most = (
-        ("runs", question.budget.runs) if question.budget.runs is not None else ("hours", question.budget.hours)
-    )
-    ended = notebook.known("ended")
-    present = "working" if notebook.has_writer() else "interrupted; agentjet research resume continues it"
-    decisions = [line for entry in notebook.entries if (line := line_of(entry))]
-    away = [line_of(entry).split(None, 1)[1] for entry in notebook.of("intent") if entry.content.get("away")]
-    return {
-        "topic": question.topic,
-        "stage": f"ended: {ended.content['reason']}" if ended else present,
-        "tried": [entry.content["name"] for entry in notebook.of("hypothesis")],
-        "found": [one["meaning"] for one in learned if one["accepted"]],
-        "ruled out": [one["meaning"] for one in learned if not one["accepted"]],
-        "refused": len(notebook.of("refused")),
-        **({"away": list(dict.fromkeys(away))} if away else {}),
-        "newest": decisions[-1].strip() if decisions else "",
-        "spent": f"{done['runs']:.1f} full runs, {done['hours']:.1f} h",
-        "left": f"{max(0.0, (most or 0.0) - done[unit]):.1f} {unit}",
-    }
+    return f"{entry.number:4d} {in_a_line(': '.join(step))}" if (step := described(entry)) else ""
 
 
 def status(folder: Path, as_json: bool) -> None:
     """Prints where a campaign stands."""
-    from agentjet.research.campaign.notebook import Notebook
+    from agentjet.research.campaign.notebook import Notebook, standing
 
     with Notebook(folder, writer=False) as notebook:
         found = standing(notebook)
@@ -251,37 +189,16 @@ def status(folder: Path, as_json: bool) -> None:
         typer.echo(json.dumps(found, indent=2))
         return
     for name, value in found.items():
-        typer.echo(f"{name:10} {'; '.join(value) if isinstance(value, list) else value}")
-
-
-def digest(
-    folder: Folder, day: Annotated[int, typer.Option(min=0, help="That of an earlier day; 0: now.")] = 0
-) -> None:
-    """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
-    from agentjet.research.campaign.notebook import Notebook
-
-    if (folder / "study.json").exists():
-        raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
-    with Notebook(folder, writer=False) as notebook:
-        found = standing(notebook)
-        if day:
-            known = notebook.known(f"digest {day}")
-            if known is None:
-                days = ", ".join(str(entry.content["day"]) for entry in notebook.of("digest")) or "none"
-                raise ConfigError(f"--day {day}: there is no digest of that day; days with one: {days}")
-            found = known.content
-    for name, value in found.items():
-        lines = value if isinstance(value, list) else [f"{value}"]
-        typer.echo(f"{name.replace('_', ' ').capitalize()}:")
-        for line in lines or ["-"]:
+        typer.echo(f"{name.capitalize()}:")
+        for line in (value if isinstance(value, list) else [value]) or ["-"]:
             typer.echo(f"  {line}")
 
 
-def report_of(folder: Path) -> list[Path]:
-    """Writes the report of a campaign, finished or not."""
-    from agentjet.research.campaign.report import build
-
-    return build(folder)
+def digest(folder: Folder) -> None:
+    """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
+    if (folder / "study.json").exists():
+        raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
+    status(folder, as_json=False)
 
 
 def proposers_of(
@@ -296,8 +213,7 @@ def proposers_of(
 ) -> list[Proposer]:
     """The proposers that are asked before the strategist. Raises `ConfigError`."""
     from agentjet.research.campaign.coding_agent import CodingAgent
-    from agentjet.research.campaign.llm import LanguageModel
-    from agentjet.research.campaign.model_api import Endpoint, Played, Recorded, replies_in
+    from agentjet.research.campaign.llm import Endpoint, LanguageModel, Played, replies_in
 
     found: list[Proposer] = []
     if papers is not None and not papers.is_dir():
@@ -312,14 +228,14 @@ def proposers_of(
             raise ConfigError(f"--llm {llm}: the record has no answers")
         played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
         limit = f"the answers of the language model were played from a record, {Path(llm).name}; no model was asked"
-        found.append(LanguageModel(Recorded(record, played), papers, limit=limit))
+        found.append(LanguageModel(played, record, papers, limit=limit))
     elif llm is not None:
         if not llm.startswith(("http://", "https://")):
             raise ConfigError(f"--llm {llm!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
         if not llm_model:
             raise ConfigError(f"--llm {llm}: also give the model's name (--llm-model)")
         endpoint = Endpoint(llm, llm_model, key_of(llm_key_file) if llm_key_file else "", llm_api)
-        found.append(LanguageModel(Recorded(record, endpoint), papers))
+        found.append(LanguageModel(endpoint, record, papers))
     if agent_env and agent_cli is None:
         raise ConfigError("--agent-env needs --agent-cli")
     if agent_cli is not None:
@@ -327,25 +243,15 @@ def proposers_of(
         if missing:
             raise ConfigError(f"--agent-env {missing[0]}: this variable is not set")
         try:
-            command = tuple(shlex.split(agent_cli))
+            command = tuple(shlex.split(agent_cli)) or ("",)
         except ValueError as error:
             raise ConfigError(f"--agent-cli {agent_cli!r}: {error}; quote it as a shell would") from None
-        if not command:
-            raise ConfigError("--agent-cli '' is not a command: give one, or omit the option")
         if shutil.which(command[0]) is None:
             raise ConfigError(
                 f"--agent-cli {agent_cli!r}: there is no program {command[0]!r}: install it, or correct it"
             )
         found.append(CodingAgent(command, environment={name: os.environ[name] for name in agent_env}))
     return found
-
-
-def make_folder(out: Path) -> None:
-    """Raises `ConfigError`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; choose a folder in which files can be made") from None
 
 
 def key_of(file: Path) -> str:
@@ -380,10 +286,11 @@ def demo(
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.models import Budget
     from agentjet.research.campaign.subject_repo import SubjectRepo
+    from agentjet.research.journal import StudyFolder
 
     began = time.monotonic()
     if not (out / "notebook.sqlite").exists():
-        make_folder(out)
+        StudyFolder(out).make()
         if any(out.iterdir()) and not (out / "given").exists():
             raise ConfigError(f"--out {out} is not an empty folder: choose another one")
         shutil.rmtree(out / "given", ignore_errors=True)

@@ -11,18 +11,29 @@ another. A study always compares with the base.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+import time
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.checks import OFFLINE, as_text, checked, storable
-from agentjet.research.campaign.models import Budget, Finish, Intervention, Proposer, ProposerAway, Subjects
-from agentjet.research.campaign.notebook import Entry, Notebook, stored
-from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner, SystemClock, volume
-from agentjet.research.campaign.strategist import signs
-from agentjet.research.journal import StudyLog
+from agentjet.research.campaign.models import (
+    Budget,
+    Intervention,
+    Proposer,
+    ProposerAway,
+    View,
+    check_evidence,
+    check_settings,
+)
+from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner
+from agentjet.research.campaign.strategist import BROKEN, signs
+from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.journal import StudyLog, stored
 from agentjet.research.launcher import TrialRunner
 from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
 from agentjet.research.records import Record, refuse
@@ -47,7 +58,12 @@ DEPTH = 3
 ROUNDS = 12
 FAILURES = 2
 """Rounds after which an intervention that did not gain is not tried again."""
-DAY = 86400.0
+LONGEST_TEXT = 2_000
+"""Maximum characters that are stored of an answer or of a refused proposal."""
+OFFLINE = (
+    "Without a language model the topic is only the title. The campaign asks: what keeps this subject's score from "
+    "rising, and which change of its settings, agent, prompt, reward or tasks raises it?"
+)
 
 
 @dataclass(frozen=True)
@@ -110,20 +126,19 @@ class Campaign:
         self,
         question: Question,
         notebook: Notebook,
-        subjects: Subjects,
+        repo: SubjectRepo,
         runner: TrialRunner,
         proposers: Sequence[Proposer],
-        clock: Clock | None = None,
+        clock: Clock = time,
         tell: Callable[[str], None] = print,
         limits: Sequence[str] = (),
     ) -> None:
         """`runner` gets trials whose arms are commits. `tell` gets a line for each wait for a server or a disk.
         `limits` are sentences about what this machine cannot guarantee.
         """
-        self.question, self.notebook, self.subjects = question, notebook, subjects
-        self.runner, self.proposers, self.clock = runner, proposers, clock or SystemClock()
-        self.limits, self._tell = limits, tell
-        self.runs = Runs(notebook, runner, question.budget, self.clock, tell)
+        self.question, self.notebook, self.repo = question, notebook, repo
+        self.runner, self.proposers, self.limits, self._tell = runner, proposers, limits, tell
+        self.runs = Runs(notebook, runner, question.budget, clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -140,18 +155,17 @@ class Campaign:
         self._start()
         stand = reason = None
         try:
-            first = self.runs.observe([self.subjects.first], seed_of(self.question, 0), "the subject", [1])[0]
+            first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             if first.run.score is None:
                 whose = "the subject cannot run" if first.run.end == "arm_failed" else "the first run was lost"
                 raise Ending(f"{whose}: {first.run.note}")
             stand = Stand(first, first)
             for number in range(1, ROUNDS + 1):
                 stand = self._round(number, stand)
-                self._digest()
             raise Ending(f"{ROUNDS} rounds are done")
         except Ending as ending:
             reason = str(ending)
-        return self.runs.note("ended", lambda: self._ending(reason, stand), "ended").content
+        return self.runs.note("ended", self._ending(reason, stand), "ended").content
 
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
@@ -161,14 +175,16 @@ class Campaign:
         if not candidates:
             if stand.tip != stand.base:
                 return replace(stand, tip=stand.base, depth=0)
-            broken = [sign.seen for sign in signs(stand.base.run) if sign.cause in ("leaking_judge", "same_score")]
+            broken = [sign.seen for sign in signs(stand.base.run) if sign.cause in BROKEN]
             raise Ending(broken[0] if broken else "nothing is worth trying")
         screened = self._screen(number, stand, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
             if "leaking_judge" in found.seen.causes - stand.base.causes:
                 reason = "its gain comes with the judge paying answers of other tasks, so it is not a gain"
-                self._note_refusal(f"round {number} leak {found.candidate.commit}", found.candidate, reason)
+                candidate = found.candidate
+                key = f"round {number} leak {candidate.commit}"
+                self._note_refusal(key, candidate.intervention.to_json(), reason, candidate.entry)
                 continue
             if not self._is_repeated(number, stand, found):
                 continue
@@ -186,62 +202,59 @@ class Campaign:
 
     def _propose(self, number: int, stand: Stand) -> list[Candidate]:
         """Asks the proposers, checks each proposal, and makes the commits."""
-        view = CampaignView(self, stand)
         found: list[Candidate] = []
-        commits = {stand.base.commit, stand.tip.commit}
+        base, commits = stand.tip.commit, {stand.base.commit, stand.tip.commit}
+        worn = {name for name, times in self.failures.items() if times >= FAILURES}
+        tried = self.tried.setdefault(base, set())
         for place, proposer in enumerate(self.proposers):
             last = place == len(self.proposers) - 1
             most = MOST - len(found) if last else max(1, MOST // 2 - len(found))
-            entry = self.runs.note(
+            asked = f"round {number} asked {proposer.name}"
+            entry = self.notebook.known(asked) or self.runs.note(
                 "intent",
-                lambda proposer=proposer, most=most: self._ask(proposer, view, most),  # type: ignore[misc]
-                f"round {number} asked {proposer.name}",
+                self.runs.patiently(partial(self._ask, proposer, stand, worn | tried, most)),
+                asked,
                 [stand.tip.entry],
             )
             for i, proposal in enumerate(entry.content["proposals"]):
                 key = f"round {number} {proposer.name} {i}"
-                if i >= most:
-                    self._note_refusal(key, proposal, f"more than {most} proposals in a round", entry)
-                    continue
                 try:
-                    made = checked(proposal, self.notebook.entries[: entry.number], stand.tip.run.settings)
-                    if made.name in view.tried:
+                    if i >= most:
+                        raise Refused(f"more than {most} proposals in a round")
+                    made = parsed(proposal)
+                    if made.name in worn | tried:
                         raise Refused(f"{made.name!r} was tried; its result is in the notebook")
-                    commit = self.runs.patiently(lambda made=made: self.subjects.commit(stand.tip.commit, made))  # type: ignore[misc]
+                    check_settings(made, stand.tip.run.settings)
+                    check_evidence(made, self.notebook.entries[: entry.number])
+                    commit = self.runs.patiently(partial(self.repo.commit, base, made))
                     if commit in commits:
                         raise Refused("it makes the same files as the base or as another proposal")
                 except Refused as refusal:
-                    self._note_refusal(key, proposal, str(refusal), entry)
+                    self._note_refusal(key, proposal, str(refusal), entry.number)
                     continue
                 commits.add(commit)
-                self.tried.setdefault(stand.tip.commit, set()).add(made.name)
-                content = {"origin": proposer.name, "commit": commit, "on": stand.tip.commit, **made.to_json()}
-                because = [entry.number, *made.evidence]
-                hypothesis = self.runs.note("hypothesis", lambda content=content: content, key, because)  # type: ignore[misc]
+                tried.add(made.name)
+                content = {"origin": proposer.name, "commit": commit, "on": base, **made.to_json()}
+                hypothesis = self.runs.note("hypothesis", content, key, [entry.number, *made.evidence])
                 found.append(Candidate(hypothesis.number, commit, made))
         return found
 
-    def _ask(self, proposer: Proposer, view: CampaignView, most: int) -> dict[str, Any]:
+    def _ask(self, proposer: Proposer, stand: Stand, tried: Set[str], most: int) -> dict[str, Any]:
         if proposer is not self.proposers[-1]:
             self._tell(f"asking {proposer.name}, which may take minutes")
+        tip, entries, files = stand.tip, tuple(self.notebook.entries), self.repo.files(stand.tip.commit)
+        view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
         try:
-            answers = list(proposer.propose(view, most))
+            answers = proposer.propose(view, most)
         except ProposerAway as away:
             return {"proposals": [], "away": as_text(str(away))}
-        finish = next((answer.reason for answer in answers if isinstance(answer, Finish)), "")
-        proposals = [
-            answer.to_json() if isinstance(answer, Intervention) else answer
-            for answer in answers[: 4 * MOST]
-            if not isinstance(answer, Finish)
-        ]
-        return {"proposals": [storable(proposal) for proposal in proposals], "finish": finish, "all": len(answers)}
+        return {"proposals": [as_text(one) if isinstance(one, str) else one.to_json() for one in answers]}
 
     def _screen(self, number: int, stand: Stand, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
         because = [candidate.entry for candidate in candidates]
-        affordable = int((self.runs.left() - self.question.study_cost) / 1.0)
-        if affordable < 1:
-            raise Ending("the budget that is left does not pay for another study")
+        self._check_budget(1)
+        affordable = int(self.runs.left() - self.question.study_cost)
         seed, alive = seed_of(self.question, 0), list(candidates)
         short: dict[str, float] = {}
         if len(alive) > 2 and affordable >= 2:
@@ -267,28 +280,26 @@ class Campaign:
         found.sort(key=lambda screened: -screened.gain)
         content = {
             "base": {"commit": stand.base.commit, "score": base},
-            "tip": stand.tip.commit,
             "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
             "full": [
                 {"name": each.candidate.intervention.name, "commit": each.seen.commit, "gain": each.gain}
                 for each in found
             ],
-            "failed": [
-                {"name": each.intervention.name, "error": seen.run.note}
-                for each, seen in zip(alive, full, strict=False)
-                if seen.run.score is None
-            ],
         }
         entries = [stand.base.entry, *because, *(seen.entry for seen in full)]
-        self.runs.note("screened", lambda: content, f"round {number} screened", entries)
+        self.runs.note("screened", content, f"round {number} screened", entries)
         return found
+
+    def _check_budget(self, runs: int) -> None:
+        """Raises `Ending` if the budget does not pay for these full runs and a study after them."""
+        if self.runs.left() < runs + self.question.study_cost:
+            raise Ending("the budget that is left does not pay for another study")
 
     def _is_repeated(self, number: int, stand: Stand, found: Screened) -> bool:
         """True if the gain is clear, or comes again with a second seed: a study costs more than two runs."""
         if found.gain >= CLEAR * self.question.sesoi:
             return True
-        if self.runs.left() < self.question.study_cost + 2:
-            raise Ending("the budget that is left does not pay for another study")
+        self._check_budget(2)
         commits, seed = (stand.base.commit, found.seen.commit), seed_of(self.question, -1)
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
@@ -297,34 +308,29 @@ class Campaign:
         content = {
             "base": {"commit": stand.base.commit, "score": base.run.score},
             "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
-            "failed": [],
         }
         because = [found.seen.entry, base.entry, changed.entry]
-        self.runs.note("screened", lambda: content, f"round {number} again {found.candidate.commit}", because)
+        self.runs.note("screened", content, f"round {number} again {found.candidate.commit}", because)
         return again > 0 and (found.gain + again) / 2 >= PROMISING * self.question.sesoi
 
     def _confirm(self, number: int, stand: Stand, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
-        if self.runs.left() < self.question.study_cost:
-            raise Ending("the budget that is left does not pay for another study")
+        self._check_budget(0)
         name = found.candidate.intervention.name
         study = self._study(number, stand, found)
-        key = f"study {study.id}"
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
-        entry = self.runs.note(
-            "study", lambda: content, key, [found.candidate.entry, found.seen.entry, stand.base.entry]
+        because = [found.candidate.entry, found.seen.entry, stand.base.entry]
+        entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
+        learned = self.notebook.known(key) or self.runs.note(
+            "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
         )
-        learned = self.runs.note(
-            "learned", lambda: self._conduct(study, found, entry), f"learned {study.id}", [entry.number]
-        )
-        self.runs.spend(f"spent {key}", learned.content["spent"], learned.content["hours"], learned)
+        self.runs.spend(learned.content["spent"], learned.content["hours"])
         accepted: bool = learned.content["accepted"]
         if accepted:
             follow = {"base": found.candidate.commit, "reason": f"{name} is confirmed; the next changes build on it"}
-            self.runs.note("followed", lambda: follow, f"followed {study.id}", [learned.number])
+            self.runs.note("followed", follow, f"followed {study.id}", [learned.number])
         else:
             self.failures[name] = FAILURES
-        self._digest()
         return accepted
 
     def _study(self, number: int, stand: Stand, found: Screened) -> Study:
@@ -345,14 +351,10 @@ class Campaign:
             seed=seed_of(self.question, number),
         )
 
-    def _conduct(self, study: Study, found: Screened, entry: Entry) -> dict[str, Any]:
+    def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
         begun = self.runs.working_time()
-
-        def judged() -> tuple[list[Finding], Any]:
-            return conduct(study, StudyLog(), StudyRunner(self.runner, study))
-
-        [finding], launcher = self.runs.patiently(judged)
-        made = found.candidate.intervention
+        runner = StudyRunner(self.runner, study)
+        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runner))
         return {
             "name": made.name,
             "finding": finding.to_json(),
@@ -362,7 +364,6 @@ class Campaign:
             "outcomes": {arm.name: scores_of(launcher, arm.name) for arm in study.arms},
             "spent": launcher.spending.total,
             "hours": (self.runs.working_time() - begun) / 3600,
-            **volume(outcome.signals for found in launcher.log.outcomes.values() for outcome in found),
         }
 
     def _deeper(self, number: int, stand: Stand, screened: list[Screened]) -> Stand:
@@ -381,7 +382,7 @@ class Campaign:
             "reason": f"{best.candidate.intervention.name} ended {', '.join(sorted(gone))} without a gain that can be "
             "confirmed; another trouble may hide it",
         }
-        self.runs.note("followed", lambda: content, f"round {number} followed", [best.seen.entry])
+        self.runs.note("followed", content, f"round {number} followed", [best.seen.entry])
         return Stand(stand.base, best.seen, stand.depth + 1)
 
     # ---- the notebook ------------------------------------------------------------------------------------------------
@@ -389,83 +390,50 @@ class Campaign:
     def _start(self) -> None:
         content = {
             "question": stored(self.question.to_json()),
-            "first": self.subjects.first,
+            "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
-            "proposers": [proposer.name for proposer in self.proposers],
             "limits": list(self.limits),
-            "at": self.clock.now(),
         }
-        found = self.runs.note("started", lambda: content, "started").content
+        found = self.runs.note("started", content, "started").content
         for name in ("question", "first"):
             if found[name] != content[name]:
                 raise ConfigError(
                     f"this folder has another campaign ({found['question']['topic']!r}): its {name} is {found[name]!r} "
                     f"and not {content[name]!r}; resume that one, or choose another folder"
                 )
-        if changed := self.subjects.changed_outside():
+        if changed := self.repo.changed_outside():
             text = f"files of the subject changed since the start ({', '.join(changed)}); the campaign uses its copy"
-            self.runs.note(
-                "learned", lambda: {"name": "files changed", "meaning": text, "accepted": False}, "files changed"
-            )
+            self.runs.note("edited", {"meaning": text}, "edited")
 
-    def _note_refusal(self, key: str, asked: object, reason: str, entry: Entry | None = None) -> None:
-        shown = asked.intervention.to_json() if isinstance(asked, Candidate) else asked
-        because = [entry.number] if entry else [asked.entry] if isinstance(asked, Candidate) else []
-        content = {"asked": as_text(shown), "reason": as_text(reason)}
-        self.runs.note("refused", lambda: content, f"{key} refused", because)
-
-    def _digest(self) -> None:
-        """One entry for each day that has passed."""
-        started = self.notebook.entries[0].content["at"]
-        day = int((self.clock.now() - started) / DAY)
-        if day < 1 or self.notebook.known(f"digest {day}"):
-            return
-        learned = [entry.content for entry in self.notebook.of("learned")]
-        content = {
-            "day": day,
-            "tried": [entry.content["name"] for entry in self.notebook.of("hypothesis")],
-            "found": [entry["meaning"] for entry in learned if entry["accepted"]],
-            "ruled_out": [entry["meaning"] for entry in learned if not entry["accepted"]],
-            "next": as_text(self.notebook.entries[-1].content, 300),
-            "spent": self.runs.spent(),
-            "left": min(self.runs.left(), 1e9),
-        }
-        self.runs.note("digest", lambda: content, f"digest {day}", [self.notebook.entries[-1].number])
+    def _note_refusal(self, key: str, asked: object, reason: str, entry: int) -> None:
+        content = {"asked": as_text(asked), "reason": as_text(reason)}
+        self.runs.note("refused", content, f"{key} refused", [entry])
 
     def _ending(self, reason: str | None, stand: Stand | None) -> dict[str, Any]:
         accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]
         return {
             "reason": reason,
-            "base": stand.base.commit if stand else self.subjects.first,
+            "base": stand.base.commit if stand else self.repo.first,
             "accepted": accepted,
             "score": stand.base.run.score if stand else None,
-            "signs": [sign.to_json() for sign in signs(stand.base.run)] if stand else [],
-            "spent": self.runs.spent(),
+            "spent": self.runs.spent,
         }
 
 
-class CampaignView:
-    """A `View` for the proposers."""
+def parsed(proposal: object) -> Intervention:
+    """A proposal of the notebook as an intervention. Raises `Refused`."""
+    if isinstance(proposal, str):
+        raise Refused(f"the answer cannot be used: {proposal}")
+    try:
+        return Intervention.from_json(proposal)
+    except ConfigError as error:
+        raise Refused(str(error)) from None
 
-    def __init__(self, campaign: Campaign, stand: Stand) -> None:
-        self._campaign, self._stand = campaign, stand
-        self.topic = campaign.question.topic
-        self.base, self.observation, self.observed = stand.tip.commit, stand.tip.run, stand.tip.entry
 
-    @property
-    def tried(self) -> frozenset[str]:
-        worn = {name for name, times in self._campaign.failures.items() if times >= FAILURES}
-        return frozenset(worn | self._campaign.tried.get(self.base, set()))
-
-    @property
-    def notebook(self) -> Sequence[Entry]:
-        return tuple(self._campaign.notebook.entries)
-
-    def files(self) -> Mapping[str, str]:
-        return self._campaign.subjects.files(self.base)
-
-    def judge_source(self) -> str:
-        return self._campaign.subjects.judge_source()
+def as_text(content: object) -> str:
+    """Text for the notebook: valid Unicode of limited length."""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
 
 
 def seed_of(question: Question, number: int) -> int:

@@ -20,11 +20,10 @@ from tempfile import TemporaryDirectory
 
 from agentjet.errors import ConfigError
 from agentjet.research import fence
-from agentjet.research.campaign.models import Finish, Intervention, Proposal, ProposerAway, View
+from agentjet.research.campaign.models import Intervention, ProposerAway, View
 from agentjet.research.campaign.subject_repo import git, write_files
 from agentjet.research.records import shortened
 
-MAX_FILES = 2000
 REASONS = ("name", "why", "predicts", "refutes")
 TASK = """Question: {topic}
 The agent in subject/ is trained by reinforcement learning and judged elsewhere by other code. Read campaign/run.json
@@ -51,25 +50,23 @@ class CodingAgent:
         if not fence.version():
             raise ConfigError("--agent-cli: this kernel cannot restrict a command (Landlock, Linux 5.13); omit it")
 
-    def propose(self, view: View, most: int) -> Sequence[Proposal | str]:
-        """Returns one proposal, or a text with the reason why there is none. Raises `ProposerAway`."""
-        if most < 1:
-            return []
+    def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
+        """Returns one proposal, a text with the reason why it cannot be used, or nothing if no file was changed."""
         with TemporaryDirectory(prefix="agentjet-coding-agent-") as name:
             folder = Path(name).resolve()
-            files = {path: text.encode() for path, text in view.files().items()}
+            files = {path: text.encode() for path, text in view.files.items()}
             write_files(files, folder / "a")
             write_files(files, folder / "work" / "subject")
             write_files(facts(view), folder / "work" / "campaign")
             self._run(folder, TASK.format(topic=view.topic))
+            if odd := odd_file(folder / "work" / "subject"):
+                return [f"the coding agent left {odd!r}, which is not a regular file"]
             (folder / "work" / "subject").rename(folder / "b")
-            if problem := check_tree(folder / "b"):
-                return [problem]
             patch = git(
                 folder, "diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b", codes=(0, 1)
-            )
+            ).decode("utf-8", "replace")
             if not patch:
-                return [Finish("the coding agent changed no file")]
+                return []
             try:
                 given = {"kind": "agent", "patch": patch, **reasons(folder / "work" / "hypothesis.json")}
                 return [Intervention.from_json(given)]
@@ -77,10 +74,7 @@ class CodingAgent:
                 return [str(error)]
 
     def _run(self, folder: Path, task: str) -> None:
-        """Raises `ProposerAway` for a command that is missing, fails or takes too long."""
-        program = shutil.which(self.command[0])
-        if program is None:
-            raise ProposerAway(f"--agent-cli: command {self.command[0]!r} was not found")
+        """Raises `ProposerAway` for a command that fails or takes too long."""
         work, home = folder / "work", folder / "work" / "home"
         home.mkdir()
         named = [Path(shutil.which(word) or word).resolve() for word in self.command]
@@ -96,19 +90,18 @@ class CodingAgent:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            late = False
             try:
                 process.communicate(task.encode(), timeout=self.seconds)
+                how = f"ended with status {process.returncode}" if process.returncode else ""
             except subprocess.TimeoutExpired:
-                late = True
+                how = f"did not end within {self.seconds:g} s"
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and its children
                 process.wait()
             output.seek(0)
             end = shortened(output.read(1 << 20).decode("utf-8", "replace").strip(), 500)
-        if late or process.returncode:
-            how = f"did not end within {self.seconds:g} s" if late else f"ended with status {process.returncode}"
+        if how:
             raise ProposerAway(f"--agent-cli: {self.command[0]} {how}: {end}")
 
 
@@ -118,19 +111,18 @@ def facts(view: View) -> dict[str, bytes]:
     return {
         "run.json": json.dumps(view.observation.to_json(), indent=1).encode(),
         "notebook.json": json.dumps(entries, indent=1).encode(),
-        "judge.txt": view.judge_source().encode(),
+        "judge.txt": view.judge_source.encode(),
     }
 
 
-def check_tree(folder: Path) -> str:
-    """The reason why the files of a command are refused, or ""."""
-    for cache in folder.rglob("__pycache__"):
+def odd_file(folder: Path) -> str:
+    """Name of a file that is missing, a link or a device, or "". Removes caches of Python."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return path.name
+    for cache in [*folder.rglob("__pycache__")]:
         shutil.rmtree(cache, ignore_errors=True)
-    paths = [*folder.rglob("*")]
-    if len(paths) > MAX_FILES:
-        return f"the coding agent left more than {MAX_FILES} files"
-    odd = [path.name for path in paths if path.is_symlink() or not (path.is_file() or path.is_dir())]
-    return f"the coding agent left {odd[0]!r}, which is not a regular file" if odd else ""
+    return ""
 
 
 def reasons(file: Path) -> dict[str, str]:

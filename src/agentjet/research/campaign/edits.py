@@ -129,12 +129,10 @@ def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]], fewest: int
 
 
 def span_of(source: str, node: Any) -> tuple[int, int]:
-    """Start and end of a node in characters."""
-    return offset(source, node.lineno, node.col_offset), offset(source, node.end_lineno, node.end_col_offset)
+    """Start and end of a node in characters. Its columns are in bytes."""
+    lines = source.encode().splitlines(keepends=True)
 
+    def place(line: int, column: int) -> int:
+        return len(b"".join([*lines[: line - 1], lines[line - 1][:column]]).decode())
 
-def offset(source: str, line: int, column: int) -> int:
-    """Position of a line and a column in bytes, in characters."""
-    before = source.splitlines(keepends=True)[: line - 1]
-    text = source.splitlines(keepends=True)[line - 1]
-    return sum(map(len, before)) + len(text.encode()[:column].decode())
+    return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)

@@ -1,24 +1,33 @@
-"""`LanguageModel`: a proposer that talks to a language model.
+"""`LanguageModel`: a proposer that talks to a language model behind an OpenAI- or Anthropic-compatible URL.
 
 The model reads the campaign by the tools of a `Desk`, and proposes interventions by a tool. It cannot start a run,
-judge or spend. Each intervention is checked by the campaign as any other. A model that answers prose is asked again
-twice. Without an answer the strategist goes on.
+judge or spend. An invalid call is answered with the reason; a model that answers prose is asked again twice. Each
+answer is written to a record before it is used, and `Played` gives the answers of a record again.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import getdoc
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from agentjet.research.campaign.desk import REPAIRS, TOOLS, Desk
-from agentjet.research.campaign.model_api import Message, Model, Reply
-from agentjet.research.campaign.models import Proposal, ProposerAway, View
-from agentjet.research.records import shortened
+from pydantic import TypeAdapter
+
+from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.campaign.models import Intervention, ProposerAway, View
+from agentjet.research.campaign.strategist import facts_of
+from agentjet.research.records import Record, adapter, shortened
 
 MAX_TURNS = 40
 """Maximum answers of the model to one request for proposals."""
+REPAIRS = 2
+"""Number of times that prose, or an invalid proposal, is sent back."""
+LONGEST_RESULT = 20_000
+"""Maximum characters of a tool's result."""
 RULES = """You are a researcher who improves an agent that is trained by reinforcement learning. Code runs, measures and
 judges; you read and propose. First read what was observed, then propose changes of the subject's files or settings,
 each as a testable hypothesis: why (refer to entries of the notebook), what it predicts, what would refute it. Give no
@@ -26,11 +35,39 @@ results: they come from runs. The model, the held-out tasks, the evaluator and t
 {most} interventions, the most promising first, then call finish. Question: {topic}"""
 
 
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCall(Record):
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+@dataclass(frozen=True)
+class Reply(Record):
+    """An answer of a model: text, and calls of tools."""
+
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Model(Protocol):
+    def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+        """Raises `ProposerAway`. Messages have OpenAI's chat format; tools have a name, a description and a schema."""
+        ...
+
+
 @dataclass
 class LanguageModel:
     """A `Proposer`."""
 
     model: Model
+    record: Path
+    """Gets a line for each answer."""
     papers: Path | None = None
     seconds: float = 900.0
     """Time limit for one request for proposals."""
@@ -38,7 +75,7 @@ class LanguageModel:
     limit: str = ""
     """A sentence for the report about the origin of its answers."""
 
-    def propose(self, view: View, most: int) -> Sequence[Proposal | str]:
+    def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Raises `ProposerAway` if the model does not answer."""
         desk = Desk(view, most, self.papers)
         messages: list[Message] = [{"role": "system", "content": RULES.format(most=most, topic=view.topic)}]
@@ -48,11 +85,13 @@ class LanguageModel:
             if time.monotonic() > deadline:
                 break
             try:
-                reply = self.model.reply(messages, TOOLS)
+                reply = self.model.reply(messages, desk.tools())
             except ProposerAway:
                 if desk.proposals:
                     return desk.proposals
                 raise
+            with self.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"asked": messages[-1], "reply": reply.to_json()}) + "\n")
             messages.append(said(reply))
             for call in reply.calls:
                 messages.append({"role": "tool", "tool_call_id": call.call_id, "content": desk.use(call)})
@@ -75,3 +114,224 @@ def said(reply: Reply) -> Message:
         for call in reply.calls
     ]
     return {"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {})
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+
+
+TOOLS = ("notebook", "files", "read", "curves", "transcripts", "propose", "finish")
+"""Methods of `Desk` that a model may call. Their docstrings are what it reads about them."""
+REQUIRED = ("name", "kind", "why", "predicts", "refutes")
+"""Fields of a proposal that a model must give."""
+
+
+@dataclass
+class Desk:
+    """The tools over a campaign's view, and the proposals made so far."""
+
+    view: View
+    most: int
+    papers: Path | None = None
+    proposals: list[Intervention | str] = field(default_factory=list)
+    finished: bool = False
+    invalid: int = 0
+
+    def tools(self) -> list[Tool]:
+        schemas = {name: TypeAdapter(getattr(self, name)).json_schema() for name in TOOLS}
+        schemas["propose"] = adapter(Intervention).json_schema() | {"required": [*REQUIRED]}
+        return [
+            {"name": name, "description": getdoc(getattr(self, name)), "parameters": schema}
+            for name, schema in schemas.items()
+        ]
+
+    def use(self, call: ToolCall) -> str:
+        """The result of a tool, or the reason why the call is invalid."""
+        try:
+            arguments = json.loads(call.arguments or "{}", parse_constant=str)
+            if not isinstance(arguments, dict):
+                raise ValueError("the arguments are not an object")
+            if call.name not in TOOLS:
+                raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(TOOLS)}")
+            result = getattr(self, call.name)(**arguments)
+            return shortened(result if isinstance(result, str) else json.dumps(result, default=str), LONGEST_RESULT)
+        except (ValueError, TypeError, RecursionError, ConfigError) as error:
+            if call.name == "propose":
+                self.invalid += 1
+                if self.invalid > REPAIRS:
+                    self.proposals.append(shortened(f"{error}: {call.arguments}"))
+            return f"invalid: {shortened(str(error))}"
+
+    def notebook(self, first: int = 1, last: int = 1_000_000) -> object:
+        """Entries of the notebook by their numbers, oldest first."""
+        listed = [entry for entry in self.view.notebook if int(first) <= entry.number <= int(last)]
+        return [[e.number, e.kind, shortened(json.dumps(e.content, default=str), 1500)] for e in listed]
+
+    def files(self) -> object:
+        """Names and sizes of the subject's files at the present base, and of the papers."""
+        papers = [path.name for path in self._papers()]
+        return {"subject": {name: len(text) for name, text in self.view.files.items()}, "papers": papers}
+
+    def read(self, name: str) -> str:
+        """A file of the subject, the evaluator (judge), or a paper."""
+        papers = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in self._papers()}
+        files = {**papers, "judge": self.view.judge_source, **self.view.files}
+        if name not in files:
+            raise ValueError(f"there is no file {name!r}; call files for the names")
+        return files[name]
+
+    def curves(self, name: str = "") -> object:
+        """A signal of the newest run, a value a step. Without a name: all names, the score and the facts."""
+        run = self.view.observation
+        if name:
+            return run.signals.get(name) or f"there is no signal {name!r}; call curves without a name"
+        return {"signals": sorted(run.signals), "curve": run.curve, "facts": facts_of(run), "by_task": run.by_task}
+
+    def transcripts(self) -> object:
+        """Best, median and worst training episodes of the newest run."""
+        return [one.to_json() for one in self.view.observation.transcripts]
+
+    def propose(self, **fields: Any) -> str:
+        """Proposes an intervention. `changes` are settings by dotted name, such as {"job.optimizer.lr": 1e-5}; `patch`
+        is a unified diff of the subject's files, with a/ and b/ prefixes; `why` is the reason in the evidence,
+        `predicts` the expected result, `refutes` a result that would refute it; `evidence` are numbers of entries.
+        """
+        proposal = Intervention.from_json(fields)
+        if len(self.proposals) >= self.most:
+            raise ValueError(f"{self.most} proposals are the most; call finish")
+        self.proposals.append(proposal)
+        return f"noted as proposal {len(self.proposals)} of at most {self.most}"
+
+    def finish(self, reason: str) -> str:
+        """Ends the proposals, with the reason why nothing further is worth a try."""
+        self.finished = True
+        return "finished"
+
+    def _papers(self) -> list[Path]:
+        return sorted(path for path in self.papers.glob("*") if path.suffix in (".md", ".txt")) if self.papers else []
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """A model that gives the answers of a record, after the first `before`."""
+
+    record: Path
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        self._replies = iter(replies_in(self.record)[self.before :])
+
+    def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+        reply = next(self._replies, None)
+        if reply is None:
+            raise ProposerAway(f"{self.record.name}: the record ends here")
+        return reply
+
+
+def replies_in(record: Path) -> list[Reply]:
+    """The answers of a record, one a line. Raises `ConfigError` for a line that has none."""
+    try:
+        lines = record.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{record}: {getattr(error, 'strerror', error)}: give a record of answers") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(Reply.from_json(json.loads(line)["reply"]))
+        except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+            raise ConfigError(f"{record} line {number} has no answer of a model ({error!r}): correct it") from None
+    return found
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model behind an API. `url` is the part before `/chat/completions` (openai) or `/messages` (anthropic), such as
+    `http://127.0.0.1:8000/v1`.
+    """
+
+    url: str
+    model: str
+    api_key: str = field(default="", repr=False)
+    kind: Literal["openai", "anthropic"] = "openai"
+    seconds: float = 180.0
+    """Time limit for each part of an answer."""
+
+    def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+        import httpx
+
+        path, body, headers = (openai_request if self.kind == "openai" else anthropic_request)(self, messages, tools)
+        try:
+            response = httpx.post(f"{self.url.rstrip('/')}{path}", json=body, headers=headers, timeout=self.seconds)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ProposerAway(f"{self.url}: {error or type(error).__name__}") from None
+        if response.status_code != 200:
+            raise ProposerAway(f"{self.url}: answered with status {response.status_code}")
+        try:
+            return (openai_reply if self.kind == "openai" else anthropic_reply)(response.json())
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AgentJetError):
+            raise ProposerAway(f"{self.url}: the answer is not one of the {self.kind} API") from None
+
+
+Request = tuple[str, dict[str, Any], dict[str, str]]
+"""Path, body and headers."""
+
+
+def openai_request(endpoint: Endpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
+    functions = [{"type": "function", "function": tool} for tool in tools]
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    return "/chat/completions", {"model": endpoint.model, "messages": [*messages], "tools": functions}, headers
+
+
+def openai_reply(content: Any) -> Reply:
+    message = content["choices"][0]["message"]
+    calls = [
+        ToolCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    ]
+    return checked(Reply(message.get("content") or "", tuple(calls)))
+
+
+def anthropic_request(endpoint: Endpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
+    named = [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]} for t in tools]
+    turns: list[Message] = []
+    for message in messages[1:]:
+        role, blocks = ("assistant" if message["role"] == "assistant" else "user"), anthropic_blocks(message)
+        if turns and turns[-1]["role"] == role:  # results of several calls are one turn
+            turns[-1]["content"] += blocks
+        else:
+            turns.append({"role": role, "content": blocks})
+    system = messages[0]["content"]
+    body = {"model": endpoint.model, "max_tokens": 8192, "system": system, "messages": turns, "tools": named}
+    return "/messages", body, {"x-api-key": endpoint.api_key, "anthropic-version": "2023-06-01"}
+
+
+def anthropic_blocks(message: Message) -> list[Message]:
+    if message["role"] == "tool":
+        return [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}]
+    blocks: list[Message] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            arguments = {"text": function["arguments"]}
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    return blocks or [{"type": "text", "text": "(empty)"}]
+
+
+def anthropic_reply(content: Any) -> Reply:
+    blocks = content["content"]
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    calls = [
+        ToolCall(block["id"], block["name"], json.dumps(block["input"]))
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    return checked(Reply(text, tuple(calls)))
+
+
+def checked(reply: Reply) -> Reply:
+    """Raises `ConfigError` for an answer with values of other types."""
+    return Reply.from_json(reply.to_json())

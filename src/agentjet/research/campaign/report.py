@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING
-from agentjet.research.campaign.notebook import NAME, Entry, Notebook
-from agentjet.research.campaign.runs import volume
-from agentjet.research.campaign.strategist import WORTH, table
+from agentjet.research.campaign.notebook import NAME, Notebook, described, spending
+from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.confirmation import DIRECTIONAL
+from agentjet.research.journal import Entry
+from agentjet.research.records import shortened
 from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.facts import SIMULATED
 from agentjet.research.report.figures import curves, effects
@@ -28,8 +28,7 @@ KNOWN_AS = {
 NOTE = "note.txt"
 """A file of the campaign's folder with remarks of people, a line each. The report begins with them."""
 LENGTHS = ("batch/episodes", "held_out/plays")
-FILE_LINES = 30
-"""Lines of a patch that are shown of a file."""
+LONGEST_PATCH = 4000
 REFERENCE = re.compile(r"\((#\d+(?:, #\d+)*)\)")
 ROW = re.compile(r"<tr>\n<td>(\d+)</td>")
 """A row of the table of steps, which begins with the number of an entry."""
@@ -72,14 +71,16 @@ def with_links(page: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 def gather(notebook: Notebook) -> dict[str, Any]:
     """Every fact of the report, each from an entry. Raises `ConfigError` if nothing was observed."""
-    observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     started, ended = notebook.known("started"), notebook.known("ended")
+    reason = ended.content["reason"] if ended else ""
+    observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     if started is None or not observed:
-        raise ConfigError(f"{notebook.path}: nothing was observed yet: {end_of(ended)}")
+        raise ConfigError(f"{notebook.path}: nothing was observed yet: {reason or 'the campaign has just begun'}")
     question, note = started.content["question"], notebook.path / NOTE
+    ran = {e.content["trial"]["arm"] for e in notebook.of("observed") if e.content["outcome"]["end"] != "infra_failed"}
+    untried = {entry.number for entry in notebook.of("hypothesis") if entry.content["commit"] not in ran}
     claims = [claim(entry, notebook) for entry in notebook.of("study")]
     accepted = [each for each in claims if each["accepted"]]
-    together = [each for each in claims if each["parts"]]
     base = accepted[-1]["commit"] if accepted else started.content["first"]
     whole = [entry for entry in observed if entry.content["trial"]["fidelity"] == 1.0]
     first = whole[0] if whole else observed[0]
@@ -92,30 +93,30 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "asks": started.content["asks"],
         "subject": subject(first.content["outcome"]),
         "proposers": proposers(notebook),
-        "screens": screens(observed),
         "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
-        "answer": answer(claims, first, ended, question["sesoi"]),
+        "answer": answer(claims, first, reason, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
+        "worth": WORTH,
+        "ended": reason,
         "claims": claims,
         "accepted": [each["name"] for each in accepted],
         "base": base,
-        "signs": [{**sign, "left": why_left(sign, last, ended)} for sign in last.content["signs"]],
+        "signs": last.content["signs"],
         "first": first.number,
         "last": last.number,
-        "steps": [step for entry in notebook.entries if (step := row(entry, notebook)) is not None],
+        "steps": list(filter(None, (row(entry, untried) for entry in notebook.entries))),
         "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
-        "cost": costs(notebook, observed),
-        "limits": [
-            *(
-                f"{quoted(each['name'])} was studied as one change, which does not separate its parts."
-                for each in together
-            ),
-            *LIMITS,
-            *notes(notebook),
-        ],
-        "following": following(claims, last, ended, notebook),
+        "cost": {
+            **spending(notebook),
+            "observed": len(observed),
+            "hypotheses": len(notebook.of("hypothesis")),
+            "untried": len(untried),
+            "refused": len(notebook.of("refused")),
+        },
+        "limits": [*LIMITS, *notes(notebook, first)],
+        "following": following(claims, last, notebook),
         "level": next((each["confidence"] for each in claims if each["confidence"]), None),
         "simulated": SIMULATED,
         "remarks": note.read_text(encoding="utf-8").splitlines() if note.is_file() else [],
@@ -140,67 +141,70 @@ def subject(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def end_of(ended: Entry | None) -> str:
-    return str(ended.content["reason"]) if ended else "the campaign has just begun"
+NO_RESULT = {
+    "verdict": "under way",
+    "accepted": False,
+    "meaning": "The study is under way",
+    "outcomes": {},
+    "spent": 0.0,
+}
+NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", "reason"))
 
 
 def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
-    """A study with its result; `learned` may be missing while it is conducted."""
-    learned = notebook.known(f"learned {entry.key.removeprefix('study ')}")
+    """A study with its hypothesis and its result; `learned` may be missing while it is conducted."""
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
-    finding = learned.content["finding"] if learned else {}
+    known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
+    learned = known.content if known else {}
+    found = {**asked, **NO_RESULT, **learned, **learned.get("finding", {})}
+    found.pop("finding", None)
     return {
-        "parts": parts(asked["name"], entry, notebook),
-        "doubts": doubts(finding, entry, learned.content["outcomes"], notebook) if learned else {},
-        "name": asked["name"],
+        **found,
+        "doubts": [*parts(asked["name"], entry, notebook), *(doubts(learned, entry, notebook) if learned else ())],
         "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
-        "predicts": asked["predicts"],
-        "refutes": asked["refutes"],
-        "changes": asked["changes"],
-        "patch": shown(asked["patch"]),
-        "commit": entry.content["commit"],
-        "verdict": finding.get("verdict", "under way"),
-        "accepted": bool(learned and learned.content["accepted"]),
-        "meaning": sentence(learned.content["meaning"]) if learned else "The study is under way",
-        "entry": (learned or entry).number,
+        "patch": shortened(asked["patch"], LONGEST_PATCH),
+        "meaning": sentence(found["meaning"]),
+        "entry": (known or entry).number,
         "fixed": entry.number,
-        "outcomes": learned.content["outcomes"] if learned else {},
-        "spent": learned.content["spent"] if learned else 0.0,
-        **{name: finding.get(name) for name in ("estimate", "low", "high", "confidence", "p_value", "reason")},
     }
 
 
-def parts(name: str, study: Entry, notebook: Notebook) -> str:
-    """The gains of the parts of a combined change alone, from the base of the study; empty for a single change."""
+def parts(name: str, study: Entry, notebook: Notebook) -> list[str]:
+    """A sentence about the parts of a combined change; none for a single change."""
     base = study.content["study"]["arms"][0]["code"]
-    screened = [entry for entry in notebook.of("screened") if entry.content["base"]["commit"] == base]
     alone: dict[str, list[str]] = {part: [] for part in name.split(" + ")}
-    for entry in screened:
-        for each in entry.content["full"]:
+    for entry in notebook.of("screened"):
+        for each in entry.content["full"] if entry.content["base"]["commit"] == base else ():
             alone.get(each["name"], []).append(f"{each['gain']:+.3g} in a full run (#{entry.number})")
-    if len(alone) == 1:
-        return ""
-    return "; ".join(f"{quoted(part)} {', '.join(gains) or 'was not run in full'}" for part, gains in alone.items())
+    gains = "; ".join(f"{quoted(part)} {', '.join(found) or 'was not run in full'}" for part, found in alone.items())
+    return [f"The parts were studied together only. Alone, with one seed: {gains}."] if len(alone) > 1 else []
 
 
-def doubts(finding: Mapping[str, Any], study: Entry, outcomes: Mapping[str, Any], notebook: Notebook) -> dict[str, Any]:
-    """The look of an early verdict; the range of a difference if the interval leaves it; arms without spread."""
-    looks, before = study.content["study"]["looks"], math.fsum(outcomes["base"]) / max(1, len(outcomes["base"]))
+def doubts(learned: Mapping[str, Any], study: Entry, notebook: Notebook) -> list[str]:
+    """Sentences about an early verdict, an interval beyond the range of the scores, and arms without spread."""
+    finding, outcomes, looks = learned["finding"], learned["outcomes"], study.content["study"]["looks"]
+    found = []
+    if finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]:
+        look = f"The verdict came at look {looks.index(finding['seeds']) + 1} of {len(looks)}."
+        found.append(f"{look} A study that stops early overstates a difference on average.")
     seen = [entry.content["outcome"]["score"] for entry in notebook.of("observed")]
     scores = [score for score in (*seen, *outcomes["base"], *outcomes["changed"]) if score is not None]
-    early = finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]
-    inside = finding["estimate"] is None or -before <= finding["low"] <= finding["high"] <= 1 - before
-    return {
-        "look": f"{looks.index(finding['seeds']) + 1} of {len(looks)}" if early else "",
-        "room": [before, 0 - before, 1 - before] if not inside and 0 <= min(scores) <= max(scores) <= 1 else [],
-        "flat": [arm for arm, values in outcomes.items() if values and min(values) == max(values)],
-    }
+    if finding["estimate"] is not None and 0 <= min(scores) <= max(scores) <= 1:
+        before = math.fsum(outcomes["base"]) / len(outcomes["base"])
+        if not -before <= finding["low"] <= finding["high"] <= 1 - before:
+            found.append(
+                f"All scores are from 0 to 1. If the judge pays nothing beyond, a base of {number(before)} leaves room "
+                f"for a difference of {0 - before:+.3g} to {1 - before:+.3g}. The interval reaches beyond, because "
+                "Welch's t does not know limits of scores."
+            )
+    if flat := [arm for arm, values in outcomes.items() if values and min(values) == max(values)]:
+        found.append(f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores.")
+    return found
 
 
-def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | None, sesoi: float) -> tuple[str, str]:
-    """Two sentences: what raised the score, and what stays open."""
-    accepted = [each for each in claims if each["accepted"]]
-    reason, score = end_of(ended), first.content["outcome"]["score"]
+def answer(claims: Sequence[Mapping[str, Any]], first: Entry, reason: str, sesoi: float) -> tuple[str, str]:
+    """Two sentences: what raised the score, and what stays open. `reason` is that of the end; empty before it."""
+    accepted, score = [each for each in claims if each["accepted"]], first.content["outcome"]["score"]
     if accepted:
         before, after = accepted[0], accepted[-1]
         found = (
@@ -208,14 +212,12 @@ def answer(claims: Sequence[Mapping[str, Any]], first: Entry, ended: Entry | Non
             f"{mean(after['outcomes']['changed'])} (#{after['entry']}) with "
             f"{' and '.join(quoted(each['name']) for each in accepted)}, confirmed with fresh seeds."
         )
-    elif "judge pays" in reason or "cannot run" in reason:
-        found = f"The question cannot be answered: {reason}."
-    elif ended is None:
+    elif not reason:
         found = f"No change is confirmed yet; the score is {number(score)} (#{first.number})."
     else:
         found = f"No change is confirmed to raise the score of {number(score)} (#{first.number}) by {sesoi:g} or more."
     undecided = [quoted(each["name"]) for each in claims if each["verdict"] == "inconclusive"]
-    rest = f"The campaign ended because: {reason}." if ended else "The campaign is not finished."
+    rest = f"The campaign ended because: {reason}." if reason else "The campaign is not finished."
     return found, f"Open: {' and '.join(undecided)}." if undecided else rest
 
 
@@ -229,64 +231,15 @@ def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
     return asked
 
 
-def screens(observed: Sequence[Entry]) -> dict[str, int]:
-    """Runs of proposals that ended with a score: short ones, full ones, and full ones with a second seed."""
-    kinds = Counter(
-        "short" if entry.content["trial"]["fidelity"] < 1 else "again" if why.endswith(" again") else "full"
-        for entry in observed
-        if (why := entry.content["why"]).startswith("round ")
-    )
-    return {kind: kinds[kind] for kind in ("short", "full", "again")}
-
-
-def not_tried(hypothesis: Entry, notebook: Notebook) -> str:
-    """The reason if no run of a proposal ended, else ""."""
-    runs = [e.content for e in notebook.of("observed") if e.content["trial"]["arm"] == hypothesis.content["commit"]]
-    if any(run["outcome"]["end"] != "infra_failed" for run in runs):
-        return ""
-    if runs:
-        return "its runs were lost"
-    later = [entry.number for kind in ("screened", "ended") for entry in notebook.of(kind)]
-    return "the budget" if max(later, default=0) > hypothesis.number else "it waits for its run"
-
-
-def row(entry: Entry, notebook: Notebook) -> dict[str, Any] | None:
-    """A line of the table of steps; None for entries that need none."""
-    content = entry.content
-    match entry.kind:
-        case "started":
-            what, result = "began", content["question"]["topic"]
-        case "observed":
-            trial, run = content["trial"], content["outcome"]
-            if trial["fidelity"] < 1 and run["score"] is not None:
-                return None
-            causes = ", ".join(sign["cause"].replace("_", " ") for sign in content["signs"]) or "no sign"
-            what = f"observed {trial['arm'][:8]} ({content['why']})"
-            result = run["note"] if run["score"] is None else f"score {number(run['score'])}; shows: {causes}"
-        case "hypothesis":
-            what = f"proposed by {content['origin']}: {content['name']}"
-            result = content["why"] or "no reason was given"
-            if reason := not_tried(entry, notebook):
-                what, result = f"proposed, not tried ({reason}): {content['name']}", f"{content['origin']}: {result}"
-        case "refused":
-            what, result = "refused a proposal", content["reason"]
-        case "screened":
-            tried = [each for each in content.get("short", ()) if each["score"] is not None]
-            short = [f"{each['name']} {number(each['score'])}" for each in tried]
-            gains = [f"{each['name']} {each['gain']:+.3f}" for each in content["full"]]
-            what, result = "screened", f"gain of one full run: {'; '.join(gains) or 'no run came back'}"
-            result += f" (scores after a third: {'; '.join(short)})" if short else ""
-        case "study":
-            what, result = "fixed a study, before its data", content["name"]
-        case "learned":
-            what, result = f"learned: {content['name']}", content["meaning"]
-        case "followed":
-            what, result = "followed up", content["reason"]
-        case "ended":
-            what, result = "ended", content["reason"]
-        case _:
-            return None
-    return {"entry": entry.number, "what": what, "result": result[:1000]}
+def row(entry: Entry, untried: set[int]) -> dict[str, Any] | None:
+    """A line of the table of steps; None for entries that need none, such as short runs."""
+    step, content = described(entry), entry.content
+    if step is None:
+        return None
+    if entry.kind == "observed" and content["trial"]["fidelity"] < 1 and content["outcome"]["score"] is not None:
+        return None
+    what = f"not tried, {step[0]}" if entry.number in untried else step[0]
+    return {"entry": entry.number, "what": what, "result": step[1][:1000]}
 
 
 def curves_of(of: Entry, observed: Sequence[Entry], usual: int) -> list[list[float]]:
@@ -320,94 +273,36 @@ def moment(title: str, entry: Entry) -> dict[str, Any]:
     return {"title": title, "entry": entry.number, "said": said}
 
 
-def costs(notebook: Notebook, observed: Sequence[Entry]) -> dict[str, Any]:
-    """Spending of the whole campaign. A longer run continues the shorter one of its commit and seed."""
-    spent = [entry.content for entry in notebook.of("spent")]
-    runs = {(one["trial"]["arm"], one["trial"]["seed"]): one["outcome"] for one in (e.content for e in observed)}
-    seen, learned = volume(run["signals"] for run in runs.values()), notebook.of("learned")
-    return {
-        "runs": math.fsum(entry["runs"] for entry in spent),
-        "hours": math.fsum(entry["hours"] for entry in spent),
-        "observed": len(observed),
-        "with_studies": all("episodes" in entry.content for entry in learned),
-        "untried": sum(bool(not_tried(entry, notebook)) for entry in notebook.of("hypothesis")),
-        "hypotheses": len(notebook.of("hypothesis")),
-        "refused": len(notebook.of("refused")),
-        **{
-            part: math.fsum([amount, *(entry.content.get(part, 0.0) for entry in learned)])
-            for part, amount in seen.items()
-        },
-    }
-
-
-def why_left(sign: Mapping[str, Any], last: Entry, ended: Entry | None) -> str:
-    """The reason for which the strategist proposes nothing more for a sign; empty if the campaign ended otherwise."""
-    if end_of(ended) != "nothing is worth trying":
-        return ""
-    facts = last.content["facts"]
-    if all(row.prior * facts.get("left", 1.0) < WORTH for row in table()[1] if row.cause == sign["cause"]):
-        return f"at a score of {number(facts['score'])}, no remedy for it is expected to gain {WORTH:g} or more"
-    return "its remedies were tried, or do not apply"
-
-
-def following(claims: Sequence[Mapping[str, Any]], last: Entry, ended: Entry | None, notebook: Notebook) -> list[str]:
+def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebook) -> list[str]:
     """Questions for a next campaign."""
-    open_claims = [
+    undecided = [
         f"Does {each['name']} raise the score? {sentence(each['reason'])} (#{each['entry']})."
         for each in claims
         if each["verdict"] == "inconclusive"
     ]
-    combined = [
-        f"What does each part of {quoted(each['name'])} give? Alone, with one seed: {each['parts']}."
-        for each in claims
-        if each["accepted"] and each["parts"]
-    ]
-    left = [
-        f"What mends this: {sign['seen']} (#{last.number})?"
-        for sign in last.content["signs"]
-        if not why_left(sign, last, ended).startswith("at a score")
-    ]
-    gains: dict[str, list[float]] = {}
-    entries: dict[str, int] = {}
-    for entry in notebook.of("screened"):
-        for each in entry.content["full"]:
-            gains.setdefault(each["name"], []).append(each["gain"])
-            entries[each["name"]] = entry.number
+    left = [f"What mends this: {sign['seen']} (#{last.number})?" for sign in last.content["signs"]]
+    screens = [(entry.number, each) for entry in notebook.of("screened") for each in entry.content["full"]]
+    newest = {each["name"]: (number, each["gain"]) for number, each in screens}
     studied = " + ".join(str(each["name"]) for each in claims)  # a part of what was studied is not open
-    least = PROMISING * notebook.entries[0].content["question"]["sesoi"]
     promising = [
-        f"{sentence(name)} gained {mean(gain)} in screens (#{entries[name]}), and was not studied"
-        + (f": a study begins at {least:g}." if math.fsum(gain) / len(gain) < least else ".")
-        for name, gain in gains.items()
-        if math.fsum(gain) > 0 and name not in studied
+        f"{sentence(name)} gained {gain:+.3g} in a full run (#{entry}), and was not studied."
+        for name, (entry, gain) in newest.items()
+        if gain > 0 and name not in studied
     ]
-    return [*open_claims, *combined, *left, *promising]
+    return [*undecided, *left, *promising]
 
 
-def notes(notebook: Notebook) -> list[str]:
+def notes(notebook: Notebook, first: Entry) -> list[str]:
     """Further limits, from the notebook."""
-    edited = notebook.known("files changed")
     found = [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
-    if edited:
-        found.append(f"{sentence(edited.content['meaning'])} (#{edited.number}).")
-    for entry in notebook.of("observed"):
-        if shared := entry.content["outcome"]["facts"].get("tasks_shared"):
-            return [*found, f"{shared:g} held-out tasks are also trained on, so scores are too high (#{entry.number})."]
+    found += [f"{sentence(edited.content['meaning'])} (#{edited.number})." for edited in notebook.of("edited")]
+    if shared := first.content["outcome"]["facts"].get("tasks_shared"):
+        found.append(f"{shared:g} held-out tasks are also trained on, so scores are too high (#{first.number}).")
     return found
 
 
 def mean(values: Sequence[float]) -> str:
     return number(math.fsum(values) / len(values) if values else None)
-
-
-def shown(patch: str) -> str:
-    """A patch with the first lines of each file."""
-    parts: list[str] = []
-    for file in re.split(r"(?m)^(?=--- )", patch.strip()):
-        lines = file.splitlines()
-        more = len(lines) - FILE_LINES
-        parts += [*lines[:FILE_LINES], *([f"... {more} more lines"] if more > 0 else [])]
-    return "\n".join(parts)
 
 
 def quoted(name: object) -> str:

@@ -1,17 +1,15 @@
 """`Runs`: the launches of a campaign, each once, within its budget, and patient while servers or disks are away.
 
 A launch has an `intent` entry first; the runner is asked for its key before it launches. A run has an `observed`
-entry and a `spent` entry. Spending counts the steps that this process has passed, so that a resumed campaign,
+entry with its cost. Spending counts the steps that this process has passed, so that a resumed campaign,
 which passes them again, decides the same.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import sqlite3
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -19,8 +17,9 @@ import numpy as np
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.models import Budget
-from agentjet.research.campaign.notebook import Entry, EntryKind, Notebook
+from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import causes, facts_of, signs
+from agentjet.research.journal import Entry
 from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.models import Outcome, Study, Trial
 from agentjet.research.servers import ServerUnavailable
@@ -37,23 +36,11 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Time, so that a week passes in a test at once."""
+    """The module `time`, or one with which a week passes in a test at once."""
 
-    def now(self) -> float:
-        """Seconds since 1970."""
-        ...
+    def time(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None: ...
-
-
-class SystemClock:
-    """The computer's clock."""
-
-    def now(self) -> float:
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class Ending(Exception):
@@ -100,8 +87,9 @@ class Runs:
     ) -> None:
         self.notebook, self.runner, self.budget = notebook, runner, budget
         self.clock, self.tell = clock, tell
+        self.spent = {"runs": 0.0, "hours": 0.0}
+        """Full runs and hours of work so far."""
         self._waited = 0.0
-        self._spent = {"runs": 0.0, "hours": 0.0}
         self._reached: dict[str, float] = {}
         self._under_way: dict[str, Trial] = {}
 
@@ -124,7 +112,7 @@ class Runs:
             raise Ending("the budget is spent")
         self._under_way[key] = trial
         if self.notebook.known(f"observed {key}") is None:
-            self.note("intent", lambda: {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
+            self.note("intent", {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
             if not self.patiently(lambda: self.runner.has(key)):
                 self.patiently(lambda: self.runner.launch(key, trial))
         return key
@@ -132,25 +120,11 @@ class Runs:
     def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> Seen:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             key = self._launch(trial, attempt, because)
-
-            def made(key: str = key, whole: float = self._cost(trial)) -> dict[str, Any]:
-                begun = self.working_time()
-                run = self.patiently(lambda: self.runner.collect(key))
-                cost = whole if run.curve or run.score is not None else 0.0  # it never answered, so it trained nothing
-                hours = (self.working_time() - begun) / 3600
-                return {
-                    "why": why,
-                    "trial": trial.to_json(),
-                    "outcome": run.to_json(),
-                    "facts": facts_of(run),
-                    "signs": [sign.to_json() for sign in signs(run)],
-                    "cost": cost,
-                    "hours": hours,
-                }
-
-            entry = self.note("observed", made, f"observed {key}", because)
+            entry = self.notebook.known(f"observed {key}") or self.note(
+                "observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because
+            )
             del self._under_way[key]
-            self.spend(f"spent {key}", entry.content["cost"], entry.content["hours"], entry)
+            self.spend(entry.content["cost"], entry.content["hours"])
             run = Outcome.from_json(entry.content["outcome"])
             if run.score is not None:
                 added_cost(self._reached, trial)
@@ -158,24 +132,32 @@ class Runs:
                 break
         return Seen(entry.number, trial.arm, run)
 
+    def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
+        begun = self.working_time()
+        run = self.patiently(lambda: self.runner.collect(key))
+        trained = bool(run.curve) or run.score is not None  # else it never answered
+        return {
+            "trial": trial.to_json(),
+            "outcome": run.to_json(),
+            "facts": facts_of(run),
+            "signs": [sign.to_json() for sign in signs(run)],
+            "cost": self._cost(trial) if trained else 0.0,
+            "hours": (self.working_time() - begun) / 3600,
+        }
+
     def _cost(self, trial: Trial) -> float:
         """Full runs that a trial adds to those that were made."""
         return added_cost(dict(self._reached), trial)
 
     # ---- budget ------------------------------------------------------------------------------------------------------
 
-    def spend(self, key: str, runs: float, hours: float, entry: Entry) -> None:
-        self.note("spent", lambda: {"runs": runs, "hours": hours}, key, [entry.number])
-        self._spent["runs"] += runs
-        self._spent["hours"] += hours
-
-    def spent(self) -> dict[str, float]:
-        """Full runs and hours of work so far."""
-        return dict(self._spent)
+    def spend(self, runs: float, hours: float) -> None:
+        self.spent["runs"] += runs
+        self.spent["hours"] += hours
 
     def left(self) -> float:
         """Full runs that the budget still pays for, without those that are under way."""
-        spent, waiting = self._spent, sum(map(self._cost, self._under_way.values()))
+        spent, waiting = self.spent, sum(map(self._cost, self._under_way.values()))
         if self.budget.runs is not None:
             return self.budget.runs - spent["runs"] - waiting
         assert self.budget.hours is not None
@@ -184,16 +166,10 @@ class Runs:
 
     # ---- entries and patience ----------------------------------------------------------------------------------------
 
-    def note(self, kind: EntryKind, make: Callable[[], object], key: str, because: Sequence[int] = ()) -> Entry:
-        """The entry under the key. `make` is called once, also if the disk is full at first."""
-        made: list[object] = []
-
-        def once() -> object:
-            if not made:
-                made.append(make())
-            return made[0]
-
-        return self.patiently(lambda: self.notebook.once(key, kind, once, because))
+    def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> Entry:
+        """The entry under the key, which has this content if it is new. Waits while the disk is full."""
+        known = self.notebook.known(key)
+        return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
 
     def patiently(self, act: Callable[[], T]) -> T:
         """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
@@ -216,13 +192,4 @@ class Runs:
 
     def working_time(self) -> float:
         """Seconds, without waiting for servers and disks."""
-        return self.clock.now() - self._waited
-
-
-def volume(signals: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """Training episodes and sampled tokens of runs, from their signals."""
-    found, names = [*signals], {"episodes": "batch/episodes", "tokens": "batch/sampled_tokens"}
-    return {
-        part: math.fsum(value for of_run in found for value in of_run.get(name, ()) if value is not None)
-        for part, name in names.items()
-    }
+        return self.clock.time() - self._waited

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import groupby
+from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
@@ -18,15 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.research.campaign import edits
-from agentjet.research.campaign.models import (
-    LONGEST_NAME,
-    Finish,
-    Intervention,
-    Kind,
-    Proposal,
-    Sign,
-    View,
-)
+from agentjet.research.campaign.models import LONGEST_NAME, Intervention, Kind, Sign, View
 from agentjet.research.diagnosis import SignRule, toml_of
 from agentjet.research.models import Outcome
 from agentjet.research.records import Value
@@ -36,6 +27,8 @@ WORTH = 0.03
 """Least expected gain of a remedy that is tried: prior times the effect that is left, in units of the score."""
 LIKELY = 0.4
 """Prior from which remedies are also proposed together."""
+BROKEN = frozenset({"same_score", "leaking_judge"})
+"""Causes that leave nothing to propose: the scores do not measure the answers."""
 TRIED = 4
 """Episodes of a task that show whether it teaches."""
 
@@ -95,12 +88,7 @@ def facts_of(run: Outcome) -> dict[str, float]:
     if "swapped" in run.facts:
         found["swapped_of_score"] = run.facts["swapped"] / max(run.score, 1e-9)
 
-    def early(name: str) -> float | None:
-        return third(run, name, 0)
-
-    def late(name: str) -> float | None:
-        return third(run, name, -1)
-
+    early, late = partial(third, run, 0), partial(third, run, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
         "reward_early": early("reward/mean"),
@@ -128,7 +116,7 @@ def facts_of(run: Outcome) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def third(run: Outcome, name: str, which: int) -> float | None:
+def third(run: Outcome, which: int, name: str) -> float | None:
     """Mean of a signal's first or last third."""
     values = Signals(run.signals)[name]
     part = values[: max(1, len(values) // 3)] if which == 0 else values[-max(1, len(values) // 3) :]
@@ -175,74 +163,57 @@ class Strategist:
 
     name = "strategist"
 
-    def propose(self, view: View, most: int) -> Sequence[Proposal]:
+    def propose(self, view: View, most: int) -> Sequence[Intervention]:
         run = view.observation
         shown = {sign.cause for sign in signs(run)}
-        if "same_score" in shown:
-            return [Finish("every answer has the same score: no change can raise it")]
-        if "leaking_judge" in shown:
-            return [Finish("the judge pays answers that belong to other tasks: no result can be trusted")]
+        if shown & BROKEN:
+            return []
         left = facts_of(run).get("left", 1.0)
         rows = [row for row in table()[1] if (row.cause in shown or not row.cause) and row.prior * left >= WORTH]
-        found = [(row, made) for row in rows if (made := self._single(view, row)) is not None]
+        found = [(row, made) for row in rows if (made := combined(view, [row])) is not None]
         found.sort(key=lambda pair: -pair[0].prior)
-        likely = [pair for pair in found if pair[0].prior >= LIKELY]
-        best = [next(rest) for _, rest in groupby(sorted(likely, key=by_cause), key=by_cause)]
-        together = self._together(view, [row for row, _ in sorted(best, key=lambda pair: -pair[0].prior)])
+        best: dict[str, Remedy] = {}
+        for row, _ in found:
+            if row.prior >= LIKELY:
+                best.setdefault(row.cause, row)
+        together = combined(view, sorted(best.values(), key=lambda row: (-row.prior, row.cause)))
         for_signs = [*([together] if together else []), *(made for row, made in found if row.cause)]
         others = [made for row, made in found if not row.cause]
         for proposed in (for_signs, others):  # others only if no sign has a remedy left, because each costs a screen
             unique = {made.name: made for made in reversed(proposed) if made.name not in view.tried}
             if unique:
                 return [*reversed(unique.values())][:most]
-        return [Finish("no remedy is worth a try: the expected gains are too small")]
-
-    def _single(self, view: View, row: Remedy) -> Intervention | None:
-        run = view.observation
-        changes = row.changes(run.settings)
-        changed = edited(row, view, view.files())
-        if (row.set and not changes) or (row.edit and not changed):
-            return None
-        return Intervention(
-            row.name,
-            row.kind,
-            changes,
-            edits.unified_diff(view.files(), changed),
-            why=filled(row.why, run),
-            predicts=row.predicts,
-            refutes=row.refutes,
-            evidence=(view.observed,),
-        )
-
-    def _together(self, view: View, rows: Sequence[Remedy]) -> Intervention | None:
-        """All of these remedies as one intervention; None for less than two."""
-        files: dict[str, str] = dict(view.files())
-        changes: dict[str, Value] = {}
-        used: list[Remedy] = []
-        for row in rows:
-            news, changed = row.changes(view.observation.settings), edited(row, view, files)
-            if (news and not changes.keys() & news.keys()) or changed:
-                changes |= news
-                files |= changed
-                used.append(row)
-        names = list(dict.fromkeys(row.name for row in used))
-        if len(names) < 2:
-            return None
-        kinds = {row.kind for row in used}
-        return Intervention(
-            " + ".join(names)[:LONGEST_NAME],
-            kinds.pop() if len(kinds) == 1 else "agent",
-            changes,
-            edits.unified_diff(view.files(), files),
-            why="; ".join(dict.fromkeys(filled(row.why, view.observation) for row in used)),
-            predicts="the score rises more than by one of them alone, because each can hide the others",
-            refutes="the score stays although all the signs are gone",
-            evidence=(view.observed,),
-        )
+        return []
 
 
-def by_cause(pair: tuple[Remedy, Intervention]) -> str:
-    return pair[0].cause
+def combined(view: View, rows: Sequence[Remedy]) -> Intervention | None:
+    """These remedies as one intervention, without those that change nothing; None if none is left."""
+    run, files = view.observation, dict(view.files)
+    changes: dict[str, Value] = {}
+    used: list[Remedy] = []
+    for row in rows:
+        news, changed = row.changes(run.settings), edited(row, view, files)
+        if (news and not changes.keys() & news.keys()) or changed:
+            changes |= news
+            files |= changed
+            used.append(row)
+    if not used:
+        return None
+    kinds = {row.kind for row in used}
+    predicts, refutes = used[0].predicts, used[0].refutes
+    if len(used) > 1:
+        predicts = "the score rises more than by one of them alone, because each can hide the others"
+        refutes = "the score stays although all the signs are gone"
+    return Intervention(
+        " + ".join(row.name for row in used)[:LONGEST_NAME],
+        kinds.pop() if len(kinds) == 1 else "agent",
+        changes,
+        edits.unified_diff(view.files, files),
+        why="; ".join(filled(row.why, run) for row in used),
+        predicts=predicts,
+        refutes=refutes,
+        evidence=(view.observed,),
+    )
 
 
 def filled(text: str, run: Outcome) -> str:
@@ -259,7 +230,7 @@ def edited(row: Remedy, view: View, files: edits.Files) -> edits.Files:
         case "remove_temperature" | "remove_max_tokens":
             return edits.remove_argument(files, row.edit.removeprefix("remove_"))
         case "judge_reward":
-            return edits.judge_reward(files, view.judge_source())
+            return edits.judge_reward(files, view.judge_source)
         case "keep_mixed":
             return edits.keep_mixed(files, run.by_task)
     return {}

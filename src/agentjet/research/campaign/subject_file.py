@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from agentjet.errors import AgentJetError, ConfigError
+from agentjet.errors import ConfigError
 from agentjet.research.records import dotted, refuse, unknown_key
 from agentjet.research.subject import Subject
 
@@ -32,15 +32,16 @@ DEFAULTS = {"hidden": ["answer"], "concurrency": 16}
 
 
 def read_subject(path: Path) -> Subject:
-    """Raises `ConfigError`."""
+    """The subject of a file that a user wrote. Raises `ConfigError`."""
     try:
-        return parse_subject(path.read_text(encoding="utf-8"), str(path))
+        given = parse_subject(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--subject {path}: {getattr(error, 'strerror', error)}: give a subject.toml") from None
+    return resolved(given, path.parent.absolute())
 
 
-def parse_subject(text: str, name: str, error: type[AgentJetError] = ConfigError) -> Subject:
-    """Raises `error` with the first wrong key, its value and the way out."""
+def parse_subject(text: str, name: str) -> Subject:
+    """Raises `ConfigError` with the first wrong key, its value and the way out."""
     try:
         content = tomllib.loads(text)
         for key in content.keys() - set(KEYS):
@@ -53,7 +54,7 @@ def parse_subject(text: str, name: str, error: type[AgentJetError] = ConfigError
             content.setdefault("evaluations", max(1, min(4, content["steps"])))
         return Subject.from_json({**DEFAULTS, **content, "judged": True})
     except (ConfigError, ValueError) as wrong:
-        raise error(f"{name}: {wrong}") from None
+        raise ConfigError(f"{name}: {wrong}") from None
 
 
 def resolved(given: Subject, folder: Path) -> Subject:

@@ -29,9 +29,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentjet.client.agent_source import hash_of, one_line
+from agentjet.client.agent_source import hash_of
 from agentjet.config import parse_config
-from agentjet.errors import AgentJetError, ConfigError
+from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
@@ -42,7 +42,6 @@ from agentjet.research.campaign.subject_file import (
     held_out_file,
     parse_subject,
     read_subject,
-    resolved,
     steps_as,
 )
 from agentjet.research.journal import write_whole
@@ -54,8 +53,6 @@ from agentjet.types import Task
 SUBJECT = "subject.toml"
 MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
-MAX_FILE = 1 << 20
-"""Maximum size of a file that an intervention changes."""
 TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
 """Suffixes of files that proposers read and change."""
 WHO = {
@@ -98,8 +95,8 @@ class SubjectRepo:
         Raises `ConfigError` for a subject that cannot run, with its first error.
         """
         if not (folder / "source.json").exists():
-            given = resolved(read_subject(subject), subject.parent.absolute())
-            check_settings(given.settings, ConfigError)
+            given = read_subject(subject)
+            check_settings(given.settings)
             contents = read_folder(subject.parent.absolute(), Path(given.model))
             held_out = held_out_file(given)
             remove_parts(folder)  # left by a start that was killed
@@ -111,7 +108,7 @@ class SubjectRepo:
             git(folder / "subject", "commit", "--quiet", "--allow-empty", "--message", "the subject as given")
             source = {
                 "folder": str(subject.parent.absolute()),
-                "first": git(folder / "subject", "rev-parse", "HEAD").strip(),
+                "first": git(folder / "subject", "rev-parse", "HEAD").decode().strip(),
                 "files": {
                     name: hash_of({name: content}) for name, content in sorted(contents.items()) if name != SUBJECT
                 },
@@ -128,15 +125,18 @@ class SubjectRepo:
 
     def commit(self, base: str, intervention: Intervention) -> str:
         """Returns the commit of an intervention on top of `base`. Raises `Refused` with the reason."""
-        with TemporaryDirectory(dir=self.folder) as scratch:
-            index = f"{scratch}/index"
-            self._git("read-tree", base, index=index)
-            if intervention.patch:
-                self._apply(intervention.patch, index)
-            if intervention.changes:
-                self._change_settings(intervention.changes, index)
-            tree = self._git("write-tree", index=index).strip()
-        self._check_changes(base, tree)
+        try:
+            with TemporaryDirectory(dir=self.folder) as scratch:
+                index = f"{scratch}/index"
+                self._git("read-tree", base, index=index)
+                if intervention.patch:
+                    self._apply(intervention.patch, index)
+                if intervention.changes:
+                    self._change_settings(intervention.changes, index)
+                tree = self._git("write-tree", index=index).strip()
+            self._check_changes(base, tree)
+        except ConfigError as error:
+            raise Refused(str(error)) from None
         commit = self._git("commit-tree", tree, "-p", base, "-m", intervention.name).strip()
         accepted = f"refs/arms/{commit}"
         if not self._git("for-each-ref", accepted):
@@ -246,9 +246,12 @@ class SubjectRepo:
         for path in changed:
             if path in (file_of(first.evaluator), held_out_file(first)):
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
-            if path in after:
-                check_file(path, after[path], is_new=path not in before)
-        given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT, error=Refused)
+            if path in after and any(part.startswith(".") for part in Path(path).parts):
+                raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
+            name = path.split("/")[0].removesuffix(".py")
+            if path not in before and (name in sys.stdlib_module_names or is_installed(name)):
+                raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
+        given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
         for key in (key for key in KEYS if key not in ARM_KEYS):
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
@@ -284,7 +287,7 @@ class SubjectRepo:
         raise Refused(f"the patch does not apply: {problem}")
 
     def _change_settings(self, changes: Mapping[str, Any], index: str) -> None:
-        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT, error=Refused)
+        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
         changed = flat_toml(replace(given, settings={**given.settings, **changes}))
         blob = self._git("hash-object", "-w", "--stdin", text=changed).strip()
         self._git("update-index", "--cacheinfo", f"100644,{blob},{SUBJECT}", index=index)
@@ -296,7 +299,7 @@ class SubjectRepo:
 
     def _files_of(self, tree: str) -> dict[str, bytes]:
         """The files of a commit or a tree by path. Raises `Refused` for a link."""
-        content = git_bytes(self.folder / "subject", "archive", "--format=tar", tree)
+        content = git(self.folder / "subject", "archive", "--format=tar", tree)
         found = {}
         with tarfile.open(fileobj=BytesIO(content)) as archive:
             for member in archive:
@@ -307,14 +310,10 @@ class SubjectRepo:
         return found
 
     def _git(self, *arguments: str, text: str = "", index: str = "") -> str:
-        return git(self.folder / "subject", *arguments, text=text, index=index)
+        return git(self.folder / "subject", *arguments, text=text, index=index).decode("utf-8", "replace")
 
 
-def git(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> str:
-    return git_bytes(folder, *arguments, text=text, index=index, codes=codes).decode("utf-8", "replace")
-
-
-def git_bytes(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> bytes:
+def git(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> bytes:
     """Output of a git command in a folder, without the user's settings and hooks. `index` replaces the file of the
     repository's index. Raises `ConfigError` for an exit code that is not in `codes`.
     """
@@ -333,7 +332,9 @@ def git_bytes(folder: Path, *arguments: str, text: str = "", index: str = "", co
 
 
 def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
-    """The user's files by path, without the model's. Raises `ConfigError` for a folder that is too large."""
+    """The user's files by path, without the model's. Raises `ConfigError` for a folder that is too large, and for text
+    that proposers could not read.
+    """
     found: dict[str, bytes] = {}
     size = 0
     for path in sorted(files_below(folder)):
@@ -345,18 +346,12 @@ def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
                 f"{folder}: more than {MAX_BYTES >> 20} MB, up to {path.name}: a campaign copies the subject's folder, "
                 "so keep only its agent, tasks and evaluator there"
             )
-        found[path.relative_to(folder).as_posix()] = path.read_bytes()
-        if path.suffix in TEXT:
-            check_text(path, found[path.relative_to(folder).as_posix()])
+        content = found[path.relative_to(folder).as_posix()] = path.read_bytes()
+        try:
+            content.decode("utf-8" if path.suffix in TEXT else "latin-1")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
     return found
-
-
-def check_text(path: Path, content: bytes) -> None:
-    """Raises `ConfigError` for a text file that proposers could not read."""
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from None
 
 
 def checked_judge(subject: Subject) -> set[tuple[str, str]]:
@@ -392,40 +387,18 @@ def text_of(content: bytes) -> str | None:
         return None
 
 
-def check_file(path: str, content: bytes, is_new: bool) -> None:
-    """Raises `Refused` for a file that an intervention must not add or change."""
-    if any(part.startswith(".") for part in Path(path).parts):
-        raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
-    if is_new:
-        check_new_name(path)
-    if len(content) > MAX_FILE:
-        raise Refused(f"{path}: more than {MAX_FILE} bytes")
-    if path.endswith(".py"):
-        try:
-            compile(text_of(content) or "", path, "exec")
-        except (SyntaxError, ValueError) as error:
-            raise Refused(f"{path} line {getattr(error, 'lineno', '?')}: {one_line(error)}") from None
-
-
-def check_new_name(path: str) -> None:
-    """Raises `Refused` for a new file that would replace a module of Python or of an installed package."""
-    name = path.split("/")[0].removesuffix(".py")
-    if name in sys.stdlib_module_names or (name.isidentifier() and is_installed(name)):
-        raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
-
-
 def is_installed(name: str) -> bool:
-    spec = find_spec(name)
+    spec = find_spec(name) if name.isidentifier() else None
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
 
 
-def check_settings(settings: Mapping[str, Any], wrong: type[AgentJetError] = Refused) -> None:
-    """Raises `wrong` for settings that no server takes."""
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for settings that no server takes."""
     try:
         check_changes({name: value for name, value in settings.items() if name.startswith("model.name")})
         parse_config(dict(settings))
     except ConfigError as error:
-        raise wrong(f"[settings]: {error}") from None
+        raise ConfigError(f"[settings]: {error}") from None
 
 
 def file_of(named: str) -> str:
