@@ -128,6 +128,10 @@ async def test_what_asks_nothing_of_the_model_is_accepted(tmp_path: Path) -> Non
         beta = {"anthropic-beta": "fine-grained-tool-streaming-2025-05-14"}
         answer = await ask(client, extra_body=neutral, extra_headers=beta, extra_query={"beta": "true"})
         assert answer.content[0].text == "hi"  # type: ignore[union-attr]
+        episode = await served.begin()
+        tools = [{"type": "bash_20250124", "name": "bash"}]
+        await ask(served.anthropic(episode), tools=tools, tool_choice={"type": "none"})
+        assert served.run.gateway.swarm.episode(episode["episode_id"]).noted == {"tool bash_20250124 dropped": 1}
 
 
 async def test_keys(tmp_path: Path) -> None:

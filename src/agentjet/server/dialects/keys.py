@@ -84,6 +84,10 @@ class Body(BaseModel):
         """The note about a part that the policy does not read, whose keys do not matter; else empty."""
         return ""
 
+    def omission_of(self, part: Body) -> str:
+        """The `omission` of a part of this part."""
+        return part.omission
+
 
 class RequestBody(Body):
     """A request for an answer of the policy."""
@@ -139,7 +143,7 @@ def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[st
             yield part.place + key
         if isinstance(value, list):
             for i, item in enumerate(value if value and isinstance(value[0], Body) else ()):
-                if note := item.omission:
+                if note := part.omission_of(item):
                     yield note
                 else:
                     yield from request_notes(item, keys, f"{where}{key}.{i}.")

@@ -143,6 +143,16 @@ class PromptBody(Body):
     """`format`: [constraints.md](constraints.md)"""
     context_management: Any = None
 
+    @property
+    def calls_tools(self) -> bool:
+        return self.tool_choice is None or self.tool_choice.type != "none"
+
+    def omission_of(self, part: Body) -> str:
+        """Without tools to call, the tools that Anthropic defines do not matter."""
+        if isinstance(part, ToolDefinition) and part.kind != "custom" and not self.calls_tools:
+            return f"tool {part.type} dropped"
+        return super().omission_of(part)
+
 
 class MessagesBody(PromptBody, RequestBody):
     """A request. Keys of Anthropic's API that cannot be honoured are refused, never ignored."""
@@ -188,8 +198,7 @@ def to_conversation(body: PromptBody) -> Conversation:
     if body.messages[-1].role == "assistant":
         why = ": the last message is the assistant's, but a prefilled answer cannot be continued: end with a user "
         raise refusal(f"messages.{len(body.messages) - 1}", f"{why}message.")
-    calls_tools = body.tool_choice is None or body.tool_choice.type != "none"
-    offered = [tool for tool in body.tools or () if calls_tools and not tool.omission]
+    offered = [tool for tool in body.tools or () if body.calls_tools and not tool.omission]
     return Conversation(
         tuple(messages), tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in offered)
     )
