@@ -103,8 +103,9 @@ def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
 def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Path) -> None:
     with Swarm(served.url, TOKEN) as swarm:
         play(swarm, "old", 1.0, mode="eval")
-        gateway = served.run.gateway
-        gateway._journal.prune(gateway.swarm.store.state, 0.0)
+        store = served.run.gateway.swarm.store
+        store.transcript_bytes = 0
+        store.prune()
         play(swarm, "new", 1.0, mode="eval")
     out = tmp_path / "out.jsonl"
     assert "conversations: 2, of episodes: 1, in" in (said := run("episodes", "export", str(out), *at(served)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,11 +79,12 @@ async def test_three_batches_that_could_teach_nothing_are_reported_once(
 
 
 async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", job={"keep_checkpoints": 1}) as run:
+    kept_nothing: dict[str, Any] = {"job": {"keep_checkpoints": 1}, "server": {"keep_transcripts": 0}}
+    async with running(tmp_path / "d", **kept_nothing) as run:
         for _ in range(3):
             await equal_batch(run)
         before = run.gateway.status().zero_variance
-    async with running(tmp_path / "d", job={"keep_checkpoints": 1}) as run:
+    async with running(tmp_path / "d", **kept_nothing) as run:
         after = run.gateway.status().zero_variance
     assert before is not None and before.prompt and after is not None
     assert after == before.model_copy(

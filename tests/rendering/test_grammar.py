@@ -132,7 +132,7 @@ OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "{"}
 @pytest.mark.parametrize("parallel", [True, False])
 def test_free_text_may_announce_a_call_which_is_then_bound(model: Model, parallel: bool) -> None:
     strict = Constraint(strict=frozenset(SCHEMAS), parallel=parallel)
-    opening = OPENINGS[model.renderer._model_info.tool_format]
+    opening = OPENINGS[model.renderer.model.tool_format]
     hint = opening if opening == "{" else f"so, {opening}"
     most = 0
     for answer in model.answers(strict, hint=hint):
@@ -147,7 +147,7 @@ def test_free_text_may_announce_a_call_which_is_then_bound(model: Model, paralle
 
 
 def test_a_function_that_is_not_strict_is_called_with_any_object(model: Model) -> None:
-    opening = OPENINGS[model.renderer._model_info.tool_format]
+    opening = OPENINGS[model.renderer.model.tool_format]
     key = "parameters" if opening == "{" else "arguments"
     head = {"<tool_call>": "<tool_call>\n{", "[TOOL_CALLS]": "[TOOL_CALLS][{", "{": "{"}[opening]
     hint = f'{head}"name": "move", "{key}": {{"x": 1.5}}'
