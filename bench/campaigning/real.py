@@ -96,7 +96,7 @@ def score(repo: SubjectRepo, commit: str, local: int) -> float:
 
 
 def runner_of(repo: SubjectRepo, local: int) -> SwarmRunner:
-    return SwarmRunner(lambda trial: repo.subject(trial.arm), repo.folder, local_slots(local))
+    return SwarmRunner(repo.subject_of, repo.folder, local_slots(local))
 
 
 def play(name: str, out: Path, local: int) -> Result:

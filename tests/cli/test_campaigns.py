@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from agentjet.cli.main import app
 from agentjet.cli.research.campaign import line_of
 from agentjet.research.campaign.campaign import Question
 from agentjet.research.campaign.models import Budget
-from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.notebook import DAY, Notebook
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Outcome
 from tests.research.campaign.subjects import SUBJECT, write_subject
@@ -36,6 +37,7 @@ def research(*arguments: object) -> str:
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
         (["--topic", " "], "--topic is empty: give the question"),
+        (["--topic", "なぜ学習しないのか"], "Give an English title, or a language model (--llm)"),
         (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
         (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
         (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
@@ -147,6 +149,21 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
     assert found["found"] == ["slower raises the score"] and found["tried"] == ["slower"] and "away" not in found
     assert found["ruled out"] == [] and found["stage"] == "working"
     assert json.loads(research("status", tmp_path, "--json"))["stage"].startswith("interrupted")
+
+
+def test_a_digest_of_an_earlier_day(tmp_path: Path) -> None:
+    question = {"topic": "why?", "budget": {"runs": 20.0, "hours": None}}
+    now = time.time() - 2.5 * DAY
+    with Notebook(tmp_path, now=lambda: now) as notebook:
+        notebook.entry("started", {"question": question, "asks": "why?", "first": "c0"}, key="started")
+        notebook.entry("learned", {"meaning": "slower helps", "accepted": True, "spent": 9.0, "hours": 1.5})
+        now += 1.5 * DAY
+        notebook.entry("learned", {"meaning": "faster does not", "accepted": False, "spent": 8.0, "hours": 1.0})
+    first, second = (research("digest", tmp_path, "--day", day) for day in (1, 2))
+    assert "slower helps" in first and "faster does not" not in first and "9.0 full runs, 1.5 h" in first
+    assert "the end of day 1" in first and "11.0 runs" in first
+    assert "faster does not" in second and "17.0 full runs" in second
+    assert "2 days of this campaign are over" in research("digest", tmp_path, "--day", 3)
 
 
 def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:

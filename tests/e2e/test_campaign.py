@@ -40,7 +40,7 @@ def repo(tmp_path: Path) -> SubjectRepo:
 
 
 def runner_of(repo: SubjectRepo, local: int) -> SwarmRunner:
-    return SwarmRunner(lambda trial: repo.subject(trial.arm), repo.folder, local_slots(local) if local else [])
+    return SwarmRunner(repo.subject_of, repo.folder, local_slots(local) if local else [])
 
 
 def trial(commit: str, share: float) -> Trial:
@@ -84,7 +84,7 @@ from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Trial
 from agentjet.research.swarm_runner import SwarmRunner
 repo = SubjectRepo(Path(sys.argv[1]))
-with SwarmRunner(lambda trial: repo.subject(trial.arm), repo.folder, local_slots(1)) as runner:
+with SwarmRunner(repo.subject_of, repo.folder, local_slots(1)) as runner:
     runner.launch("k", Trial("campaign", repo.first, {}, 7, "explore"))
     print("launched", flush=True)
     runner.collect("k")

@@ -26,6 +26,7 @@ Message = dict[str, Any]
 """A message in OpenAI's chat format."""
 Judge = Callable[[Task, Sequence[Message]], float]
 """Scores a conversation about a task: `score(task, messages)`. The last message is the answer."""
+Equal = Literal["episodes", "steps", "tokens", "seconds"]
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
 """Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""
@@ -69,8 +70,8 @@ class Subject(Record):
     """Keys of a held-out payload that only the judge reads. The agent gets those of training tasks."""
     readable: tuple[str, ...] = ()
     """Folders that the arm's code may read, the first with the code. Empty: the code runs without a fence."""
-    equal: Literal["episodes", "steps"] = "episodes"
-    """Length of a run with other batches: all arms learn from as many episodes, or in as many steps."""
+    equal: Equal = "episodes"
+    """Amount that is the same in full runs of all arms. `steps_as` and a campaign's `Runs` keep it."""
     code: str = ""
     """Hash of the named code and tasks. A study whose files changed is refused."""
     files: Mapping[str, str] = field(default_factory=dict)

@@ -203,7 +203,7 @@ def anthropic_answer(*named: tuple[str, Mapping[str, Any]]) -> httpx.Response:
 def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([answer(("files", {}), ("curves", {})), answer(PROPOSE, FINISH)])
     wire = Wire(lambda request: next(answers))
-    monkeypatch.setattr(httpx, "post", httpx.Client(transport=wire).post)
+    monkeypatch.setattr(httpx, "stream", httpx.Client(transport=wire).stream)
     assert LanguageModel(Endpoint("http://127.0.0.1:9/v1", "m", "k", kind), Path(os.devnull)).propose(VIEW, 3) == [
         SLOWER
     ]
@@ -221,12 +221,20 @@ def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPat
         (httpx.Response(200, text="hello"), "the answer is not one of the openai API"),
         (httpx.Response(200, json={"choices": []}), "the answer is not one of the openai API"),
         (httpx.Response(200, json={"choices": [{"message": {"content": [1]}}]}), "the answer is not one"),
+        (httpx.Response(200, content=b" " * (1 << 21)), "the answer is longer than"),
     ],
 )
 def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(httpx, "post", httpx.Client(transport=Wire(lambda request: response)).post)
+    monkeypatch.setattr(httpx, "stream", httpx.Client(transport=Wire(lambda request: response)).stream)
     with pytest.raises(ProposerAway, match=message):
         Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], [])
+
+
+def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Wire(lambda request: httpx.Response(200, content=b"{}"))
+    monkeypatch.setattr(httpx, "stream", httpx.Client(transport=slow).stream)
+    with pytest.raises(ProposerAway, match=r"took longer than -1 s"):
+        Endpoint("http://127.0.0.1:9/v1", "m", seconds=-1.0).reply([{"role": "user", "content": "x"}], [])
 
 
 def test_an_endpoint_that_is_away() -> None:

@@ -77,8 +77,7 @@ def start(
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import StudyFolder
 
-    if not topic.strip():
-        raise ConfigError("--topic is empty: give the question, such as 'why does it not learn?'")
+    check_topic(topic, is_read=llm is not None or agent_cli is not None)
     question = Question(topic, Budget.parse(budget), seed)
     if (out / "notebook.sqlite").exists():
         raise ConfigError(
@@ -92,7 +91,18 @@ def start(
     if any(out.iterdir()) and not (out / "source.json").exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     repo = SubjectRepo.create(out, subject)
-    conduct(out, slots, proposers, replace(question, evaluator=repo.judge_hash))
+    conduct(out, slots, proposers, replace(question, evaluator=repo.judge_hash, equal=repo.equal))
+
+
+def check_topic(topic: str, is_read: bool) -> None:
+    """Raises `ConfigError` for an empty topic, and for one in another script if no language model reads it."""
+    from agentjet.research.campaign.campaign import OFFLINE
+
+    letters = [character for character in topic if character.isalpha()]
+    if not topic.strip():
+        raise ConfigError("--topic is empty: give the question, such as 'why does it not learn?'")
+    if not is_read and 2 * sum(map(str.isascii, letters)) < len(letters):
+        raise ConfigError(f"--topic {topic!r}: {OFFLINE} Give an English title, or a language model (--llm)")
 
 
 def resume(
@@ -143,7 +153,7 @@ def conduct(
         with (
             raise_on_signals(),
             Notebook(folder, notify=tell) as notebook,
-            SwarmRunner(lambda trial: repo.subject(trial.arm), folder, slots, typer.echo) as runner,
+            SwarmRunner(repo.subject_of, folder, slots, typer.echo) as runner,
         ):
             limits = [
                 *(() if fence.version() else (UNFENCED,)),
@@ -179,12 +189,12 @@ def line_of(entry: Entry) -> str:
     return f"{entry.number:4d} {in_a_line(': '.join(step))}" if (step := described(entry)) else ""
 
 
-def status(folder: Path, as_json: bool) -> None:
-    """Prints where a campaign stands."""
+def status(folder: Path, as_json: bool, day: int = 0) -> None:
+    """Prints where a campaign stands, or stood at the end of a day."""
     from agentjet.research.campaign.notebook import Notebook, standing
 
     with Notebook(folder, writer=False) as notebook:
-        found = standing(notebook)
+        found = standing(notebook, day)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -194,11 +204,14 @@ def status(folder: Path, as_json: bool) -> None:
             typer.echo(f"  {line}")
 
 
-def digest(folder: Folder) -> None:
+def digest(
+    folder: Folder,
+    day: Annotated[int, typer.Option(min=0, help="At the end of this day since the start; 0: now.")] = 0,
+) -> None:
     """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
     if (folder / "study.json").exists():
         raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
-    status(folder, as_json=False)
+    status(folder, as_json=False, day=day)
 
 
 def proposers_of(

@@ -30,7 +30,7 @@ from agentjet.research.campaign.models import (
     check_settings,
 )
 from agentjet.research.campaign.notebook import Notebook
-from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner
+from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner, amount
 from agentjet.research.campaign.strategist import BROKEN, signs
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import StudyLog, stored
@@ -38,6 +38,7 @@ from agentjet.research.launcher import TrialRunner
 from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
 from agentjet.research.records import Record, refuse
 from agentjet.research.scheduler import conduct
+from agentjet.research.subject import Equal
 
 SHORT = 1 / 3
 """Share of a full run in the first screen."""
@@ -80,6 +81,8 @@ class Question(Record):
     looks: tuple[int, ...] = (4, 8, 12)
     evaluator: str = ""
     """Hash of the judge's files."""
+    equal: Equal = "episodes"
+    """Amount that is the same in full runs of all arms."""
 
     @property
     def study_cost(self) -> float:
@@ -138,7 +141,7 @@ class Campaign:
         """
         self.question, self.notebook, self.repo = question, notebook, repo
         self.runner, self.proposers, self.limits, self._tell = runner, proposers, limits, tell
-        self.runs = Runs(notebook, runner, question.budget, clock, tell)
+        self.runs = Runs(notebook, runner, question.budget, clock, tell, question.equal)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -257,7 +260,7 @@ class Campaign:
         affordable = int(self.runs.left() - self.question.study_cost)
         seed, alive = seed_of(self.question, 0), list(candidates)
         short: dict[str, float] = {}
-        if len(alive) > 2 and affordable >= 2:
+        if (len(alive) > 2 and affordable >= 2) or self.runs.is_measured:
             alive = alive[: max(2, int((self.runs.left() - self.question.study_cost) / SHORT) - 1)]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
@@ -336,7 +339,8 @@ class Campaign:
     def _study(self, number: int, stand: Stand, found: Screened) -> Study:
         made = found.candidate.intervention
         budget = min(self.runs.left(), 2.0 * self.question.looks[-1])
-        arms = (Arm("base", code=stand.base.commit), Arm("changed", code=found.candidate.commit))
+        commits = {"base": stand.base.commit, "changed": found.candidate.commit}
+        arms = tuple(Arm(name, self.runs.setting(commit), code=commit) for name, commit in commits.items())
         return Study(
             f"{self.question.topic}: {made.name}",
             self.question.metric,
@@ -355,6 +359,7 @@ class Campaign:
         begun = self.runs.working_time()
         runner = StudyRunner(self.runner, study)
         [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runner))
+        signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
             "name": made.name,
             "finding": finding.to_json(),
@@ -364,6 +369,7 @@ class Campaign:
             "outcomes": {arm.name: scores_of(launcher, arm.name) for arm in study.arms},
             "spent": launcher.spending.total,
             "hours": (self.runs.working_time() - begun) / 3600,
+            **{name: amount(signals, name) for name in ("episodes", "tokens")},
         }
 
     def _deeper(self, number: int, stand: Stand, screened: list[Screened]) -> Stand:

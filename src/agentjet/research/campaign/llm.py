@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from pathlib import Path
@@ -26,6 +26,7 @@ MAX_TURNS = 40
 """Maximum answers of the model to one request for proposals."""
 REPAIRS = 2
 """Number of times that prose, or an invalid proposal, is sent back."""
+MAX_ANSWER_BYTES = 1 << 20
 LONGEST_RESULT = 20_000
 """Maximum characters of a tool's result."""
 RULES = """You are a researcher who improves an agent that is trained by reinforcement learning. Code runs, measures and
@@ -256,22 +257,34 @@ class Endpoint:
     api_key: str = field(default="", repr=False)
     kind: Literal["openai", "anthropic"] = "openai"
     seconds: float = 180.0
-    """Time limit for each part of an answer."""
+    """Time limit for a whole answer, also if it arrives slowly."""
 
     def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+        path, body, headers = (openai_request if self.kind == "openai" else anthropic_request)(self, messages, tools)
+        content = self._post(f"{self.url.rstrip('/')}{path}", body, headers)
+        try:
+            return (openai_reply if self.kind == "openai" else anthropic_reply)(json.loads(content))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AgentJetError):
+            raise ProposerAway(f"{self.url}: the answer is not one of the {self.kind} API") from None
+
+    def _post(self, address: str, body: object, headers: Mapping[str, str]) -> bytes:
+        """Raises `ProposerAway` for an answer that is late, too long or an error."""
         import httpx
 
-        path, body, headers = (openai_request if self.kind == "openai" else anthropic_request)(self, messages, tools)
+        deadline, content = time.monotonic() + self.seconds, b""
         try:
-            response = httpx.post(f"{self.url.rstrip('/')}{path}", json=body, headers=headers, timeout=self.seconds)
+            with httpx.stream("POST", address, json=body, headers=dict(headers), timeout=self.seconds) as response:
+                for part in response.iter_bytes():
+                    content += part
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise ProposerAway(f"{self.url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                    if time.monotonic() > deadline:
+                        raise ProposerAway(f"{self.url}: the answer took longer than {self.seconds:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ProposerAway(f"{self.url}: {error or type(error).__name__}") from None
         if response.status_code != 200:
             raise ProposerAway(f"{self.url}: answered with status {response.status_code}")
-        try:
-            return (openai_reply if self.kind == "openai" else anthropic_reply)(response.json())
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AgentJetError):
-            raise ProposerAway(f"{self.url}: the answer is not one of the {self.kind} API") from None
+        return content
 
 
 Request = tuple[str, dict[str, Any], dict[str, str]]

@@ -7,14 +7,17 @@ again.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import Entry, Journal
+from agentjet.research.records import refuse
 
 NAME = "notebook.sqlite"
+DAY = 86400.0
 
 
 class Notebook(Journal):
@@ -74,31 +77,43 @@ def outcome_of(observed: Mapping[str, Any]) -> str:
     return f"score {run['score']:.3g}; shows: {causes or 'no sign'}"
 
 
-def spending(notebook: Notebook) -> dict[str, float]:
-    """Full runs and hours of work."""
-    runs = [(entry.content["cost"], entry.content["hours"]) for entry in notebook.of("observed")]
-    studies = [(entry.content["spent"], entry.content["hours"]) for entry in notebook.of("learned")]
+def spending(notebook: Notebook, until: float = math.inf) -> dict[str, float]:
+    """Full runs and hours of work, up to a time."""
+    runs = [(entry.content["cost"], entry.content["hours"]) for entry in of(notebook, "observed", until)]
+    studies = [(entry.content["spent"], entry.content["hours"]) for entry in of(notebook, "learned", until)]
     return {"runs": math.fsum(cost for cost, _ in runs + studies), "hours": math.fsum(h for _, h in runs + studies)}
 
 
-def standing(notebook: Notebook) -> dict[str, Any]:
-    """Tries, findings, spending and the newest decision of a campaign."""
-    started, ended = notebook.known("started"), notebook.known("ended")
+def of(notebook: Notebook, kind: str, until: float = math.inf) -> list[Entry]:
+    """Entries of a kind up to a time."""
+    return [entry for entry in notebook.of(kind) if entry.at <= until]
+
+
+def standing(notebook: Notebook, day: int = 0) -> dict[str, Any]:
+    """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
+
+    Raises `ConfigError` for a day that is not over.
+    """
+    started, until = notebook.known("started"), math.inf
     if started is None:
         return {"stage": "begun"}
+    if day:
+        until = started.at + day * DAY
+        over = int((time.time() - started.at) / DAY)
+        refuse(day > over, f"--day {day}: {over} days of this campaign are over; omit --day for the present")
+    steps = {e.number: ": ".join(step) for e in notebook.entries if e.at <= until and (step := described(e))}
+    ended, learned = of(notebook, "ended", until), [entry.content for entry in of(notebook, "learned", until)]
     present = "working" if notebook.has_writer() else "interrupted; agentjet research resume continues it"
-    learned = [entry.content for entry in notebook.of("learned")]
-    steps = {entry.number: ": ".join(step) for entry in notebook.entries if (step := described(entry))}
     away = [steps[entry.number] for entry in notebook.of("intent") if entry.number in steps]
-    spent = spending(notebook)
+    spent = spending(notebook, until)
     [(unit, most)] = [(unit, most) for unit, most in started.content["question"]["budget"].items() if most]
     return {
         "topic": started.content["question"]["topic"],
-        "stage": f"ended: {ended.content['reason']}" if ended else present,
-        "tried": [entry.content["name"] for entry in notebook.of("hypothesis")],
+        "stage": f"ended: {ended[0].content['reason']}" if ended else f"the end of day {day}" if day else present,
+        "tried": [entry.content["name"] for entry in of(notebook, "hypothesis", until)],
         "found": [each["meaning"] for each in learned if each["accepted"]],
         "ruled out": [each["meaning"] for each in learned if not each["accepted"]],
-        "refused": len(notebook.of("refused")),
+        "refused": len(of(notebook, "refused", until)),
         **({"away": list(dict.fromkeys(away))} if away else {}),
         "newest": [*steps.values()][-1],
         "spent": f"{spent['runs']:.1f} full runs, {spent['hours']:.1f} h",

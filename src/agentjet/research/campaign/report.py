@@ -13,9 +13,11 @@ from typing import Any
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.notebook import NAME, Notebook, described, spending
+from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.journal import Entry
+from agentjet.research.models import Trial
 from agentjet.research.records import shortened
 from agentjet.research.report.document import files_of, number, write_files
 from agentjet.research.report.facts import SIMULATED
@@ -110,6 +112,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "transcripts": [moment(title, entry) for title, entry in moments],
         "cost": {
             **spending(notebook),
+            **volume(observed, notebook),
             "observed": len(observed),
             "hypotheses": len(notebook.of("hypothesis")),
             "untried": len(untried),
@@ -262,6 +265,20 @@ def evaluation_steps(entry: Entry) -> list[int]:
     run = entry.content["outcome"]
     steps, last = run["settings"].get("job.max_steps"), len(run["curve"]) - 1
     return [round(steps * place / last) for place in range(last + 1)] if steps and last > 0 else []
+
+
+def volume(observed: Sequence[Entry], notebook: Notebook) -> dict[str, float | None]:
+    """Training episodes and sampled tokens of all runs; None for a notebook whose studies lack them. A longer run
+    continues the shorter one of its name.
+    """
+    runs = {Trial.from_json(e.content["trial"]).run: e.content["outcome"]["signals"] for e in observed}
+    learned = [entry.content for entry in notebook.of("learned")]
+    return {
+        name: math.fsum([amount(runs.values(), name), *(each[name] for each in learned)])
+        if all(name in each for each in learned)
+        else None
+        for name in ("episodes", "tokens")
+    }
 
 
 def moment(title: str, entry: Entry) -> dict[str, Any]:

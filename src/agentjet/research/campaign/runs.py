@@ -8,8 +8,9 @@ which passes them again, decides the same.
 from __future__ import annotations
 
 import errno
+import math
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +23,9 @@ from agentjet.research.campaign.strategist import causes, facts_of, signs
 from agentjet.research.journal import Entry
 from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.models import Outcome, Study, Trial
+from agentjet.research.records import Setting
 from agentjet.research.servers import ServerUnavailable
+from agentjet.research.subject import Equal
 
 OBSERVING = "campaign"
 """Name in place of a study for the trials that observe."""
@@ -32,6 +35,14 @@ PATIENCE = 7 * 86400.0
 """Seconds without a server after which the campaign stops, to be resumed."""
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE)
 """Errors of the system that may pass: a full disk, no memory."""
+AMOUNTS: Mapping[str, tuple[str, ...]] = {
+    "episodes": ("batch/episodes",),
+    "tokens": ("batch/sampled_tokens",),
+    "seconds": ("time/sample", "time/wait", "time/learn"),
+}
+"""Signals that add up to an amount."""
+LONGEST_RUN = 4
+"""Maximum steps of a full run, in those of the subject as given, if arms learn from equal tokens or for equal times."""
 T = TypeVar("T")
 
 
@@ -83,10 +94,20 @@ class StudyRunner:
 
 class Runs:
     def __init__(
-        self, notebook: Notebook, runner: TrialRunner, budget: Budget, clock: Clock, tell: Callable[[str], None]
+        self,
+        notebook: Notebook,
+        runner: TrialRunner,
+        budget: Budget,
+        clock: Clock,
+        tell: Callable[[str], None],
+        equal: Equal = "episodes",
     ) -> None:
         self.notebook, self.runner, self.budget = notebook, runner, budget
-        self.clock, self.tell = clock, tell
+        self.clock, self.tell, self.equal = clock, tell, equal
+        self._first: Outcome | None = None
+        """The first full run. Its tokens or seconds are those of every arm."""
+        self._steps: dict[str, int] = {}
+        """By commit, the steps of a full run, where tokens or seconds are equal."""
         self.spent = {"runs": 0.0, "hours": 0.0}
         """Full runs and hours of work so far."""
         self._waited = 0.0
@@ -100,7 +121,10 @@ class Runs:
 
         Raises `Ending` before a launch that the budget does not pay for.
         """
-        trials = [Trial(OBSERVING, commit, {}, seed, "explore", share) for commit in commits]
+        trials = [
+            Trial(OBSERVING, commit, self.setting(commit) if share == 1 else {}, seed, "explore", share)
+            for commit in commits
+        ]
         for trial in trials:
             self._launch(trial, 1, because)
         return [self._observed(trial, why, because) for trial in trials]
@@ -128,6 +152,7 @@ class Runs:
             run = Outcome.from_json(entry.content["outcome"])
             if run.score is not None:
                 added_cost(self._reached, trial)
+                self._measure(trial, run)
             if run.end != "infra_failed":
                 break
         return Seen(entry.number, trial.arm, run)
@@ -148,6 +173,26 @@ class Runs:
     def _cost(self, trial: Trial) -> float:
         """Full runs that a trial adds to those that were made."""
         return added_cost(dict(self._reached), trial)
+
+    # ---- equal amounts -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the length of an arm's full run follows from its short run, at equal tokens or equal times."""
+        return self.equal in ("tokens", "seconds")
+
+    def setting(self, commit: str) -> Setting:
+        """Settings of a commit's full runs, besides its own: their length, where a short run gave it."""
+        return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
+
+    def _measure(self, trial: Trial, run: Outcome) -> None:
+        self._first = self._first or run
+        if not self.is_measured or trial.fidelity == 1:
+            return
+        steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
+        used, given = (amount([one.signals], self.equal) for one in (run, self._first))
+        if used and given:
+            self._steps[trial.arm] = max(1, min(round(given * steps / used), LONGEST_RUN * whole))
 
     # ---- budget ------------------------------------------------------------------------------------------------------
 
@@ -193,3 +238,12 @@ class Runs:
     def working_time(self) -> float:
         """Seconds, without waiting for servers and disks."""
         return self.clock.time() - self._waited
+
+
+Signals = Mapping[str, Sequence[float | None]]
+
+
+def amount(runs: Iterable[Signals], of: str) -> float:
+    """Sum over runs of training episodes, of sampled tokens of training, or of seconds; 0 for steps."""
+    values = [value for signals in runs for name in AMOUNTS.get(of, ()) for value in signals.get(name, ())]
+    return math.fsum(value for value in values if value is not None)

@@ -45,9 +45,9 @@ from agentjet.research.campaign.subject_file import (
     steps_as,
 )
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Refused
+from agentjet.research.models import Refused, Trial
 from agentjet.research.servers import Address, check_changes
-from agentjet.research.subject import Subject, files_below
+from agentjet.research.subject import Equal, Subject, files_below
 from agentjet.types import Task
 
 SUBJECT = "subject.toml"
@@ -166,11 +166,18 @@ class SubjectRepo:
                         raise
         return place
 
-    def subject(self, commit: str) -> Subject:
-        """The subject of a commit, with the judge's part from the locked copy. Raises `ConfigError` if that changed."""
+    @property
+    def equal(self) -> Equal:
+        """Amount that is the same in full runs of all arms."""
+        return self._subject_file(self.first).equal
+
+    def subject(self, commit: str, steps: int = 0) -> Subject:
+        """The subject of a commit, with the judge's part from the locked copy. `steps` replace those of its full run.
+        Raises `ConfigError` if the locked copy changed.
+        """
         self.check_judge()
         given, first = self._subject_file(commit), self._subject_file(self.first)
-        place, judge, steps = self.worktree(commit), self.folder / "judge", steps_as(given, first)
+        place, judge, steps = self.worktree(commit), self.folder / "judge", steps or steps_as(given, first)
         return replace(
             first,
             agent=str(place / given.agent),
@@ -184,6 +191,10 @@ class SubjectRepo:
             reward=str(place / given.reward) if given.reward else "",
             readable=(str(place), *first.readable),
         )
+
+    def subject_of(self, trial: Trial) -> Subject:
+        """The subject of a trial whose arm is a commit."""
+        return self.subject(trial.arm, int(trial.setting.get("job.max_steps", 0)))
 
     def judge_source(self) -> str:
         """Source of the evaluator's file."""
