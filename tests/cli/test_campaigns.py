@@ -138,11 +138,17 @@ def test_what_the_notebook_holds(tmp_path: Path) -> None:
     question = {"topic": "why?", "budget": {"runs": 20.0, "hours": None}}
     with Notebook(tmp_path) as notebook:
         notebook.entry("started", {"question": question, "asks": "why?", "first": "c0", "at": 0.0}, key="started")
-        notebook.entry("hypothesis", {"name": "slower", "origin": "strategist", "why": "it diverges"})
-        learned = {"meaning": "slower raises the score", "accepted": True, "spent": 9.0, "hours": 1.5}
+        for name in ("slower", "waiting"):
+            proposed = {"name": name, "commit": name, "origin": "strategist", "why": "it diverges"}
+            notebook.entry("hypothesis", proposed)
+        run = Outcome("t", "completed", score=0.5).to_json()
+        seen = {"trial": {"arm": "slower"}, "why": "round 1", "outcome": run, "signs": [], "cost": 0.0, "hours": 0.0}
+        notebook.entry("observed", seen)
+        learned = {"meaning": "slower raises the score", "accepted": True, "verdict": "supported", "spent": 9.0}
+        learned |= {"hours": 1.5}
         notebook.entry("learned", learned)
         notebook.entry("edited", {"meaning": "files were edited"})
-        assert line_of(notebook.entries[-1]) == "   4 note: files were edited"
+        assert line_of(notebook.entries[-1]) == "   6 note: files were edited"
         output = research("digest", tmp_path)
         assert "slower raises the score" in output and "9.0 full runs, 1.5 h" in output and "11.0 runs" in output
         found = json.loads(research("status", tmp_path, "--json"))
@@ -156,9 +162,14 @@ def test_a_digest_of_an_earlier_day(tmp_path: Path) -> None:
     now = time.time() - 2.5 * DAY
     with Notebook(tmp_path, now=lambda: now) as notebook:
         notebook.entry("started", {"question": question, "asks": "why?", "first": "c0"}, key="started")
-        notebook.entry("learned", {"meaning": "slower helps", "accepted": True, "spent": 9.0, "hours": 1.5})
+        notebook.entry(
+            "learned", {"meaning": "slower helps", "accepted": True, "verdict": "supported", "spent": 9.0, "hours": 1.5}
+        )
         now += 1.5 * DAY
-        notebook.entry("learned", {"meaning": "faster does not", "accepted": False, "spent": 8.0, "hours": 1.0})
+        notebook.entry(
+            "learned",
+            {"meaning": "faster does not", "accepted": False, "verdict": "inconclusive", "spent": 8.0, "hours": 1.0},
+        )
     first, second = (research("digest", tmp_path, "--day", day) for day in (1, 2))
     assert "slower helps" in first and "faster does not" not in first and "9.0 full runs, 1.5 h" in first
     assert "the end of day 1" in first and "11.0 runs" in first

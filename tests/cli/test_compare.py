@@ -24,7 +24,7 @@ def step(reward: float) -> dict[str, float]:
 
 def test_figures_of_steps(tmp_path: Path) -> None:
     rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4]
-    found = figures({version: step(reward) for version, reward in enumerate(rewards, 1)}, [])
+    found = figures(7, {version: step(reward) for version, reward in enumerate(rewards, 1)}, [])
     assert (found["policy_version"], found["batches"], found["episodes"]) == (7, 7, 28)
     assert (found["sampled_tokens"], found["minutes"]) == (700, 7.0)
     assert (found["reward_first_5"], found["reward_last_5"]) == (pytest.approx(0.2), pytest.approx(0.44))
@@ -75,6 +75,10 @@ def test_batches_that_were_undone_do_not_count(tmp_path: Path) -> None:
             async with running(tmp_path / "a", job={"checkpoint_every": 1, "keep_checkpoints": 9}) as up:
                 await up.batch()
                 await up.batch()
+                score = up.gateway.swarm.policy_version / 10
+                await up.gateway.versions.record_evaluation(
+                    EvaluationRequest(policy_version=round(10 * score), score=score, num_tasks=1, num_episodes=1)
+                )
             if up.gateway.swarm.policy_version == 2:
                 roll_back(tmp_path / "a", "1")
 
@@ -82,6 +86,7 @@ def test_batches_that_were_undone_do_not_count(tmp_path: Path) -> None:
     found, _ = read_run(tmp_path / "a")
     assert (found["policy_version"], found["batches"], found["episodes"]) == (5, 3, 12)
     assert found["reward_best_version"] == 1, "not 2, which was undone"
+    assert (found["evaluations"], found["score_first"], found["score_best_version"]) == (1, 0.5, 5)
 
 
 def test_settings_that_differ() -> None:

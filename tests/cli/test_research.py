@@ -191,14 +191,14 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
     with pytest.raises(KeyboardInterrupt), StudyLog(folder.journal, now=lambda: next(times)) as journal:
         conduct(STUDY, journal, Told(outcomes_left=2))  # two trials ended, others were launched
     seen = json.loads(research("status", str(folder.path), "--json"))
-    assert seen["trials"]["unfinished"] > 0 < seen["running"]
+    assert seen["trials"]["unfinished"] > 0 < seen["launched"]
     log = read_log(folder.journal)
     spent = StudyView(log).spent
     minutes = round((len(log.entries) - 2) * (STUDY.budget - spent) / spent)  # from the second entry to the last
     assert seen["time left"] == f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
     with StudyLog(whole) as journal:
         full = summary(journal)
-    assert full["running"] == 0 and full["spent"] > seen["spent"] > 0
+    assert full["launched"] == 0 and full["spent"] > seen["spent"] > 0
 
 
 def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) -> None:

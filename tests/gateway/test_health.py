@@ -90,6 +90,13 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         Facts(same(weights__sampler=0.0, groups__zero_variance=1.0)),
     ),
     (
+        "update",
+        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.1)),
+        "bad",
+        "b: the newest 5 steps",
+        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.0)),
+    ),
+    (
         "mismatch",
         Facts(same(policy__mismatch_kl=0.05), JOB),
         "warn",

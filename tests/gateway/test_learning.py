@@ -26,7 +26,13 @@ def steps(rewards: Any) -> list[dict[str, float]]:
 
 def evaluation(version: int, score: float, num_tasks: int = 200) -> EvaluationView:
     return EvaluationView(
-        policy_version=version, score=score, num_tasks=num_tasks, num_episodes=num_tasks, time=0.0, best=False
+        policy_version=version,
+        score=score,
+        num_tasks=num_tasks,
+        num_episodes=num_tasks,
+        time=0.0,
+        best=False,
+        undone=False,
     )
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,6 +165,23 @@ def order(folder: Path, code: str) -> ArmOrder:
 
 def test_an_arm_is_loaded_in_its_process(tmp_path: Path) -> None:
     assert arm_process.checked(order(tmp_path, CODE)) == [Task("a", payload={"q": "{1}"})]
+
+
+def test_the_process_ends_with_its_input_also_where_sigint_is_ignored(tmp_path: Path) -> None:
+    """A shell script starts its background jobs so."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "agentjet.research.arm_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(order(tmp_path, CODE).to_json()).encode() + b"\n")
+    process.stdin.flush()
+    assert b"tasks" in process.stdout.readline()
+    process.stdin.close()
+    assert process.wait(60) == 0
+    process.stdout.close()
 
 
 @pytest.mark.parametrize(

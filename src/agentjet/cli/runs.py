@@ -129,10 +129,11 @@ def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any
 
     with closing(Journal.open_read_only(journal_of(path, run))) as journal:
         steps = {step.version: step.metrics for step in records.steps(journal, 0, MOST_STEPS)}
-        evaluations, settings = journal.evaluations(), settings_of(journal)
+        version, evaluations = journal.read_state().policy_version, journal.evaluations()
+        settings = settings_of(journal)
     if not steps:
         raise ConfigError(f"{str(path)!r} has no batch: name a data dir whose server has learned one")
-    return figures(steps, evaluations), settings
+    return figures(version, steps, evaluations), settings
 
 
 def _figure(value: float | None) -> str:

@@ -15,7 +15,6 @@ from agentjet.gateway.recorded import RecordedRun
 from agentjet.protocol import (
     ComparedRunView,
     ComparisonView,
-    EvaluationRequest,
     EvaluationView,
     LookedRunView,
     LookedStudyView,
@@ -141,13 +140,16 @@ def _study_view(name: str, study: Study) -> LookedStudyView:
 
 
 async def _compared(name: str, run: Run) -> ComparedRunView:
-    steps, evaluations = await run.steps(), await run.evaluations()
+    status, steps, evaluations = await run.status(), await run.steps(), await run.evaluations()
     by_version = {
         version: {metric: values[number] for metric, values in steps.metrics.items()}
         for number, version in enumerate(steps.versions)
     }
     return ComparedRunView(
-        name=name, title=run.title, figures=figures(by_version, evaluations), evaluations=evaluations
+        name=name,
+        title=run.title,
+        figures=figures(status.policy_version, by_version, evaluations),
+        evaluations=evaluations,
     )
 
 
@@ -158,15 +160,18 @@ def _missing(noun: str, name: str, known: Mapping[str, object]) -> str:
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
-def figures(steps: Mapping[int, Mapping[str, float | None]], evaluations: Sequence[EvaluationRequest]) -> Figures:
+def figures(
+    policy_version: int, steps: Mapping[int, Mapping[str, float | None]], evaluations: Sequence[EvaluationView]
+) -> Figures:
     """Returns the figures of a run. `steps` are its metrics by the policy version after the step, in order.
 
-    Batches that a rollback undid are not among them. Scores are None without evaluations.
+    Batches and evaluations that a rollback undid are in no figure. Scores are None without evaluations.
     """
+    evaluations = [one for one in evaluations if not one.undone]
     rewards = {version: reward for version, step in steps.items() if (reward := step.get("reward/mean")) is not None}
     scores = [one.score for one in evaluations]
     return {
-        "policy_version": max(steps, default=0),
+        "policy_version": policy_version,
         "batches": len(steps),
         f"reward_first_{FINAL_STEPS}": _mean(list(rewards.values())[:FINAL_STEPS]),
         f"reward_last_{FINAL_STEPS}": _mean(list(rewards.values())[-FINAL_STEPS:]),

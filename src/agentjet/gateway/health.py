@@ -268,13 +268,17 @@ def groups(facts: Facts) -> Finding | None:
     return Finding("bad" if values[-3:] == [1.0] * 3 else graded(fmean(values), 0.5, 0.9), text)
 
 
+MEANT = ("surplus", "rolled_back")
+"""Reasons for which groups are dropped on purpose: spare ones, and those that the operator undid."""
+
+
 def dropped(facts: Facts) -> Finding | None:
     newest = facts.steps[-NEWEST:]
     counts: dict[str, float] = {}
     for step in newest:
         for name, value in step.items():
             total, is_it, reason = name.partition(f"{DROPPED}_")
-            if is_it and not total and reason != "surplus":  # Spare groups are meant to be left over.
+            if is_it and not total and reason not in MEANT:
                 counts[reason] = counts.get(reason, 0.0) + value
     if not newest or facts.job is None:
         return None
@@ -358,15 +362,18 @@ def weights(facts: Facts) -> Finding | None:
     return Finding("bad", reason) if reason else Finding("ok", "all weights are finite")
 
 
-def update(values: list[float], facts: Facts) -> Finding | None:
-    newest = values[-NEWEST:]
-    nothing_to_learn = values_of(facts, "groups/zero_variance").get("", [])[-len(newest) :] == [1.0] * len(newest)
-    if any(newest) or nothing_to_learn:
-        return Finding("ok", "the steps change the weights that sample")
-    text = (
-        f"the newest {len(newest)} steps changed not one bit of the weights that sample: is job.optimizer.lr too low?"
-    )
-    return Finding("bad" if len(newest) == NEWEST else "warn", text)
+def update(facts: Facts) -> Finding | None:
+    """Steps that teach a policy nothing do not count."""
+    found: dict[str, Finding | None] = {}
+    for policy in values_of(facts, "weights/sampler"):
+        changes, gradient = (f"{policy}/{name}".lstrip("/") for name in ("weights/sampler", "optim/grad_norm"))
+        taught = [step for step in facts.steps if step.get(gradient, 1.0) and step.get("groups/zero_variance") != 1.0]
+        newest = [step[changes] for step in taught if changes in step][-NEWEST:]
+        found[policy] = Finding("ok", "the steps change the weights that sample")
+        if len(newest) == NEWEST and not any(newest):
+            text = f"the newest {NEWEST} steps with a gradient changed not one bit of the weights that sample"
+            found[policy] = Finding("bad", f"{text}: is job.optimizer.lr too low?")
+    return worst(found)
 
 
 def gradient(facts: Facts) -> Finding | None:
@@ -432,7 +439,7 @@ RULES: Mapping[str, Judge] = {
     "clients": clients,
     "weights": weights,
     "gradient": gradient,
-    "update": of_each_policy("weights/sampler", update),
+    "update": update,
     "mismatch": of_each_policy("policy/mismatch_kl", mismatch),
     "entropy": of_each_policy("policy/entropy", entropy),
     "reward": reward,

@@ -206,7 +206,9 @@ class EvaluationView(EvaluationRequest):
 
     time: float
     best: bool
-    """True if no evaluation has a higher score, and no earlier one the same."""
+    """True if no evaluation has a higher score, and no earlier one the same. Undone ones do not count."""
+    undone: bool
+    """True if a rollback undid its policy version."""
 
 
 class CheckpointInfo(Response):

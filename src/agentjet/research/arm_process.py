@@ -166,6 +166,7 @@ async def serve(orders: asyncio.Queue[bytes], send: Callable[[object], None]) ->
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell script may begin with it ignored
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the agent's prints go to the log
 

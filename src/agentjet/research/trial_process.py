@@ -206,6 +206,7 @@ async def carry_out(order: TrialOrder) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell script may begin with it ignored
     order = TrialOrder.from_json(json.loads(sys.stdin.buffer.readline()))
     exit_with_parent(signal.SIGINT)  # live episodes are aborted on exit
     try:

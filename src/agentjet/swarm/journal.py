@@ -429,10 +429,14 @@ class Journal:
 
     def evaluations(self) -> list[EvaluationView]:
         """All recorded evaluations, the oldest first."""
-        events = self.events_of("evaluation")
-        scores = [event.body["score"] for event in events]
-        best = scores.index(max(scores)) if scores else -1
-        return [EvaluationView(**event.body, time=event.time, best=n == best) for n, event in enumerate(events)]
+        events, rollbacks = self.events_of("evaluation"), [event.body for event in self.events_of("rollback")]
+        undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
+        scores = {n: e.body["score"] for n, e in enumerate(events) if e.body["policy_version"] not in undone}
+        best = max(scores, key=scores.__getitem__, default=-1)
+        return [
+            EvaluationView(**event.body, time=event.time, best=n == best, undone=n not in scores)
+            for n, event in enumerate(events)
+        ]
 
     def _events(self, condition: str, *values: Any) -> list[Event]:
         rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)

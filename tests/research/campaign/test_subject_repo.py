@@ -174,6 +174,11 @@ def test_the_judge_is_locked(repo: SubjectRepo) -> None:
             r"\[settings\]: job\.max_token = 5: .*did you mean job\.max_tokens",
         ),
         ("optimizer.lr", 'max_tokens = "ten"\noptimizer.lr', r"\[settings\]: job\.max_tokens = 'ten'"),
+        (
+            "steps = 12",
+            'steps = 12\nhidden = ["anwser"]',
+            r"no held-out task has 'anwser': unknown key; did you mean answer\?",
+        ),
         ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
     ],
 )

@@ -59,6 +59,8 @@ def new(
     from agentjet.research.report import plan_page
     from agentjet.research.subject import Subject
 
+    if not topic.strip():
+        raise ConfigError("the title is empty: give the question, such as 'Does a KL penalty help?'")
     files = StudyFolder(out)
     files.check_new()
     subject = fixed(
@@ -176,7 +178,7 @@ def summary(log: StudyLog) -> dict[str, Any]:
         "stage": view.stage,
         "trials": dict(Counter(launched.end for launched in view.launched)),
         "spent": round(view.spent, 2),
-        "running": round(view.spending.total - view.spent, 2),
+        "launched": round(view.spending.total - view.spent, 2),
         "budget": log.study.budget,
         **({"time left": left} if left else {}),
         "findings": [

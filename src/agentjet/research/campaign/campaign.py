@@ -89,8 +89,13 @@ class Question(Record):
         """Full runs until the first look of a study."""
         return 2.0 * self.looks[0]
 
+    @property
+    def is_measured(self) -> bool:
+        """True if the length of an arm's full run follows from its short run, at equal tokens or equal times."""
+        return self.equal in ("tokens", "seconds")
+
     def __post_init__(self) -> None:
-        least, runs = 2.0 + self.study_cost, self.budget.runs or 0.0
+        least, runs = 2.0 + self.is_measured + self.study_cost, self.budget.runs or 0.0
         refuse(
             self.budget.runs is not None and runs < least,
             f"budget = {runs:g} runs: a campaign observes, screens, and conducts a study of 2 arms with "
@@ -260,8 +265,9 @@ class Campaign:
         affordable = int(self.runs.left() - self.question.study_cost)
         seed, alive = seed_of(self.question, 0), list(candidates)
         short: dict[str, float] = {}
-        if (len(alive) > 2 and affordable >= 2) or self.runs.is_measured:
-            alive = alive[: max(2, int((self.runs.left() - self.question.study_cost) / SHORT) - 1)]
+        each = 1.0 if self.question.is_measured else 1.0 - SHORT  # a full run goes on from the short one
+        if (len(alive) > 2 and affordable >= 2) or self.question.is_measured:
+            alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
             level = stand.base.score_at(SHORT)
@@ -271,6 +277,7 @@ class Campaign:
                 ahead.insert(0, alive[0])
             else:
                 self._count_failure(alive[0])
+            affordable = int((self.runs.left() - self.question.study_cost) / each + 1e-9)
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
         base = stand.base.run.score

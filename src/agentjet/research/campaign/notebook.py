@@ -18,6 +18,7 @@ from agentjet.research.records import refuse
 
 NAME = "notebook.sqlite"
 DAY = 86400.0
+RULED_OUT = ("refuted", "practically_equivalent")
 
 
 class Notebook(Journal):
@@ -102,6 +103,7 @@ def standing(notebook: Notebook, day: int = 0) -> dict[str, Any]:
         over = int((time.time() - started.at) / DAY)
         refuse(day > over, f"--day {day}: {over} days of this campaign are over; omit --day for the present")
     steps = {e.number: ": ".join(step) for e in notebook.entries if e.at <= until and (step := described(e))}
+    ran = {entry.content["trial"]["arm"] for entry in of(notebook, "observed", until)}
     ended, learned = of(notebook, "ended", until), [entry.content for entry in of(notebook, "learned", until)]
     present = "working" if notebook.has_writer() else "interrupted; agentjet research resume continues it"
     away = [steps[entry.number] for entry in notebook.of("intent") if entry.number in steps]
@@ -110,9 +112,10 @@ def standing(notebook: Notebook, day: int = 0) -> dict[str, Any]:
     return {
         "topic": started.content["question"]["topic"],
         "stage": f"ended: {ended[0].content['reason']}" if ended else f"the end of day {day}" if day else present,
-        "tried": [entry.content["name"] for entry in of(notebook, "hypothesis", until)],
+        "tried": [each.content["name"] for each in of(notebook, "hypothesis", until) if each.content["commit"] in ran],
         "found": [each["meaning"] for each in learned if each["accepted"]],
-        "ruled out": [each["meaning"] for each in learned if not each["accepted"]],
+        "ruled out": [each["meaning"] for each in learned if each["verdict"] in RULED_OUT],
+        "open": [each["meaning"] for each in learned if each["verdict"] == "inconclusive"],
         "refused": len(of(notebook, "refused", until)),
         **({"away": list(dict.fromkeys(away))} if away else {}),
         "newest": [*steps.values()][-1],

@@ -176,18 +176,13 @@ class Runs:
 
     # ---- equal amounts -----------------------------------------------------------------------------------------------
 
-    @property
-    def is_measured(self) -> bool:
-        """True if the length of an arm's full run follows from its short run, at equal tokens or equal times."""
-        return self.equal in ("tokens", "seconds")
-
     def setting(self, commit: str) -> Setting:
         """Settings of a commit's full runs, besides its own: their length, where a short run gave it."""
         return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
 
     def _measure(self, trial: Trial, run: Outcome) -> None:
         self._first = self._first or run
-        if not self.is_measured or trial.fidelity == 1:
+        if self.equal not in ("tokens", "seconds") or trial.fidelity == 1:
             return
         steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
         used, given = (amount([one.signals], self.equal) for one in (run, self._first))

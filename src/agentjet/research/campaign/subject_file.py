@@ -27,7 +27,8 @@ KEYS = (*REQUIRED, *OPTIONAL)
 """The keys of subject.toml, which are fields of `Subject`. Names of files are relative to its folder."""
 ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
-DEFAULTS = {"hidden": ["answer"], "concurrency": 16}
+HIDDEN = ["answer"]
+DEFAULTS = {"hidden": HIDDEN, "concurrency": 16}
 """Where they are not those of `Subject`."""
 
 

@@ -37,6 +37,7 @@ from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
 from agentjet.research.campaign.subject_file import (
     ARM_KEYS,
+    HIDDEN,
     KEYS,
     flat_toml,
     held_out_file,
@@ -46,6 +47,7 @@ from agentjet.research.campaign.subject_file import (
 )
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Refused, Trial
+from agentjet.research.records import unknown_key
 from agentjet.research.servers import Address, check_changes
 from agentjet.research.subject import Equal, Subject, files_below
 from agentjet.types import Task
@@ -373,6 +375,10 @@ def checked_judge(subject: Subject) -> set[tuple[str, str]]:
         json.dumps([task.payload for task in held_out], allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
+    keys = {key for task in held_out if isinstance(task.payload, dict) for key in task.payload}
+    if missing := sorted({*subject.hidden} - keys - {*HIDDEN}):
+        named = f"hidden = {[*subject.hidden]}: no held-out task has {missing[0]!r}"
+        raise ConfigError(unknown_key(named, missing[0], [*keys]))
     return {(task.task_set, task.id) for task in held_out}
 
 
