@@ -27,6 +27,8 @@ Message = dict[str, Any]
 Judge = Callable[[Task, Sequence[Message]], float]
 """Scores a conversation about a task: `score(task, messages)`. The last message is the answer."""
 Equal = Literal["episodes", "steps", "tokens", "seconds"]
+MEASURED: tuple[Equal, ...] = ("tokens", "seconds")
+"""Amounts that only a run shows. A short run gives the length of an arm's full runs."""
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
 """Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""

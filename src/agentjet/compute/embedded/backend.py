@@ -40,7 +40,8 @@ from agentjet.types import (
 )
 
 COMPUTE_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Environment of a process that computes. The user's own variables take precedence.
+"""Environment of a process that computes. In a worker the user's own variables take precedence; ranks and replicas
+always get these.
 
 Threads sleep while they wait for each other. OpenMP's default spins for 7 ms, which makes everything several times
 slower if agents or a second worker need the cores. cuBLAS is deterministic only with a workspace of fixed size.

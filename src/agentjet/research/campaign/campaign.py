@@ -38,7 +38,7 @@ from agentjet.research.launcher import TrialRunner
 from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
 from agentjet.research.records import Record, refuse
 from agentjet.research.scheduler import conduct
-from agentjet.research.subject import Equal
+from agentjet.research.subject import MEASURED, Equal
 
 SHORT = 1 / 3
 """Share of a full run in the first screen."""
@@ -89,13 +89,8 @@ class Question(Record):
         """Full runs until the first look of a study."""
         return 2.0 * self.looks[0]
 
-    @property
-    def is_measured(self) -> bool:
-        """True if the length of an arm's full run follows from its short run, at equal tokens or equal times."""
-        return self.equal in ("tokens", "seconds")
-
     def __post_init__(self) -> None:
-        least, runs = 2.0 + self.is_measured + self.study_cost, self.budget.runs or 0.0
+        least, runs = 2.0 + (self.equal in MEASURED) + self.study_cost, self.budget.runs or 0.0
         refuse(
             self.budget.runs is not None and runs < least,
             f"budget = {runs:g} runs: a campaign observes, screens, and conducts a study of 2 arms with "
@@ -265,8 +260,9 @@ class Campaign:
         affordable = int(self.runs.left() - self.question.study_cost)
         seed, alive = seed_of(self.question, 0), list(candidates)
         short: dict[str, float] = {}
-        each = 1.0 if self.question.is_measured else 1.0 - SHORT  # a full run goes on from the short one
-        if (len(alive) > 2 and affordable >= 2) or self.question.is_measured:
+        is_measured = self.question.equal in MEASURED
+        each = 1.0 if is_measured else 1.0 - SHORT  # a full run goes on from the short one
+        if (len(alive) > 2 and affordable >= 2) or is_measured:
             alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}

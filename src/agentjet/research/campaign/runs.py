@@ -25,7 +25,7 @@ from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.models import Outcome, Study, Trial
 from agentjet.research.records import Setting
 from agentjet.research.servers import ServerUnavailable
-from agentjet.research.subject import Equal
+from agentjet.research.subject import MEASURED, Equal
 
 OBSERVING = "campaign"
 """Name in place of a study for the trials that observe."""
@@ -182,7 +182,7 @@ class Runs:
 
     def _measure(self, trial: Trial, run: Outcome) -> None:
         self._first = self._first or run
-        if self.equal not in ("tokens", "seconds") or trial.fidelity == 1:
+        if self.equal not in MEASURED or trial.fidelity == 1:
             return
         steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
         used, given = (amount([one.signals], self.equal) for one in (run, self._first))
