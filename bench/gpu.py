@@ -1,4 +1,4 @@
-"""The checks for a CUDA GPU, within 20 minutes: `bench/gpu.sh [FOLDER]`. They have never run on one.
+"""The checks for a CUDA GPU, within 20 minutes: `bench/gpu.sh [FOLDER]`. `docs/benchmarks.md` has what ran on one.
 
 Each piece is a separate process with its log in FOLDER and a time limit. The next piece runs also after a failure:
 
@@ -35,6 +35,7 @@ from bench.workload import Workload
 
 TOTAL_SECONDS, QUICK_SECONDS = 1200.0, 3600.0
 """Limits of all pieces together. A quick run may share its machine with other programs."""
+TESTS = ("tests/compute/test_gpu.py", "tests/compute/test_flex_attention.py")
 VOCABULARY = 49_152
 """All ids of SmolLM2's tokenizer."""
 
@@ -52,7 +53,7 @@ def pieces(out: Path) -> list[Piece]:
     """The pieces on a GPU, the most important first."""
     workloads = ("turns12", "shared_prompt", "subagents")
     return [
-        Piece("tests", 180, ("pytest", "-q", "-m", "gpu", "tests/compute")),
+        Piece("tests", 180, ("pytest", "-q", "-m", "gpu", *TESTS)),
         Piece("large", 180, ("bench.large",)),
         Piece("sampler", 240, ("bench.sampler", "--new-tokens", "64", "--workloads", "8", "32", "64", "mixed")),
         Piece("step", 240, ("bench.step", "--without-shared", "--only", "bf16")),
@@ -67,7 +68,7 @@ def quick_pieces(out: Path, model: str) -> list[Piece]:
     step = ("--num-prompts", "2", "--repeats", "2", "--new-tokens", "3", "--steps", "1", "--threads", "1")
     demo = ("--model", model, "--steps", "1", "--tasks", "4", "--set", "job.batch_size=2", "--set", "job.group_size=2")
     return [
-        Piece("tests", 900, ("pytest", "-q", "-m", "gpu", "tests/compute/test_gpu.py")),
+        Piece("tests", 900, ("pytest", "-q", "-m", "gpu", TESTS[0])),
         Piece("large", 900, ("bench.large", "--size", "tiny", "--new-tokens", "4")),
         Piece("sampler", 900, ("bench.sampler", "--model", model, "--new-tokens", "3", "--workloads", "8")),
         Piece("ours", 900, ("bench.ours", "--workload", small.to_json())),

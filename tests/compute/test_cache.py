@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded import attention
 from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.embedded.policy import CacheShape, Policy
 from agentjet.compute.embedded.sampler import ModelSampler
@@ -174,16 +173,3 @@ def test_blocks_in_no_order_are_gathered_and_change_nothing(policy: Policy) -> N
     for id in requests:
         assert found[id][0] == expected[id][0]
         assert found[id][1] == pytest.approx(expected[id][1], abs=1e-5)
-
-
-def test_attention_of_blocks_is_the_same_without_the_fused_kernel() -> None:
-    """As on CUDA."""
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(shape, generator=generator) for shape in [(5, 2, 3, 16), *2 * [(5, 2, 32, 16)]])
-    mask = torch.zeros(5, 32)
-    mask[2, 7:] = -torch.inf
-    mask = mask[:, None, None]
-    fused = attention.attend_part(query, keys, values, 0.25, mask)
-    plain = attention.attend_unfused(query, keys, values, 0.25, mask)
-    for ours, theirs in zip(plain, fused, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)

@@ -114,11 +114,19 @@ def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
         i: (tokens(i % 3, 70 * (i % 3) + 5), SamplingParams(max_tokens=6, temperature=0.8, seed=i)) for i in range(6)
     }
     reference = make_policy(tiny_folder)
-    for id, (chosen, logprobs) in run(ModelSampler(policy, 8, 8192), requests).items():
-        whole = np.concatenate([requests[id][0], np.int32(chosen)])
-        row = call_row(whole, np.float32(logprobs), np.zeros(len(chosen), np.int32), 1.0, 0.8, id)
-        with torch.no_grad():
-            assert logprobs == pytest.approx(row_logprobs(reference, row).numpy(), abs=1e-3)
+    sampler = ModelSampler(policy, 8, 8192)
+    for _ in range(2):
+        for id, (chosen, logprobs) in run(sampler, requests).items():
+            whole = np.concatenate([requests[id][0], np.int32(chosen)])
+            row = call_row(whole, np.float32(logprobs), np.zeros(len(chosen), np.int32), 1.0, 0.8, id)
+            with torch.no_grad():
+                assert logprobs == pytest.approx(row_logprobs(reference, row).numpy(), abs=1e-3)
+        with torch.no_grad():  # New weights at the same addresses, as after a step of the learner.
+            for weights in (*policy.trainable().values(), *reference.trainable().values()):
+                weights.mul_(1.05)
+        sampler.invalidate()
+    if sampler._graphs is not None:
+        assert all(sampler._graphs._graphs[policy].values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

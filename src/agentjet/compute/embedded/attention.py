@@ -6,7 +6,7 @@ form one flat row.
 
 Partial results over some of the keys are merged by their log-sum-exps. `torch`'s public attention does not return the
 log-sum-exp, and its autograd would differentiate each part alone. So this module calls the fused kernel of the CPU
-below it. Elsewhere, where only the sampler merges parts, matrix products hold the scores.
+below it. On CUDA nothing is merged: see `FlexPlan` and `PagedPlan`.
 
 Shapes: N tokens, B parts, Q queries, L keys, H heads, K key heads, D widths.
 """
@@ -79,24 +79,10 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Returns output [B, H, Q, D] and log-sum-exp [B, H, Q] of queries [B, H, Q, D], keys and values [B, H, L, D].
 
-    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key. `causal` is for a CPU only.
+    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key. All tensors are on a CPU.
     """
-    if query.device.type == "cpu":
-        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
-        return out, lse
-    assert not causal
-    return attend_unfused(query, key, value, scale, mask)
-
-
-def attend_unfused(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """See `attend_part`."""
-    accurate = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(accurate) @ key.to(accurate).transpose(-1, -2) * scale
-    scores = scores if mask is None else scores + mask
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ value.to(accurate), lse
+    out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, lse
 
 
 def attend_part_backward(

@@ -60,7 +60,7 @@ class CacheRow:
 
 
 class KeyValueCache:
-    """Allocates rows. `keys` and `values` are [layers, blocks, kv heads, BLOCK, head dim].
+    """Allocates rows. `keys` and `values` are [layers, blocks and a spare one, kv heads, BLOCK, head dim].
 
     Invariant: free and idle blocks suffice for all blocks that active rows have reserved but not taken.
     """
@@ -70,10 +70,17 @@ class KeyValueCache:
         self._shares_prefixes = shape is not None
         self._num_blocks = max_tokens // BLOCK
         shape = shape or CacheShape(0, 0, 0)
-        sizes = (shape.layers, self._num_blocks, shape.kv_heads, BLOCK, shape.head_dim)
+        sizes = [shape.layers, self._num_blocks + 1, shape.kv_heads, BLOCK, shape.head_dim]
+        if device.type == "cuda":  # The blocks of a head lie one after the other: see `paged_attention`.
+            sizes[1], sizes[2] = sizes[2], sizes[1]
         # A CPU allocates memory at the first write; blocks are zeroed when they are taken.
         self.keys = torch.empty(sizes, dtype=dtype, device=device)
         self.values = torch.empty(sizes, dtype=dtype, device=device)
+        if device.type == "cuda":
+            self.keys, self.values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        self.spare = self._num_blocks
+        """A block that no row takes. A step on CUDA writes the keys of its padding there."""
+        self._clear_block(self.spare, 0)
         self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows lie close together
         self._active: dict[CacheRow, None] = {}
         self._idle: dict[CacheRow, None] = {}  # least recently used first
@@ -202,7 +209,7 @@ def _blocks_of(tokens: int) -> int:
 
 
 class StepPlan:
-    """The attention plan of one sampling step.
+    """The attention plan of one sampling step on a CPU.
 
     Single tokens attend together, block by block, each to its row's past. A longer span attends to its row's past and,
     causally, to itself.
@@ -243,11 +250,8 @@ class _Span:
         key, value = (
             x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2)[None, :, : self._stop] for x in (keys, values)
         )
-        is_cuda = query.device.type == "cuda"
-        if is_cuda:  # Fused kernels with a mask take no grouped heads there.
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key, value, attn_mask=self._mask, scale=scale, enable_gqa=not is_cuda
+            query.transpose(0, 1)[None], key, value, attn_mask=self._mask, scale=scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 

@@ -14,8 +14,8 @@ The backward pass uses the same parts with the merged output and log-sum-exp. Th
 smallest and largest `end` of a tile's keys show which 128 x 128 tiles are empty, full or mixed. So the tile table needs
 no N x N mask.
 
-Never run: its backward pass, which `flex_attention` does not have on a CPU, and CUDA. `model.py` tries the forward pass
-when a model is loaded, so it detects a kernel that fails or computes another result.
+`flex_attention` has no backward pass on a CPU, so only tests on a GPU cover it. `model.py` tries the forward pass when
+a model is loaded, so it detects a kernel that fails or computes another result.
 
 Shapes: N nodes, H query heads, K key heads, D head width; a part has Q queries and L keys.
 """

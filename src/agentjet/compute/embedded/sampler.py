@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from agentjet.compute.embedded.adapters import AdapterMixture
-from agentjet.compute.embedded.attention import flat_forward
+from agentjet.compute.embedded.attention import AttentionPlan, flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
+from agentjet.compute.embedded.paged_attention import DecodeGraphs, step_plan
 from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
 from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.grammars import Grammars, Guide
@@ -82,6 +83,9 @@ class ModelSampler:
         self._grammars = Grammars(policy.info, policy.vocabulary)
         shape = policy.shape if policy.info.shares_prefixes else None
         self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device)
+        self._graphs: DecodeGraphs | None = None
+        if policy.info.shares_prefixes and policy.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._cache, max_concurrent, policy.info.context_length)
         self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
         self._waiting: deque[RunningCompletion] = deque()
         self._running: dict[CacheRow, list[RunningCompletion]] = {}
@@ -130,6 +134,8 @@ class ModelSampler:
         self._paused.discard(policy)
         if self._mixture is not None:
             self._mixture.invalidate()
+        if self._graphs is not None:
+            self._graphs.forget(policy)
         self._may_admit = True
 
     @torch.inference_mode()
@@ -218,20 +224,25 @@ class ModelSampler:
         """Compute the next tokens of each row and store their state; returns their hidden states in order."""
         if not self.policy.info.shares_prefixes:
             return torch.cat([self._forward_row(row, n) for row, n in spans])
-        device = self.policy.device
         for row, n in spans:
             self._cache.extend(row, row.filled + n)
-        tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-        positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
-        self.num_computed += len(tokens)
-        inputs = (
-            torch.as_tensor(tokens, dtype=torch.long, device=device),
-            torch.as_tensor(positions, dtype=torch.long, device=device),
-            StepPlan(spans, positions, self._cache),
-        )
+        self.num_computed += sum(n for _, n in spans)
         owners = [(row.owner, n) for row, n in spans]
-        if all(policy is owners[0][0] for policy, _ in owners):
-            return flat_forward(owners[0][0].decoder, *inputs)
+        policy = owners[0][0] if all(owner is owners[0][0] for owner, _ in owners) else None
+        if self._graphs is not None:
+            if policy is not None and all(n == 1 for _, n in spans):
+                hidden = self._graphs.hidden(policy, [row for row, _ in spans])
+                if hidden is not None:
+                    return hidden
+            paged = step_plan(spans, self._cache)
+            inputs: tuple[Tensor, Tensor, AttentionPlan] = paged.tokens, paged.positions, paged
+        else:
+            tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
+            positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
+            plan = StepPlan(spans, positions, self._cache)
+            inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), plan
+        if policy is not None:
+            return flat_forward(policy.decoder, *inputs)
         if self._mixture is None:
             self._mixture = AdapterMixture(self.policy)
         return self._mixture.forward(*inputs, owners)
