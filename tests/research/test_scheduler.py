@@ -223,6 +223,30 @@ def test_seeds_that_all_score_the_same_are_said_to() -> None:
     assert finding.reason.startswith("undecided at the last look; all seeds of an arm scored the same")
 
 
+def test_seeds_that_took_different_ways_to_the_same_score_decide() -> None:
+    """Arms that saturate: the rewards along the runs show that their seeds were not ignored."""
+
+    class Saturating(Formula):
+        repeated = False
+
+        def collect(self, key: str) -> Outcome:
+            outcome, seed = super().collect(key), 0 if self.repeated else self.launched[key].seed
+            assert outcome.score is not None
+            return replace(outcome, signals={"reward/mean": (seed % 1_000 / 1_000, None, outcome.score)})
+
+    def gain(setting: Setting, fidelity: float) -> float:
+        return float(setting.get("gain", 0.0))
+
+    fives, runner = replace(PLAIN, arms=(Arm("a"), Arm("b", {"gain": 5.0}))), Saturating(gain, noise=0.0)
+    finding, log, _ = conducted(fives, runner)
+    assert (finding.verdict, finding.seeds, finding.p_value) == ("supported", 4, None)
+    assert finding.reason.startswith("look at 4 seeds; all seeds of an arm scored the same, so the interval has")
+    assert "| – | supported |" in render(log)["report.md"]
+    runner = Saturating(gain, noise=0.0)
+    runner.repeated = True
+    assert conducted(fives, runner)[0].verdict == "inconclusive"
+
+
 def test_a_diverged_run_counts() -> None:
     evidence = Evidence({}, {"a": [Outcome("t", "diverged", score=-5.0), Outcome("u", "infra_failed")]})
     assert evidence.scores("a") == [-5.0]

@@ -19,6 +19,7 @@ from agentjet.research.statistics import (
     nominal_level,
     predictive_power,
     read,
+    unseen_interval,
     welch,
 )
 from bench.researching.oracle import power
@@ -147,6 +148,33 @@ def test_readings(a: list[float], b: list[float], verdict: str) -> None:
 def test_scores_that_are_the_same_have_no_spread_whatever_their_mean_rounds_to(a: float, b: float) -> None:
     found = read([a] * 12, [b] * 12, sesoi=0.1, difference_level=0.05, equivalence_level=0.05)
     assert (found.verdict, found.low, found.high) == ("inconclusive", found.estimate, found.estimate)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "different", "verdict"),
+    [
+        (1.0, 0.375, 4, "inconclusive"),
+        (1.0, 0.375, 8, "supported"),
+        (0.375, 1.0, 8, "refuted"),
+        (1.0, 0.375, 2, "inconclusive"),
+        (1.0, 0.875, 12, "inconclusive"),  # one in five may score 0
+        (1.0, 1.0, 12, "inconclusive"),
+    ],
+)
+def test_scores_without_spread_of_runs_that_differ(a: float, b: float, different: int, verdict: str) -> None:
+    levels = {"sesoi": 0.05, "difference_level": 0.0464, "equivalence_level": 0.05}
+    found = read([a] * 12, [b] * 12, different=different, span=(0.0, 1.0), **levels)
+    assert (found.verdict, found.p_value) == (verdict, None)
+    assert found.low <= a - b <= found.high
+
+
+@pytest.mark.parametrize(("a", "b", "runs"), [(1.0, 0.375, 4), (1.0, 0.0, 8), (0.6, 0.5, 12)])
+def test_unseen_interval_is_the_worst_of_all_shares(a: float, b: float, runs: int) -> None:
+    u, v = np.meshgrid(*[np.linspace(0.0, 1.0, 1001)] * 2)
+    possible = (u * v) ** runs >= 0.05 / 2
+    lowest = np.min((u * a - (v * b + 1 - v))[possible])  # the others score 0 and 1
+    highest = np.max((u * a + 1 - u - v * b)[possible])
+    assert unseen_interval(a, b, runs, (0.0, 1.0), 0.05) == pytest.approx((lowest, highest), abs=3e-3)
 
 
 def test_too_few_scores_are_refused() -> None:

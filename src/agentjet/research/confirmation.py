@@ -27,6 +27,9 @@ from agentjet.research.statistics import LookResult, nominal_level, predictive_p
 MIN_SCORES = 4
 """Minimum scores per arm for a verdict."""
 DIRECTIONAL = ("supported", "refuted")
+DIGITS = 6
+"""Decimals in which runs must differ. Sums in another order differ in the last ones."""
+UNSEEN = "; all seeds of an arm scored the same, so the interval has what so many seeds cannot exclude"
 FUTILITY = 0.1
 """A hypothesis is stopped if the last look would decide it with a smaller chance than this."""
 
@@ -178,18 +181,23 @@ def finding(
     untested = all(
         nothing_to_learn(evidence.outcomes[arm], study.sesoi) for arm in (hypothesis.arm, hypothesis.against)
     )
+    both = [outcome for arm in (hypothesis.arm, hypothesis.against) for outcome in evidence.outcomes[arm]]
+    all_scores = [score for outcome in both for score in (*outcome.curve, outcome.score) if score is not None]
     reading = read(
         a,
         b,
         sesoi=study.sesoi,
         difference_level=nominal_level(study.looks, 2 * shares.difference),  # two-sided, and one side can err
         equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
+        different=min(different_runs(evidence.outcomes[arm]) for arm in (hypothesis.arm, hypothesis.against)),
+        span=(min(all_scores), max(all_scores)),
     )
     if reading.verdict == "inconclusive":
         reason = reason or "undecided at the last look"
         reason += remarks(reading, untested=untested)
     else:
         reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
+        reason += UNSEEN if reading.p_value is None else ""
     return Finding(
         hypothesis.id,
         reason=reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
@@ -214,10 +222,24 @@ def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
     return 2 * len(still) > len(ended)
 
 
+def different_runs(outcomes: list[Outcome]) -> int:
+    """Number of runs with a score that differ in their curves or training rewards, at least 1. Seeds that are ignored
+    repeat one run.
+    """
+    ways = {
+        tuple(round(value or 0.0, DIGITS) for value in (*outcome.curve, *outcome.signals.get("reward/mean", ())))
+        for outcome in outcomes
+        if outcome.score is not None
+    }
+    return max(1, len(ways))
+
+
 def remarks(reading: LookResult, *, untested: bool) -> str:
     """Explains a look that decided nothing."""
     text = ""
-    if reading.low == reading.high:
+    if reading.p_value is None:
+        text += UNSEEN
+    elif reading.low == reading.high:
         text += "; all seeds of an arm scored the same, so the effect of chance is unknown"
     elif reading.low > 0 or reading.high < 0:
         text += "; there is a difference, but it may be too small to matter"

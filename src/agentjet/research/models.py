@@ -244,7 +244,9 @@ class Finding(Record):
     because alpha is one-sided.
     """
     p_value: float | None = None
-    """Welch's two-sided p-value. Compare it with 1 - `confidence` of the look, not with alpha."""
+    """Welch's two-sided p-value; None if no scores spread but runs differ. Compare it with 1 - `confidence` of the
+    look, not with alpha.
+    """
     seeds: int = 0
     """Per arm."""
     settings: Mapping[str, Setting] = field(default_factory=dict)

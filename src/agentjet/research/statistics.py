@@ -103,11 +103,36 @@ class LookResult:
     low: float
     high: float
     confidence: float
-    p_value: float
+    p_value: float | None
+
+
+def unseen_interval(a: float, b: float, runs: int, span: tuple[float, float], level: float) -> tuple[float, float]:
+    """Two-sided interval of `a` minus `b` for means of scores within `span`, if all of so many runs per arm scored `a`
+    and `b`.
+
+    It assumes no distribution. If shares u and v of all runs score so, the chance to see nothing else is (u v)^runs.
+    Shares for which it is `level` / 2 are possible, and the other runs may score at the far end of `span`.
+    """
+    least, most = span
+    seen = math.pow(level / 2, 1 / runs)
+
+    def loss(x: float, y: float) -> float:
+        """Maximum of x (1 - u) + y (1 - v) with u v = `seen`."""
+        u = min(1.0, max(seen, math.sqrt(seen * y / x))) if x > 0 else 1.0
+        return x * (1 - u) + y * (1 - seen / u)
+
+    return a - b - loss(a - least, most - b), a - b + loss(most - a, b - least)
 
 
 def read(
-    a: Sequence[float], b: Sequence[float], *, sesoi: float, difference_level: float, equivalence_level: float | None
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    sesoi: float,
+    difference_level: float,
+    equivalence_level: float | None,
+    different: int = 1,
+    span: tuple[float, float] = (-math.inf, math.inf),
 ) -> LookResult:
     """Reads the claim "a scores higher than b" from the scores of one look.
 
@@ -115,7 +140,8 @@ def read(
     * Practically equivalent: the interval lies inside ±`sesoi` (two one-sided tests, Schuirmann 1987), at
       `equivalence_level` per side. None postpones this test to a later look.
     * Inconclusive: anything else. Scores without any spread are inconclusive too, because identical runs are not
-      evidence.
+      evidence, unless runs differ in something else: `different` is the number per arm that do, and `span` the range of
+      scores. Then a difference is read from `unseen_interval`, and there is no p-value.
 
     `difference_level` covers both sides. If `sesoi` is large relative to the error, only one side can err, with half of
     that chance. With a smaller `sesoi` the chance approaches all of it.
@@ -123,16 +149,18 @@ def read(
     found = welch(a, b)
     low, high = found.interval(difference_level)
     verdict: Verdict = "inconclusive"
-    level = difference_level
-    if found.error == 0:
+    level, p_value = difference_level, None if found.error == 0 and different > 1 else found.p_value()
+    if p_value is None:
+        low, high = unseen_interval(a[0], b[0], different, span, level)
+    if found.error == 0 and different == 1:
         pass
     elif low > sesoi or high < -sesoi:
         verdict = "supported" if low > sesoi else "refuted"
-    elif equivalence_level is not None:
+    elif equivalence_level is not None and found.error > 0:
         inner_low, inner_high = found.interval(2 * equivalence_level)
         if -sesoi < inner_low and inner_high < sesoi:
             verdict, level, low, high = "practically_equivalent", 2 * equivalence_level, inner_low, inner_high
-    return LookResult(verdict, found.estimate, low, high, 1 - level, found.p_value())
+    return LookResult(verdict, found.estimate, low, high, 1 - level, p_value)
 
 
 def predictive_power(
