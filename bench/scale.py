@@ -43,9 +43,10 @@ PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "fleet": lambda python: fleet.figures(),
     "faults": lambda python: faults.figures(),
     "learning": lambda python: training.same_learning(python),
+    "gateway": lambda python: training.gateway_ratio(python),
     "overlap": lambda python: training.overlap(python),
 }
-NEED_VLLM = ("sampler", "learning", "overlap")
+NEED_VLLM = ("sampler", "learning", "gateway", "overlap")
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 from scipy.stats import t as student
 
+from agentjet import Swarm
 from agentjet.cli.serve import ChildServer
 from agentjet.client.threads import raise_on_signals
 from bench.seeded import SETTINGS, TASKS, agent
@@ -30,6 +32,11 @@ Rewards of equal runs differ by a factor of two between seeds, so three say litt
 REPEATS = 16
 """Episodes of each task that evaluate the untrained policy. They show whether both backends sample alike."""
 CONCURRENCY = 8
+LONG = "job.max_tokens=96"
+"""Four times the answers of `bench.seeded`: sampling a batch then takes longer than learning one."""
+CALLS_PER_BATCH = 16
+TOGETHER, AT_A_TIME = 24, 4
+"""Batches of the cluster while both backends train beside each other, and of one training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,34 +51,37 @@ class Trained:
     """CPU time of the gateway per call, in milliseconds."""
     overlap: float
     """Share of learning time in which tokens were sampled."""
-    seconds: float
 
 
-def train(backend: str, seed: int, *, python: str, staleness: int = 0, settings: Sequence[str] = ()) -> Trained:
-    """Train the tiny model on a new server; `python` is the interpreter of the samplers."""
-    with tempfile.TemporaryDirectory() as name, raise_on_signals():
+@contextmanager
+def served(backend: str, python: str, settings: Sequence[str]) -> Iterator[tuple[psutil.Process, Swarm]]:
+    """A new server of the tiny model: its gateway and a client. `python` is the interpreter of the samplers."""
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "settings.toml").write_text(SETTINGS)
         overrides = [f"model.name={json.dumps(str(make_model(folder / 'model', hidden=64)))}"]
-        overrides += [f"job.seed={seed}", f"job.max_staleness={staleness}", f"compute.backend={json.dumps(backend)}"]
+        overrides.append(f"compute.backend={json.dumps(backend)}")
         if backend == "cluster":
             overrides += [f"compute.sampler_python={json.dumps(python)}", "compute.ranks=2", "compute.samplers=2"]
         overrides += settings
         with ChildServer(folder / "settings.toml", overrides, folder / "data") as child, child.connect() as swarm:
-            before = swarm.evaluate(agent, TASKS, repeats=REPEATS, concurrency=CONCURRENCY, progress=False)
-            gateway = psutil.Process(child._process.pid)
-            cpu, began = _cpu(gateway), time.monotonic()
-            report = swarm.train(agent, TASKS, steps=STEPS, concurrency=CONCURRENCY, seed=seed, progress=False)
-            cpu, seconds = _cpu(gateway) - cpu, time.monotonic() - began
-        lines = next((folder / "data").rglob("metrics.jsonl")).read_text().splitlines()
+            yield psutil.Process(child._process.pid), swarm
+
+
+def train(backend: str, seed: int, *, python: str, staleness: int = 0, settings: Sequence[str] = ()) -> Trained:
+    """Train the tiny model on a new server."""
+    chosen = [f"job.seed={seed}", f"job.max_staleness={staleness}", *settings]
+    with raise_on_signals(), served(backend, python, chosen) as (gateway, swarm):
+        before = swarm.evaluate(agent, TASKS, repeats=REPEATS, concurrency=CONCURRENCY, progress=False)
+        cpu = _cpu(gateway)
+        report = swarm.train(agent, TASKS, steps=STEPS, concurrency=CONCURRENCY, seed=seed, progress=False)
+        cpu = _cpu(gateway) - cpu
     steps = [step.metrics for step in report.steps]
-    calls = sum(step["episodes"] for step in map(json.loads, lines) if "episodes" in step) or len(steps) * 8
     return Trained(
         reward=statistics.fmean(step["reward/mean"] for step in steps[-LAST:]),
         untrained=tuple(result.reward for result in before.finished if result.reward is not None),
-        gateway_ms=1e3 * cpu / (2 * calls),
+        gateway_ms=1e3 * cpu / (CALLS_PER_BATCH * len(steps)),
         overlap=statistics.fmean(step.get("sampler/overlap", 0.0) for step in steps[1:]),
-        seconds=seconds,
     )
 
 
@@ -81,7 +91,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def same_learning(python: str) -> dict[str, Any]:
-    """Returns rewards of both backends on the same job, and the gateway's cost of a call in one relative to the other.
+    """Returns rewards of both backends on the same job, and the CPU time of a call in the gateway of each.
 
     Intervals are those of 95 % for the mean: over the seeds after training, over all episodes before it.
     """
@@ -101,15 +111,55 @@ def same_learning(python: str) -> dict[str, Any]:
         "interval_cluster": intervals["cluster"],
         "untrained_embedded": untrained["embedded"],
         "untrained_cluster": untrained["cluster"],
-        "gateway_ratio": costs["cluster"] / costs["embedded"],
-        "gateway_ms_embedded": costs["embedded"],
-        "gateway_ms_cluster": costs["cluster"],
+        "gateway_ms_apart_embedded": costs["embedded"],
+        "gateway_ms_apart_cluster": costs["cluster"],
+    }
+
+
+def gateway_ratio(python: str) -> dict[str, float]:
+    """Returns the gateway's cost of a call in the cluster relative to the embedded backend, both at the same time.
+
+    A process takes more CPU time for the same work if others share its cores and caches. Alone, an embedded server has
+    two busy processes and a cluster five. Beside each other, both gateways have the same neighbours.
+    """
+    found: dict[str, float] = {}
+    ended = threading.Event()
+
+    def train_some(swarm: Swarm, seed: int) -> None:
+        swarm.train(agent, TASKS, steps=AT_A_TIME, concurrency=CONCURRENCY, seed=seed, progress=False)
+
+    def measure(backend: str, gateway: psutil.Process, swarm: Swarm) -> None:
+        train_some(swarm, 0)  # warms up
+        before, batches = _cpu(gateway), 0
+        while batches < TOGETHER if backend == "cluster" else not (ended.is_set() and batches):
+            train_some(swarm, batches)
+            batches += AT_A_TIME
+        found[backend] = 1e3 * (_cpu(gateway) - before) / (CALLS_PER_BATCH * batches)
+
+    with raise_on_signals(), served("embedded", python, []) as alone, served("cluster", python, []) as cluster:
+        beside = threading.Thread(target=measure, args=("embedded", *alone))
+        beside.start()
+        try:
+            measure("cluster", *cluster)
+        finally:
+            ended.set()
+            beside.join()
+    return {
+        "gateway_ratio": found["cluster"] / found["embedded"],
+        "gateway_ms_embedded": found["embedded"],
+        "gateway_ms_cluster": found["cluster"],
     }
 
 
 def overlap(python: str) -> dict[str, float]:
-    """Returns the share of learning time in which tokens were sampled, with `max_staleness = 1`."""
-    return {"overlap": train("cluster", 0, python=python, staleness=1).overlap}
+    """Returns the share of learning time in which tokens were sampled, with `max_staleness = 1`; mean of three runs.
+
+    While a batch is learned, only the next one may be sampled. If that is complete first, the samplers must wait. Short
+    answers show it: a batch of them is sampled in less time than one is learned.
+    """
+    runs = [train("cluster", seed, python=python, staleness=1, settings=[LONG]).overlap for seed in range(3)]
+    short = train("cluster", 0, python=python, staleness=1).overlap
+    return {"overlap": statistics.fmean(runs), "overlap_worst": min(runs), "overlap_short_answers": short}
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
