@@ -162,7 +162,7 @@ def compiled() -> Callable[..., Tensor]:
 def compiled_by_row() -> Callable[..., Tensor]:
     """Returns the attention of steps of one token a row, compiled for each number of rows."""
 
-    def by_row(*tensors: Any) -> Tensor:
+    def by_row(*tensors: Any) -> Tensor:  # A function of its own: PyTorch limits how often it compiles one.
         return _attention(*tensors)
 
     return torch.compile(by_row, dynamic=False)
