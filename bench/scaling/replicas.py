@@ -118,19 +118,33 @@ class LocalReplica:
         scores: list[TokenScore] = self.do(self.peer.ask("score", POLICY, np.array(tokens, np.int32), num_likeliest))
         return scores
 
-    def sample(self, wanted: Mapping[int, Wanted] | Wanted, adopting: Mapping[int, Publication] | None = None) -> Any:
+    def sample(
+        self,
+        wanted: Mapping[int, Wanted] | Wanted,
+        adopting: Mapping[int, Publication] | None = None,
+        *,
+        suspends: bool = False,
+    ) -> Any:
         """Sample requests together; returns the `Completed`, by the request's key if there are several.
 
         `adopting` has publications by a number of tokens of the first request: it is adopted when they have arrived.
+        With `suspends`, the replica is suspended before that.
         """
         many = wanted if isinstance(wanted, Mapping) else {0: wanted}
-        found = self.do(self._sample_all(many, dict(adopting or {})))
+        found = self.do(self._sample_all(many, dict(adopting or {}), suspends))
         return found if isinstance(wanted, Mapping) else found[0]
 
-    async def _sample_all(self, many: Mapping[int, Wanted], adopting: dict[int, Publication]) -> dict[int, Completed]:
+    async def _sample_all(
+        self, many: Mapping[int, Wanted], adopting: dict[int, Publication], suspends: bool
+    ) -> dict[int, Completed]:
         found = {key: Completed() for key in many}
         first = next(iter(many))
         adoptions: list[asyncio.Task[Any]] = []
+
+        async def adopt(publication: Publication) -> None:
+            if suspends:
+                await self.peer.ask("suspend", POLICY)
+            await self.peer.ask("adopt", POLICY, publication)
 
         async def run(key: int, wanted: Wanted) -> None:
             tokens = np.array(wanted.tokens, np.int32)
@@ -138,7 +152,7 @@ class LocalReplica:
                 found[key].add(piece)
                 if key == first:
                     for at in [at for at in adopting if at <= len(found[key].tokens)]:
-                        adoptions.append(asyncio.create_task(self.peer.ask("adopt", POLICY, adopting.pop(at))))
+                        adoptions.append(asyncio.create_task(adopt(adopting.pop(at))))
 
         await asyncio.gather(*(run(key, wanted) for key, wanted in many.items()))
         await asyncio.gather(*adoptions)

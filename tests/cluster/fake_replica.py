@@ -36,9 +36,23 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, str(Path(__file__)))
 FIRST_TOKEN, VOCABULARY = 3, 259
 """Tokens drawn: the 256 bytes of the tokenizer of `tests.tiny`."""
-Point = Literal["load", "adopt", "paused", "adopted", "resumed", "sample", "token", "sent", "score", "cancel"]
+Point = Literal[
+    "load",
+    "adopt",
+    "paused",
+    "adopted",
+    "resumed",
+    "suspend",
+    "suspended",
+    "sample",
+    "token",
+    "sent",
+    "score",
+    "cancel",
+]
 """Places in the code. `adopt`: the request arrived. `paused`: nothing is sampled, the old version is loaded. `adopted`:
-the new version is loaded, nothing is answered. `resumed`: the answer was sent. `token`: sampled, not sent."""
+the new version is loaded, nothing is answered. `resumed`: the answer was sent. `suspended`: no weights are loaded,
+nothing is answered. `token`: sampled, not sent."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +178,12 @@ class FakeReplica:
         self._weights = 0
         """The version of the weights that it really has: an older one after a lie."""
         self._running: deque[_Completion] = deque()
+        self._is_suspended = False
 
     def run(self) -> None:
         self._link.read_forever(self._inbox.put)
         while True:
-            while self._running and self._inbox.empty():
+            while self._running and self._inbox.empty() and not self._is_suspended:
                 self._step()
             request = self._inbox.get()
             try:
@@ -207,12 +222,19 @@ class FakeReplica:
             self._flush(completion)  # The tokens of the old version.
         self._pass("paused")
         time.sleep(self._hooks.adopt_seconds)
-        self._version = publication.version
+        self._version, self._is_suspended = publication.version, False
         self._weights = publication.version - (publication.version in self._hooks.lies)
         self._pass("adopted")
         if self._weights != self._version:
             return list(probe_scores(publication.probe_tokens, self._weights))
         return list(publication.probe_logprobs)
+
+    def _suspend(self) -> None:
+        self._pass("suspend")
+        for completion in self._running:
+            self._flush(completion)
+        self._is_suspended = True
+        self._pass("suspended")
 
     def _sample(self, id: int, tokens: np.ndarray, params: SamplingParams, num_sampled: int) -> None:
         self._pass("sample")

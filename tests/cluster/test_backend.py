@@ -103,7 +103,14 @@ class ThreadLauncher:
         return self.gpus
 
     async def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        gpus: int,
+        log_path: Path,
+        beside: str = "",
     ) -> Process:
         if self.programs is not None and "replica" in name:
             return await self.programs.start(name, command, environment, gpus=gpus, log_path=log_path)
@@ -320,12 +327,18 @@ async def test_a_program_that_runs_no_replica_is_refused(tmp_path: Path, program
         ({"ranks": 2, "samplers": 1, "tensor_parallel": 4}, 5, "would fit: ranks = 1 with samplers = 1"),
         ({"ranks": 1, "samplers": 1}, 1, "at least 2 are needed.*backend = 'embedded'"),
         ({"ranks": 1, "tensor_parallel": 2}, None, "tensor_parallel = 2 needs GPUs"),
+        (
+            {"ranks": 4, "samplers": 4, "colocated": True},
+            3,
+            "4 GPUs, and 3 are free; would fit: ranks = 3 with samplers = 3",
+        ),
     ],
 )
 def test_too_few_gpus_are_refused_with_what_would_fit(asked: dict[str, int], free: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_gpus(POLICY, settings(**asked), free, ModelConfig())
     check_gpus(POLICY, settings(ranks=2, samplers=2), 4, ModelConfig())
+    check_gpus(POLICY, settings(ranks=4, samplers=2, tensor_parallel=2, colocated=True), 4, ModelConfig())
 
 
 async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
@@ -338,9 +351,36 @@ async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> No
             await compute.add(POLICY, ModelConfig(device="cuda"), settings=settings())
     with pytest.raises(ValueError, match="sharding = 'sharded' with ranks = 1"):
         ComputeConfig(backend="cluster", sharding="sharded")
+    for changed, message in (
+        ({"address": "auto"}, "with an address"),
+        ({"samplers": "1..2"}, "with samplers = '1..2'"),
+    ):
+        with pytest.raises(ValueError, match=f"colocated = true {message}"):
+            settings(colocated=True, **changed)
     config = {"compute": {"backend": "cluster"}, "policies": {"a": {"worker": "x"}}}
     with pytest.raises(ValueError, match=r"policies\.a\.worker = 'x'"):
         ServeConfig.model_validate(config)
+
+
+async def test_colocated_replicas_are_suspended_while_the_ranks_learn_or_are_replaced(tmp_path: Path) -> None:
+    replica = "default/policy/replica-1"
+    async with cluster(tmp_path, gpus=2) as (compute, launcher):
+        await compute.add(POLICY, ModelConfig(), settings=settings(colocated=True))
+        await compute.publish(POLICY, 0)
+        assert await sampled(compute)
+        for _ in range(2):
+            await step(compute)
+        assert launcher.ops(replica) == ["load", "adopt", "sample", "suspend"]
+        with pytest.raises(ConfigError, match=r"cannot be scaled with compute\.colocated"):
+            await compute.scale(POLICY, SamplerBounds(2, 2))
+        await compute.publish(POLICY, 1)
+        assert await sampled(compute)
+        launcher.kill("default/policy/rank-1.1")
+        await compute.died([POLICY])
+        await compute.add(POLICY, ModelConfig(), settings=settings(colocated=True))
+        assert launcher.ops(replica)[4:] == ["adopt", "sample", "suspend"]
+        await compute.publish(POLICY, 1)
+        assert await sampled(compute)
 
 
 async def test_samplers_are_scaled_within_the_gpus(tmp_path: Path) -> None:
@@ -446,36 +486,6 @@ def test_the_meters_measure_overlap_and_idle_time() -> None:
     assert metrics["learner/idle"] == pytest.approx(0.5) and metrics["sampler/idle"] == pytest.approx(0.25)
     clock.advance(1.0)
     assert meter.finish() == {"sampler/idle": 1.0}
-
-
-def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        launcher = LocalLauncher(lambda: ["0", "1"])
-        assert await launcher.num_gpus() == 2
-        command = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
-        logs = [tmp_path / "a.log", tmp_path / "b.log"]
-        started = await asyncio.gather(*(launcher.start(log.stem, command, {}, gpus=1, log_path=log) for log in logs))
-        await asyncio.gather(*(process.ended for process in started))
-        assert sorted(log.read_text().strip() for log in logs) == ["0", "1"]
-        await launcher.close()
-
-    asyncio.run(scenario())
-
-
-async def test_gpus_in_use_are_free_later_and_a_process_has_a_place(tmp_path: Path) -> None:
-    launcher, command, log = LocalLauncher(lambda: ["0"]), ("/bin/sleep", "600"), tmp_path / "a.log"
-    process = await launcher.start("a", command, {}, gpus=1, log_path=log)
-    with pytest.raises(ComputeError, match="b needs 1 GPUs, and 0 of 1 are free"):
-        await launcher.start("b", command, {}, gpus=1, log_path=log)
-    with pytest.raises(ConfigError, match="b needs 2 GPUs"):
-        await launcher.start("b", command, {}, gpus=2, log_path=log)
-    while not process.place:
-        await asyncio.sleep(0.01)
-    place = process.place
-    await process.stop()
-    assert process.place == place != ""
-    await (await launcher.start("b", command, {}, gpus=1, log_path=log)).stop()
-    await launcher.close()
 
 
 async def test_the_addresses_of_a_machine_divide_its_gpus(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 
 from agentjet.compute.cluster import fleet
+from agentjet.compute.cluster.probe import probe_failure
 from agentjet.errors import ComputeError
 from tests.cluster.fake_replica import POLICY, Hooks, publication
 from tests.cluster.nursery import ForkServer
@@ -125,6 +126,67 @@ def test_a_cancelled_publish_goes_on(server: ForkServer) -> None:
     run(test())
 
 
+# ---- suspended while the ranks use the GPUs --------------------------------------------------------------------------
+
+
+def test_suspended_replicas_sample_after_the_next_publish(server: ForkServer) -> None:
+    async def test() -> None:
+        async with scene(server, 2, hooks=lambda number: Hooks(step_seconds=SLOW), timeout=0.5) as on:
+            await on.serve()
+            tasks = on.begin(6, max_tokens=80)
+            await on.complete(50, max_tokens=8)
+            for version in (1, 1):  # The same weights again wake them, too.
+                await on.fleet.suspend()
+                await on.fleet.suspend()
+                tokens = on.replicas.num_running + on.replicas.num_waiting
+                late = on.begin(1)
+                await asyncio.sleep(0.8)  # Longer than a replica may be silent that has work.
+                assert on.replicas.num_running + on.replicas.num_waiting == tokens + 1 and on.born.num_started == 2
+                assert {one.state for one in on.replicas.status()} == {"is suspended while the ranks use its GPUs"}
+                await on.fleet.publish(publication(version))
+                await all_of(late)
+            found = await all_of(tasks)
+            assert {piece.policy_version for pieces in found for piece in pieces} == {0, 1}
+
+    run(test())
+
+
+@pytest.mark.parametrize("action", ["die", "hang", "fail"])
+@pytest.mark.parametrize("point", ["suspend", "suspended"])
+def test_a_replica_that_cannot_be_suspended_is_ended(server: ForkServer, point: str, action: str) -> None:
+    async def test() -> None:
+        async with scene(server, 2, hooks=first(Hooks(**{action: point})), timeout=0.5) as on:
+            await on.serve()
+            await on.fleet.suspend()
+            assert len(on.born.pids) == 1, "the ended one has freed its GPU, and no other starts"
+            tasks = on.begin(4)
+            await asyncio.sleep(0.05)
+            assert on.born.num_started == 2
+            await on.fleet.publish(publication(1))
+            await all_of(tasks)
+            await on.until(lambda: on.born.num_started == 3 and on.versions() == [1, 1])
+
+    run(test())
+
+
+def test_suspend_waits_for_replicas_that_start_or_adopt(server: ForkServer) -> None:
+    async def test() -> None:
+        async with scene(server, 2, hooks=lambda number: Hooks(adopt_seconds=0.05)) as on:
+            await on.until(lambda: on.born.num_started == 2)
+            await on.fleet.suspend()  # They load, and have no weights yet.
+            assert len(on.names("waits for weights")) == 2
+            publish = asyncio.create_task(on.fleet.publish(publication(0)))
+            await on.until(lambda: on.adopting == 2)
+            publish.cancel()  # As when the learner dies: the next one needs the GPUs.
+            await on.fleet.suspend()
+            assert on.adopting == 0 and on.versions() == [0, 0]
+            assert len(on.names("is suspended while the ranks use its GPUs")) == 2
+            await on.fleet.publish(publication(0))
+            await on.complete()
+
+    run(test())
+
+
 # ---- probe and fetch ------------------------------------------------------------------------------------------------
 
 
@@ -172,8 +234,8 @@ def test_a_policy_fails_if_no_replica_passes_the_probe(server: ForkServer, versi
 def test_probe(dtype: str, change: Callable[[int], float], passes: bool) -> None:
     wanted = replace(publication(1), dtype=dtype)
     found = [value + change(at) for at, value in enumerate(wanted.probe_logprobs)]
-    assert (fleet.probe_failure(wanted, found) == "") == passes
-    assert "instead of 63" in fleet.probe_failure(wanted, found[1:])
+    assert (probe_failure(wanted, found) == "") == passes
+    assert "instead of 63" in probe_failure(wanted, found[1:])
 
 
 def test_weights_that_cannot_be_fetched(server: ForkServer) -> None:

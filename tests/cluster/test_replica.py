@@ -223,14 +223,15 @@ def test_a_grammar_is_followed_also_from_tokens_sampled_elsewhere(world: World) 
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(text))
 
 
-def test_publishes_reach_running_completions_whole(world: World) -> None:
+@pytest.mark.parametrize("suspends", [False, True])
+def test_publishes_reach_running_completions_whole(world: World, suspends: bool) -> None:
     """Three versions in one completion, with restricted ones beside it; each probe agrees with its learner."""
     params = SamplingParams(max_tokens=400, seed=1)
     wanted = {i: Wanted(prompt(i, 20), replace(params, seed=i, piece_tokens=1 + 7 * (i % 2))) for i in range(4)}
     wanted[4] = Wanted(prompt(4, 20), replace(params, top_p=0.8, piece_tokens=3))
     publications = {v: publish(world.models[v], world.folder, v) for v in (1, 2, 3)}
     ends = world.info.end_tokens
-    found = world.replica.sample(wanted, {5 * v: publications[v] for v in publications})
+    found = world.replica.sample(wanted, {5 * v: publications[v] for v in publications}, suspends=suspends)
     world.version = 3
     for key, one in found.items():
         check(world, one, wanted[key])

@@ -94,13 +94,14 @@ def adapted(folder: str, seed: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.skipif(PYTHON is None, reason="no environment with vLLM: set AGENTJET_SAMPLER_PYTHON")
-def test_adapters_reach_running_completions_whole(world: World) -> None:
+@pytest.mark.parametrize("suspends", [False, True])
+def test_adapters_reach_running_completions_whole(world: World, suspends: bool) -> None:
     params = SamplingParams(max_tokens=300, seed=1)
     wanted = {i: Wanted(prompt(i, 100), replace(params, seed=i, piece_tokens=1 + 7 * (i % 2))) for i in range(4)}
     wanted[4] = Wanted(prompt(4, 20), replace(params, top_p=0.8, piece_tokens=3))
     publications = {v: publish(world.models[v], world.folder, v) for v in (1, 2, 3)}
     assert all(one.adapter and one.num_bytes < 100_000 for one in publications.values())
-    found = world.replica.sample(wanted, {5 * v: publications[v] for v in publications})
+    found = world.replica.sample(wanted, {5 * v: publications[v] for v in publications}, suspends=suspends)
     world.version = 3
     for key, one in found.items():
         check(world, one, wanted[key])

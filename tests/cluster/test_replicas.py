@@ -311,7 +311,8 @@ def test_close_in_any_state(server: ForkServer, state: str) -> None:
 # ---- everything at once ---------------------------------------------------------------------------------------------
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["kill", "kill", "kill all", "stop", "publish", "one by one", "scale", "cancel"]),
+    st.tuples(st.sampled_from(["kill", "kill", "kill all", "stop", "publish", "one by one", "suspend", "scale",
+                               "cancel"]),
               st.integers(0, 3), st.integers(1, 40)),
     max_size=8,
 )  # fmt: skip
@@ -356,6 +357,9 @@ def test_random_faults(server: ForkServer, events: list[tuple[str, int, int]], c
                 elif event in ("publish", "one by one"):
                     publish = on.fleet.publish(publication(version), one_by_one=event == "one by one")
                     publishes.append(asyncio.create_task(publish))
+                elif event == "suspend":
+                    await on.fleet.suspend()
+                    publishes.append(asyncio.create_task(on.fleet.publish(publication(version))))
                 elif event == "scale":
                     on.fleet.scale(1 + which)
                 elif event == "cancel":

@@ -81,6 +81,9 @@ class ComputeConfig(Section):
     fewer."""
     tensor_parallel: Int64 = Field(1, ge=1, le=64)
     """GPUs of each replica."""
+    colocated: bool = False
+    """Ranks and replicas share GPUs. While a batch is learned, the replicas free their memory and calls wait. Without
+    `address` only."""
     address: str = ""
     """Ray cluster, as in `ray start --address`, or `auto`. Empty: processes of this machine, without Ray."""
     host: str = "127.0.0.1"
@@ -102,6 +105,20 @@ class ComputeConfig(Section):
             raise ValueError(
                 "sharding = 'sharded' with ranks = 1: one rank holds all layers; raise ranks, or set sharding to "
                 "'gathered'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_gpus_are_of_this_machine(self) -> Self:
+        if self.colocated and self.address:
+            raise ValueError(
+                "colocated = true with an address: Ray gives each process its own GPUs; leave address empty, or set "
+                "colocated to false"
+            )
+        if self.colocated and self.samplers.most > self.samplers.least:
+            raise ValueError(
+                f"colocated = true with samplers = '{self.samplers}': replicas share the GPUs of the ranks, so their "
+                "number is fixed; give one number"
             )
         return self
 

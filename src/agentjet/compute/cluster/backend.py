@@ -95,7 +95,7 @@ class HostedPolicy:
     @property
     def num_gpus(self) -> int:
         """GPUs that its processes need, also those that are being replaced."""
-        return self.gpus * (self.settings.ranks + self.fleet.count * self.settings.tensor_parallel)
+        return self.gpus * gpus_needed(self.settings, self.settings.ranks, self.fleet.count)
 
 
 def local_or_ray(hub: Hub, address: str, log_folder: Path) -> Launcher:
@@ -138,6 +138,8 @@ class ClusterCompute:
             hosted.fleet.has_served = has_served
         elif hosted.ranks is not None:
             await hosted.ranks.close()
+            if settings.colocated and hosted.info.done():  # Replicas wait for it before they use a GPU.
+                await hosted.fleet.suspend()
         hosted.num_groups += 1
         hosted.meter = StepMeter()  # The time of a dead group is not learning time.
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
@@ -171,12 +173,18 @@ class ClusterCompute:
         return await self._hosted(policy).replicas.score(token_ids, num_likeliest)
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        self._hosted(op.policy_id).meter.start_learning()
+        await self._start_learning(op.policy_id)
         return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        self._hosted(op.policy_id).meter.start_learning()
+        await self._start_learning(op.policy_id)
         return cast(dict[str, float], await self._ranks(op.policy_id).ask("optim_step", op, optimizer))
+
+    async def _start_learning(self, policy: PolicyId) -> None:
+        hosted = self._hosted(policy)
+        hosted.meter.start_learning()
+        if hosted.settings.colocated:
+            await hosted.fleet.suspend()
 
     async def publish(
         self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
@@ -241,6 +249,8 @@ class ClusterCompute:
         hosted = self._policies.get(policy)
         if hosted is None:
             raise ConfigError(f"the policy {policy} is not loaded, so it has no samplers to scale: start it first")
+        if hosted.settings.colocated:
+            raise ConfigError("samplers cannot be scaled with compute.colocated: replicas share the GPUs of the ranks")
         most = await self._most_samplers(hosted)
         if bounds.least > most:
             size = hosted.settings.tensor_parallel
@@ -349,7 +359,8 @@ class ClusterCompute:
     async def _start_rank(self, policy: PolicyId, hosted: HostedPolicy, name: str, rank: int) -> Peer:
         command = (sys.executable, "-P", "-m", RANK_MODULE)
         log_path = self._log_path(f"{policy}/rank-{rank}")  # The ranks of all groups write to one file.
-        return await hosted.site.start(name, command, gpus=hosted.gpus, log_path=log_path)
+        beside = f"{policy}/replica-" if hosted.settings.colocated else ""
+        return await hosted.site.start(name, command, gpus=hosted.gpus, log_path=log_path, beside=beside)
 
     async def _start_replica(self, policy: PolicyId, hosted: HostedPolicy, python: str, name: str) -> Peer:
         """See `fleet.Start`."""
@@ -358,8 +369,14 @@ class ClusterCompute:
         hosted.log_starts[name] = log_path.stat().st_size if log_path.exists() else 0
         found = os.pathsep.join(filter(None, (str(REPLICA_PATH), os.environ.get("PYTHONPATH"))))
         try:
-            gpus = hosted.gpus * settings.tensor_parallel
-            peer = await hosted.site.start(name, command, gpus=gpus, log_path=log_path, variables={"PYTHONPATH": found})
+            peer = await hosted.site.start(
+                name,
+                command,
+                gpus=hosted.gpus * settings.tensor_parallel,
+                log_path=log_path,
+                variables={"PYTHONPATH": found},
+                beside=f"{policy}/rank-" if settings.colocated else "",
+            )
         except WorkerDied as error:
             is_no_python = "with exit code" in str(error) and not settings.address
             if "No module named" in str(error) or (is_no_python and not hosted.fleet.has_served):
@@ -426,6 +443,12 @@ def _way_out(python: str) -> str:
     )
 
 
+def gpus_needed(settings: ComputeConfig, ranks: int, samplers: int) -> int:
+    """Returns the GPUs of so many ranks and replicas, where there are GPUs."""
+    sampling = samplers * settings.tensor_parallel
+    return max(ranks, sampling) if settings.colocated else ranks + sampling
+
+
 def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
     """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs than are free.
 
@@ -440,17 +463,19 @@ def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, mode
             )
         return
     num_samplers = settings.samplers.least
-    wanted = settings.ranks + num_samplers * settings.tensor_parallel
+    wanted = gpus_needed(settings, settings.ranks, num_samplers)
     if wanted <= free:
         return
-    ways = [
+    ways = (
         f"ranks = {ranks} with samplers = {samplers}"
-        for ranks in range(min(settings.ranks, free - settings.tensor_parallel), 0, -1)
-        if (samplers := min(num_samplers, (free - ranks) // settings.tensor_parallel)) > 0
-    ]
-    fits = f"would fit: {ways[0]}" if ways else f"at least {1 + settings.tensor_parallel} are needed"
+        for ranks in range(min(settings.ranks, free), 0, -1)
+        for samplers in range(min(num_samplers, free), 0, -1)
+        if gpus_needed(settings, ranks, samplers) <= free
+    )
+    fewest = f"at least {gpus_needed(settings, 1, 1)} are needed"
+    fits = next((f"would fit: {way}" for way in ways), fewest)
     raise ConfigError(
         f"policy {policy}: compute.ranks = {settings.ranks} and samplers = {settings.samplers} with tensor_parallel = "
         f"{settings.tensor_parallel} need {wanted} GPUs, and {free} are free; {fits}. A policy on one GPU: backend = "
-        "'embedded'"
+        "'embedded', or colocated = true, with which ranks and replicas share GPUs"
     )

@@ -18,11 +18,12 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from agentjet.compute.cluster.hub import Peer
+from agentjet.compute.cluster.probe import probe_error, probe_failure
 from agentjet.compute.cluster.routing import Load
 from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.embedded.backend import Watchdog
@@ -64,38 +65,6 @@ SLOWEST_BYTES_PER_SECOND = 20e6
 """A replica that adopts may be silent for the time of this rate, beyond the timeout."""
 PLACES = 1.25
 """Completions that a replica has, per completion that it samples at a time: the next ones wait at the replica."""
-FLOAT32_ERROR, MEAN_ERROR_16_BIT = 5e-4, 0.05
-"""Largest difference of a probe's log-probability in float32, and the mean one in types of 16 bits."""
-
-
-def probe_failure(publication: Publication, logprobs: Sequence[float]) -> str:
-    """Returns the reason why a replica with these log-probabilities does not have the published weights, or ''."""
-    expected = publication.probe_logprobs
-    if len(logprobs) != len(expected):
-        return f"it scored {len(logprobs)} tokens instead of {len(expected)}"
-    error = probe_error(publication, logprobs)
-    if publication.dtype == "float32":
-        limit, kind = FLOAT32_ERROR, "largest"
-    else:
-        error = sum(_errors(publication, logprobs)) / max(1, len(expected))
-        limit, kind = MEAN_ERROR_16_BIT, "mean"
-    return "" if error <= limit else f"the {kind} error of its log-probabilities is {error:.2g} (limit {limit:g})"
-
-
-def probe_error(publication: Publication, logprobs: Sequence[float]) -> float:
-    """Returns the largest difference to the learner's log-probabilities; infinite if only one is finite."""
-    return max(_errors(publication, logprobs), default=0.0)
-
-
-def _errors(publication: Publication, logprobs: Sequence[float]) -> list[float]:
-    """Returns the differences; 0 where neither value is finite, because the policy has diverged at both ends."""
-    errors = []
-    for ours, theirs in zip(logprobs, publication.probe_logprobs, strict=False):
-        if math.isfinite(ours) and math.isfinite(theirs):
-            errors.append(abs(ours - theirs))
-        else:
-            errors.append(math.inf if math.isfinite(ours) or math.isfinite(theirs) else 0.0)
-    return errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +88,8 @@ class Replica:
         self.publication: Publication | None = None
         """The weights that it serves."""
         self.is_adopting = False
+        self.is_suspended = True
+        """True while it uses no memory of its GPUs: before its start, and from `Fleet.suspend` to its next adoption."""
         self.serial = 0
         """Number of the publish that it fulfils."""
         self.verified: set[int] = set()
@@ -141,7 +112,7 @@ class Replica:
     def is_ready(self) -> bool:
         """True if it may get work."""
         is_alive = self.peer is not None and not self.peer.died.done() and not self.end.done()
-        return is_alive and self.publication is not None and not self.is_adopting
+        return is_alive and self.publication is not None and not (self.is_adopting or self.is_suspended)
 
     def silence(self, now: float) -> float:
         """Returns the seconds for which it has had work and sent nothing."""
@@ -200,6 +171,8 @@ class Fleet:
         """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
         self._turn: asyncio.Semaphore | None = None
         """Lets one serving replica adopt at a time."""
+        self._is_suspended = False
+        """True from `suspend` to the next `publish`."""
         self._failure: AgentJetError | None = None
         self._pulse = asyncio.Event()
         """Wakes those who wait for a change."""
@@ -224,7 +197,7 @@ class Fleet:
         """
         self.check()
         began = time.monotonic()
-        self._publication, self._serial = publication, self._serial + 1
+        self._publication, self._serial, self._is_suspended = publication, self._serial + 1, False
         self._turn = (self._turn or asyncio.Semaphore()) if one_by_one else None
         self._failed_probes, self.pause_seconds, self.probe_error = 0, 0.0, 0.0
         serial = self._serial
@@ -234,6 +207,19 @@ class Fleet:
         while not self._is_adopted(serial):
             await self._pulse.wait()
         self.publish_seconds = time.monotonic() - began
+
+    async def suspend(self) -> None:
+        """Let the replicas free the memory of their GPUs; returns when all have. Their completions go on at `publish`.
+
+        Replicas that are starting are waited for. Others start at `publish`, which ends this call, too. Idempotent.
+        Raises the failure of the policy.
+        """
+        self.check()
+        self._is_suspended = True
+        self._change()
+        while self._is_suspended and any(not one.is_suspended or one.is_adopting for one in self._lives):
+            await self._pulse.wait()
+            self.check()
 
     def _is_adopted(self, serial: int) -> bool:
         """Returns whether a publish is done. Ends replicas that cannot do what others can."""
@@ -357,6 +343,9 @@ class Fleet:
         watch: asyncio.Task[None] | None = None
         try:
             await asyncio.sleep(delay)
+            while self._is_suspended:
+                await self._pulse.wait()
+            replica.is_suspended = False
             peer = await self._start(replica.name)
             if replica.end.done():
                 peer.close()
@@ -381,24 +370,40 @@ class Fleet:
                 watch.cancel()
 
     async def _keep_current(self, replica: Replica, peer: Peer) -> None:
-        """Adopt the present publication, or wait for the next one. Raises `WorkerDied`."""
+        """Adopt the present publication, or suspend, or wait for the next change. Raises `WorkerDied`."""
+        if self._is_suspended and not replica.is_suspended:
+            await self._suspend(replica, peer)
+            return
         publication, serial, known = self._publication, self._serial, replica.publication
-        if publication is None or replica.serial == serial:
+        if publication is None or replica.serial == serial or self._is_suspended:
             await self._pulse.wait()
             return
-        if known is not None and (known.version, known.digest) == (publication.version, publication.digest):
+        is_same = known is not None and (known.version, known.digest) == (publication.version, publication.digest)
+        if is_same and not replica.is_suspended:
             replica.serial = serial
             self._change()
             return
         turn = self._turn if self._turn is not None and replica.version is not None else contextlib.nullcontext()
         async with turn:
-            if serial == self._serial:
+            if serial == self._serial and not self._is_suspended:
                 await self._adopt(replica, peer, publication)
         if replica.attempts:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_backoff(replica.attempts)):
-                    while serial == self._serial:
+                    while serial == self._serial and not self._is_suspended:
                         await self._pulse.wait()
+
+    async def _suspend(self, replica: Replica, peer: Peer) -> None:
+        """Request that a replica frees its memory. One that fails is ended."""
+        try:
+            await peer.ask("suspend", self.policy)
+        except WorkerDied:
+            raise
+        except AgentJetError as error:
+            self.end(replica, f"could not be suspended: {error}", cause="replica")
+        else:
+            replica.is_suspended = True
+            self._change()
 
     async def _adopt(self, replica: Replica, peer: Peer, publication: Publication) -> None:
         """Request one adoption and verify it. An error of the replica leaves it with its old version."""
@@ -418,7 +423,7 @@ class Fleet:
             if reason := probe_failure(publication, logprobs):
                 self._fail_probe(replica, f"failed the probe of version {publication.version}: {reason}")
                 return
-            replica.publication, replica.serial = publication, serial
+            replica.publication, replica.serial, replica.is_suspended = publication, serial, False
             replica.verified.add(publication.version)
             replica.load.forget()
             replica.attempts, replica.problem = 0, ""
@@ -446,7 +451,10 @@ class Fleet:
         while True:
             checked = now()
             await asyncio.sleep(interval)
-            elapsed, has_work = now() - checked, bool(peer.pending)
+            elapsed, has_work = (
+                now() - checked,
+                bool(peer.pending) and (replica.is_adopting or not replica.is_suspended),
+            )
             if replica.watchdog.hangs(elapsed, lambda: float(peer.num_messages), has_work=has_work):
                 self.end(
                     replica, f"sent nothing for {self._timeout:g} s (server.worker_timeout)", cause="replica", hung=True

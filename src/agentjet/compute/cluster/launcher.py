@@ -60,10 +60,18 @@ class Launcher(Protocol):
         ...
 
     async def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        gpus: int,
+        log_path: Path,
+        beside: str = "",
     ) -> Process:
         """Start a process with that many GPUs. `environment` is added to that of the machine.
 
+        With `beside`, it may share GPUs with one process whose name begins so, and prefers those.
         Raises `ConfigError` if it cannot be started, and `ComputeError` if its GPUs are in use at present.
         """
         ...
@@ -101,9 +109,10 @@ def _query_gpus(*facts: str) -> list[list[str]]:
 class LocalProcess:
     """A process of this machine."""
 
-    def __init__(self, guardian: asyncio.subprocess.Process, gpus: Sequence[str], log_path: Path) -> None:
+    def __init__(self, name: str, guardian: asyncio.subprocess.Process, gpus: Sequence[str], log_path: Path) -> None:
         """`guardian` is its parent. `gpus` are the ids of its GPUs."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.name = name
         self.gpus = gpus
         self._guardian = guardian
         self._log_path = log_path
@@ -132,7 +141,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts subprocesses of this machine. Each GPU belongs to one process at a time."""
+    """Starts subprocesses of this machine. Each GPU belongs to one process at a time, or to two that share it."""
 
     def __init__(self, find_gpus: Callable[[], list[str]] = visible_gpus) -> None:
         self._find_gpus = find_gpus
@@ -149,10 +158,17 @@ class LocalLauncher:
         return len(self._gpus) or None
 
     async def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        gpus: int,
+        log_path: Path,
+        beside: str = "",
     ) -> LocalProcess:
         async with self._starting:
-            chosen = await self._choose_gpus(name, gpus)
+            chosen = await self._choose_gpus(name, gpus, beside)
             if shutil.which(command[0]) is None:
                 raise ConfigError(f"{name}: {command[0]} is not a program")
             log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +185,7 @@ class LocalLauncher:
                     env={**os.environ, **environment, **devices},
                     start_new_session=True,  # Ctrl-C is for the gateway.
                 )
-            process = LocalProcess(started, chosen, log_path)
+            process = LocalProcess(name, started, chosen, log_path)
             self._processes.add(process)
             process.ended.add_done_callback(lambda _: self._processes.discard(process))
             return process
@@ -177,11 +193,15 @@ class LocalLauncher:
     async def close(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def _choose_gpus(self, name: str, number: int) -> list[str]:
+    async def _choose_gpus(self, name: str, number: int, beside: str) -> list[str]:
         """Returns the ids of free GPUs. Raises `ConfigError`, and `ComputeError` if they are in use at present."""
         await self.num_gpus()
-        used = {gpu for process in self._processes for gpu in process.gpus}
-        free = [gpu for gpu in self._gpus or () if gpu not in used]
+        users: dict[str, list[str]] = {gpu: [] for gpu in self._gpus or ()}
+        for process in self._processes:
+            for gpu in process.gpus:
+                users[gpu].append(process.name)
+        shared = [gpu for gpu, names in users.items() if beside and names and all(n.startswith(beside) for n in names)]
+        free = shared + [gpu for gpu, names in users.items() if not names]
         if len(free) < number:
             total = len(self._gpus or ())
             # Those of a process that is being killed become free.

@@ -62,7 +62,13 @@ class RankPolicyHost(PolicyHost[RankLearner]):
     """A policy on one rank. All ranks apply the same requests."""
 
     def __init__(
-        self, learner: RankLearner, group: Group, server: WeightsServer | None, *, has_hot_adapter: bool
+        self,
+        learner: RankLearner,
+        group: Group,
+        server: WeightsServer | None,
+        *,
+        has_hot_adapter: bool,
+        is_colocated: bool = False,
     ) -> None:
         """`server` is that of rank 0, which writes the weights of all ranks.
 
@@ -72,6 +78,7 @@ class RankPolicyHost(PolicyHost[RankLearner]):
         self._group = group
         self._server = server
         self._has_hot_adapter = has_hot_adapter
+        self._is_colocated = is_colocated
         self._publication: Publication | None = None
 
     def publish(self, version: int, wanted: bool = True) -> Publication | None:
@@ -85,6 +92,8 @@ class RankPolicyHost(PolicyHost[RankLearner]):
             return None
         if not all(self._group.gather(self._server is None or self._publication is not None)):
             self._publication = self._published(version)
+        if self._is_colocated:
+            torch.cuda.empty_cache()  # The replicas need the memory now.
         return self._publication
 
     def export(self, path: Path, adapter: bool) -> None:
@@ -211,7 +220,9 @@ class Rank:
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
         learner = group.agreed(lambda: RankLearner(policy, group, sharding))
         is_hot = publishes_adapter(model.lora, policy.config.architectures)
-        self._policy = RankPolicyHost(learner, group, self._server, has_hot_adapter=is_hot)
+        self._policy = RankPolicyHost(
+            learner, group, self._server, has_hot_adapter=is_hot, is_colocated=compute.colocated
+        )
         return policy.info
 
 

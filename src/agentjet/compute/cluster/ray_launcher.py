@@ -111,9 +111,16 @@ class RayLauncher:
         self._has_joined = False
 
     async def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, gpus: int, log_path: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        gpus: int,
+        log_path: Path,
+        beside: str = "",
     ) -> RayProcess:
-        """Start a process on a node with that many free GPUs.
+        """Start a process on a node with that many free GPUs. They are not shared: settings do not allow `beside`.
 
         Raises `ConfigError` if Ray is missing, the cluster was never joined, or no node can run it; `Later` while a
         cluster that was joined is away; else `ComputeError`.

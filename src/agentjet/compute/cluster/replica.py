@@ -47,7 +47,7 @@ PIECE_SECONDS = 0.25
 """Age of its first token at which a piece is sent. Pieces are signs of work; tokens not sent end with the replica."""
 _UNANSWERED = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
-_SLOW = ("score", "adopt")
+_SLOW = ("score", "adopt", "suspend")
 """Requests beside which others are handled."""
 
 
@@ -286,6 +286,14 @@ class Replica:
             publication.version, paused - started, loaded - paused, time.monotonic() - loaded,
         )  # fmt: skip
         return logprobs
+
+    async def _suspend(self) -> None:
+        """Stop sampling and free the memory of the GPUs, until the next `adopt`."""
+        assert self._loaded is not None, "the gateway loads a model first"
+        async with self._adopting:
+            await self._loaded.suspend()
+            for completion in self._completions.values():
+                self._put(completion, None)
 
     async def _score(self, tokens: Any, num_likeliest: int) -> list[TokenScore]:
         engine = self._sampling_engine()

@@ -40,15 +40,18 @@ class Site:
         gpus: int,
         log_path: Path,
         variables: Mapping[str, str] | None = None,
+        beside: str = "",
     ) -> Peer:
-        """Start a process, with `variables` in its environment, and wait until it connects.
+        """Start a process, with `variables` in its environment, and wait until it connects. See `Launcher.start`.
 
         Raises `ConfigError`, or `WorkerDied` if it ends before.
         """
         connection = self._hub.expect(name)
         try:
             environment = {**COMPUTE_VARIABLES, **(variables or {}), **self._hub.environment(name)}
-            process = await self._launcher.start(name, command, environment, gpus=gpus, log_path=log_path)
+            process = await self._launcher.start(
+                name, command, environment, gpus=gpus, log_path=log_path, beside=beside
+            )
             self._processes[name] = process
             await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
             if connection.done():

@@ -123,8 +123,11 @@ class Sets:
 class Engine:
     """vLLM with one model. The weights are random until the first `load`."""
 
-    def __init__(self, engine: Any, info: ModelInfo, sets: Sets, max_tokens: int) -> None:
+    def __init__(self, engine: Any, info: ModelInfo, sets: Sets, max_tokens: int, *, keeps_base: bool) -> None:
+        """`keeps_base`: publications are adapters, and vLLM loaded the base model itself."""
         self._engine = engine
+        self._keeps_base = keeps_base
+        self._is_suspended = False
         self._info = info
         self._sets = sets
         self.max_tokens = max_tokens
@@ -173,7 +176,7 @@ class Engine:
             ) from error
         finally:
             sets.stop_listening()
-        return cls(engine, info, sets, settings["max_model_len"])
+        return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
 
     async def died(self) -> BaseException:
         """Wait until vLLM is dead; returns its error."""
@@ -281,13 +284,21 @@ class Engine:
 
     async def pause(self) -> None:
         """Stop all sampling and drop every cached key."""
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        if not self._is_suspended:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+
+    async def suspend(self) -> None:
+        """Pause, and free the memory of weights and cache until `load` and `resume`. On CPUs vLLM frees nothing."""
+        await self._engine.sleep(level=1 if self._keeps_base else 2, mode="keep")  # Level 2 keeps no weights.
+        self._is_suspended = True
 
     async def load(self, path: Path, adapter: str) -> None:
         """Replace the weights while paused. Raises `ComputeError` if the file lacks some of them.
 
         `adapter`: the config of `Publication`.
         """
+        if self._is_suspended:
+            await self._engine.wake_up(tags=["weights"])
         if adapter:
             await self._load_adapter(path, adapter)
             return
@@ -308,6 +319,9 @@ class Engine:
     async def resume(self, version: int) -> None:
         """Sample again; new tokens have this version."""
         await self._engine.update_weight_version(str(version))
+        if self._is_suspended:
+            await self._engine.wake_up(tags=["kv_cache"])  # vLLM samples from here on.
+            self._is_suspended = False
         await self._engine.resume_generation()
 
     def _version_starts(self, name: str, ended: Any | None) -> list[tuple[str, int]]:
@@ -381,6 +395,9 @@ def engine_settings(
             "max_lora_rank": size_in_engine(model.lora.rank),
             "lora_target_modules": list(MODULES),
         }
+    if compute.colocated and not current_platform.is_cpu():
+        # Memory is that of the blocks. vLLM would want its share of what the ranks use, too.
+        settings |= {"enable_sleep_mode": True, "kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.01}
     if current_platform.is_cpu():
         settings |= {
             "enforce_eager": True,
