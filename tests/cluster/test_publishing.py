@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import pytest
 
-from agentjet.compute.cluster import fleet
 from agentjet.compute.cluster.probe import probe_failure
 from agentjet.errors import ComputeError
 from tests.cluster.fake_replica import POLICY, Hooks, publication

@@ -2,12 +2,18 @@
 
 1. a process of the same machine links the file, which outlives its removal by rank 0; another downloads it;
 2. the files of the two newest versions stay; a fetch of an older one fails with the reason;
-3. a wrong secret, a damaged file and a learner that is gone fail with `ComputeError`;
-4. the folder of a process that was killed is removed by the next one.
+3. a wrong secret, a damaged part, a learner that is gone and one that ends in the middle fail with `ComputeError`, and
+   leave no file; a file that is not a publication is not served;
+4. the folder of a process that was killed is removed by the next one;
+5. a file of several parts is fetched over several connections; its digest is that of the parts' digests; a fetch that
+   has begun outlives the removal of the file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster import guardian
+from agentjet.compute.cluster import guardian, handshake, weights
 from agentjet.compute.cluster.weights import Publication, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
 
@@ -41,9 +47,17 @@ def publish(server: WeightsServer, version: int) -> Publication:
     return Publication(version, server.address, str(path), len(CONTENT) + 1, digest, "float32", (1,), ())
 
 
-def elsewhere(publication: Publication) -> Publication:
-    """The publication as a process of another machine sees it: its own file of that path, if any, is another one."""
-    return replace(publication, num_bytes=publication.num_bytes + 1)
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is on another machine than rank 0."""
+    monkeypatch.setattr(weights, "_linked", lambda publication: None)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has seven parts, the last of one byte, and a fetch has three connections."""
+    monkeypatch.setattr(weights, "PART_BYTES", len(CONTENT) // 6)
+    monkeypatch.setattr(weights, "MAX_CONNECTIONS", 3)
 
 
 def test_the_file_of_this_machine_is_linked(server: WeightsServer) -> None:
@@ -55,31 +69,94 @@ def test_the_file_of_this_machine_is_linked(server: WeightsServer) -> None:
     assert not path.parent.exists() and Path(publication.path).exists()
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_another_machine_downloads_the_file(server: WeightsServer) -> None:
     publication = publish(server, 3)
-    path = fetch(elsewhere(publication), "replica 0", SECRET)
+    path = fetch(publication, "replica 0", SECRET)
     assert str(path) != publication.path and path.read_bytes() == CONTENT + b"\x03"
     release(path)
     assert not path.parent.exists() and Path(publication.path).exists()
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_the_two_newest_versions_stay(server: WeightsServer) -> None:
     first, second, third = (publish(server, version) for version in range(3))
     for kept in (second, third):
-        release(fetch(elsewhere(kept), "replica 0", SECRET))
+        release(fetch(kept, "replica 0", SECRET))
     with pytest.raises(ComputeError, match=r"weights of version 0 .* was removed, because two newer versions"):
         fetch(first, "replica 0", SECRET)
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_what_cannot_be_fetched_fails_with_the_reason(server: WeightsServer) -> None:
-    publication = elsewhere(publish(server, 0))
+    publication = publish(server, 0)
     with pytest.raises(ComputeError, match="does not know the secret"):
         fetch(publication, "replica 0", b"another")
     with pytest.raises(ComputeError, match="does not agree with its digest"):
         fetch(replace(publication, digest="0" * 64), "replica 0", SECRET)
+    with pytest.raises(ComputeError, match="was removed"):
+        fetch(replace(publication, path=__file__), "replica 0", SECRET)
     server.close()
     with pytest.raises(ComputeError, match=r"cannot be fetched from 127\.0\.0\.1"):
         fetch(publication, "replica 0", SECRET)
+
+
+@pytest.mark.usefixtures("elsewhere", "parts")
+def test_parts_are_fetched_over_several_connections(server: WeightsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    publication, dialled = publish(server, 3), list[socket.socket]()
+
+    def dial(*args: str | bytes) -> socket.socket:
+        dialled.append(connection := handshake.dial(*args))  # type: ignore[arg-type]
+        return connection
+
+    monkeypatch.setattr(weights, "dial", dial)
+    path = fetch(publication, "replica 0", SECRET)
+    assert path.read_bytes() == CONTENT + b"\x03" and len(dialled) == 3
+    assert all(connection.fileno() == -1 for connection in dialled)
+    release(path)
+    size = weights.PART_BYTES
+    digests = [hashlib.sha256((CONTENT + b"\x03")[size * i : size * (i + 1)]).digest() for i in range(7)]
+    assert publication.digest == hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+@pytest.mark.usefixtures("elsewhere", "parts")
+def test_a_fetch_outlives_the_removal_of_its_file(server: WeightsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    publication, receive = publish(server, 3), weights._receive_part
+
+    def removed(connection: socket.socket, path: Path, start: int, end: int) -> bytes:
+        Path(publication.path).unlink(missing_ok=True)
+        return receive(connection, path, start, end)
+
+    monkeypatch.setattr(weights, "_receive_part", removed)
+    path = fetch(publication, "replica 0", SECRET)
+    assert path.read_bytes() == CONTENT + b"\x03" and not Path(publication.path).exists()
+    release(path)
+
+
+@pytest.mark.usefixtures("elsewhere", "parts")
+def test_a_damaged_part_is_an_error(server: WeightsServer) -> None:
+    publication = publish(server, 0)
+    with Path(publication.path).open("r+b") as file:
+        file.seek(weights.PART_BYTES * 4 + 7)
+        file.write(b"?")
+    with pytest.raises(ComputeError, match="does not agree with its digest"):
+        fetch(publication, "replica 0", SECRET)
+
+
+@pytest.mark.usefixtures("elsewhere", "parts")
+def test_a_server_that_ends_in_the_middle_is_an_error(server: WeightsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part in which it ends, and those that the same connection would carry, fail without a wait."""
+    publication = publish(server, 0)
+    monkeypatch.setattr(weights, "MAX_CONNECTIONS", 1)
+    os.truncate(publication.path, weights.PART_BYTES * 2 + 7)
+    with pytest.raises(ComputeError, match=r"cannot be fetched from 127.* the connection ended"):
+        fetch(publication, "replica 0", SECRET)
+
+
+def test_a_file_of_another_size_is_not_linked(server: WeightsServer) -> None:
+    publication = publish(server, 0)
+    with pytest.raises(ComputeError, match="the connection ended"):  # Rank 0 cannot send so many bytes.
+        fetch(replace(publication, num_bytes=publication.num_bytes + 1), "replica 0", SECRET)
 
 
 def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> None:

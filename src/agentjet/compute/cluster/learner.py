@@ -209,7 +209,7 @@ class RankLearner(PolicyLearner):
             if module in self._layers:
                 module.unshard()
                 if is_first:
-                    found |= {name: tensor.cpu().clone() for name, tensor in merged_weights(module, f"{path}.")}
+                    found |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_weights(module, f"{path}.")}
                 module.reshard()
         return found
 
