@@ -86,6 +86,19 @@ def test_activations_that_do_not_fit_have_a_way_out(model: Path) -> None:
     assert "ok policy: a micro-batch of 8192 tokens (job.micro_batch_tokens) keeps 3.7 GB" in lines(config, EIGHT)
 
 
+def test_an_offloaded_optimiser_is_in_the_memory_of_the_machine(model: Path) -> None:
+    config = settings(model, ranks=4, sharding="gathered")
+    assert "ok policy: each of 4 ranks (gathered): 72.3 GB" in lines(config, replace(EIGHT, gpus=(141 * GB,) * 8))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"offload_optimizer": True})})
+    text = lines(config, EIGHT)
+    assert "(gathered): 48.2 GB (weights 16.1, gradients 32.1) of 48.0 GB usable: does not fit; 2 sharded" in text
+    assert "ok policy: 128.5 of 1000.0 GB of the CPU's memory for what model.offload_optimizer keeps there" in text
+    assert "problem policy: 128.5 of 100.0 GB" in lines(config, replace(EIGHT, memory=100 * GB))
+    embedded = config.model_copy(update={"compute": config.compute.model_copy(update={"backend": "embedded"})})
+    assert "the worker: 40.8 GB (weights 16.1, gradients 16.1, cache 8.6) of 48.0 GB" in lines(embedded, EIGHT)
+    assert "model.offload_optimizer" not in lines(embedded, LAPTOP), "it saves no memory there"
+
+
 def test_fewer_gpus_than_wanted(model: Path) -> None:
     text = lines(settings(model, ranks=4, samplers=6), EIGHT)
     assert "ok policy: 4 ranks + 2..6 samplers x 1 GPUs (compute.tensor_parallel) need at least 6 GPUs of 8" in lines(
@@ -188,7 +201,7 @@ def test_the_embedded_backend(model: Path) -> None:
     """Weights of 2 bytes, gradients of 4, masters and moments of 12, and keys and values of 65,536 tokens."""
     text = lines(settings(model, backend="embedded"), EIGHT)
     worker = "policy: the worker: 153.2 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 8.6) of 48.0 GB usable"
-    assert f"problem {worker}: does not fit; train an adapter (model.lora.rank), " in text
+    assert f"problem {worker}: does not fit; train an adapter (model.lora.rank), set model.offload" in text
     assert "vllm" not in text and "ranks" not in text
 
 

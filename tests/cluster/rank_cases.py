@@ -34,6 +34,8 @@ Arrays = dict[str, np.ndarray]
 Case = tuple[str, Sharding]
 RECOMPUTED = " recomputed"
 """Ending of a kind with activation checkpointing."""
+OFFLOADED = " offloaded"
+"""Ending of a kind with an offloaded optimiser."""
 BEFORE, AFTER = (0, 9), (4, 15)
 """Batches that are learned before a checkpoint, and after it."""
 
@@ -43,9 +45,10 @@ def policy_of(kind: str, folder: Path) -> Policy:
     config = ModelConfig(
         name=str(folder),
         device="cpu",
-        dtype="bfloat16" if kind.endswith("bfloat16") else "float32",
+        dtype="bfloat16" if "bfloat16" in kind else "float32",
         threads=1,
         activation_checkpointing=kind.endswith(RECOMPUTED),
+        offload_optimizer=kind.endswith(OFFLOADED),
         lora=LoraConfig(rank=4 if kind.startswith("lora") else 0),
     )
     policy = load_policy(config)
@@ -119,7 +122,10 @@ def digest(arrays: Arrays) -> str:
 
 
 def save_and_replay(group: Group, models: dict[str, Path], folder: Path, cases: list[Case]) -> Any:
-    """Learn, save, learn on; then the same from the checkpoint. Returns what rank 0 found, by case."""
+    """Learn, save, learn on; then the same from the checkpoint, with the optimiser offloaded if it was not, else not.
+
+    Returns what rank 0 found, by case.
+    """
     found: dict[Case, dict[str, Any]] = {}
     for kind, sharding in cases:
         place = folder / f"{kind}-{sharding}"
@@ -131,7 +137,8 @@ def save_and_replay(group: Group, models: dict[str, Path], folder: Path, cases: 
         if learner.policy.has_adapters:
             checkpoint.export(place / "adapter", learner, group, adapter=True)
         weights = {name: tensor.float().numpy().copy() for name, tensor in learner.whole_weights().items()}
-        revived = RankLearner(policy_of(kind, models[kind]), group, sharding)
+        other = kind.removesuffix(OFFLOADED) if kind.endswith(OFFLOADED) else kind + OFFLOADED
+        revived = RankLearner(policy_of(other, models[kind]), group, sharding)
         state = checkpoint.load(place / "step_000002", revived, group)
         found[kind, sharding] = {
             "saved": saved,

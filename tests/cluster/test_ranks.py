@@ -2,7 +2,8 @@
 
 1. the gradient of two ranks is that of one for every loss, aggregation, correction, KL term, mini-batch, micro-batch
    and set of `test_locks`, within 1e-6 in float32 and 1e-12 in float64, in both modes; so are the metrics;
-2. a replay from a checkpoint is equal bit by bit on the same number of ranks;
+2. a replay from a checkpoint is equal bit by bit on the same number of ranks, also if only one of both offloads the
+   optimiser;
 3. a checkpoint restores equal bits on another number of ranks (4 to 2 to 1), and in the other backend;
 4. an exported folder and the published weights are the policy, adapters folded in; an adapter is published whole, also
    if each rank holds a part of it;
@@ -30,6 +31,7 @@ from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (
     AFTER,
     BEFORE,
+    OFFLOADED,
     RECOMPUTED,
     Case,
     digest,
@@ -60,12 +62,14 @@ GRADIENTS: dict[Case, tuple[int, ...]] = {
     ("full bfloat16", "sharded"): (4,),
 }
 LARGEST_ERROR = {"full": 1e-6, "double": 1e-12, "lora": 1e-6, "full bfloat16": 3e-2, "rows": 1e-6}
-REPLAYS: list[Case] = [("full", "gathered"), ("full bfloat16", "sharded"), ("lora", "sharded")]
+REPLAYS: list[Case] = [("full", "gathered"), (f"full bfloat16{OFFLOADED}", "sharded"), ("lora", "sharded")]
 MORE_REPLAYS: list[Case] = [
     ("full", "sharded"),
+    (f"full{OFFLOADED}", "gathered"),
     ("full bfloat16", "gathered"),
-    ("lora bfloat16", "gathered"),
-    ("lora bfloat16", "sharded"),
+    ("full bfloat16", "sharded"),
+    (f"lora bfloat16{OFFLOADED}", "gathered"),
+    (f"lora bfloat16{OFFLOADED}", "sharded"),
 ]
 
 

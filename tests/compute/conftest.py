@@ -24,8 +24,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def make_policy(folder: Path, *, dtype: str = "float32", rank: int = 0) -> Policy:
-    return load_policy(ModelConfig(name=str(folder), device="cpu", dtype=dtype, threads=1, lora=LoraConfig(rank=rank)))
+def make_policy(folder: Path, *, dtype: str = "float32", rank: int = 0, offload: bool = False) -> Policy:
+    lora = LoraConfig(rank=rank)
+    return load_policy(
+        ModelConfig(name=str(folder), device="cpu", dtype=dtype, threads=1, offload_optimizer=offload, lora=lora)
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Pins of CUDA, against the same on a CPU (attention itself: `test_flex_attention.py`). `bench/gpu.sh` runs them.
 
 1. a learner's step gives the CPU's weights within a tolerance, and the same weights bit by bit when repeated; those of
-   an adapter, and of a model that does not share prefixes, too;
+   an adapter, and of a model that does not share prefixes, too; so does an optimiser that is offloaded to the CPU, with
+   checkpoints from and to one that is not;
 2. the sampler reports the log-probabilities that a plain forward pass on a CPU gives;
 3. the choice of a token under grammars, `top_k` and `top_p` is that of a CPU;
 4. without a GPU, the script that runs these refuses; in miniature it runs every piece on a CPU.
@@ -22,7 +23,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from agentjet.compute.cluster import checkpoint as rank_checkpoint
+from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.learner import RankLearner, Sharding
+from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -41,6 +47,11 @@ from tests.tiny import make_model
 
 CHOICES = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.8), (1.3, 0, 1.0), (0.0, 0, 1.0), (0.9, 20, 0.9)]
 """Temperature, top_k and top_p."""
+JOB = JobConfig(
+    recipe=make_recipe({"kl_coef": 0.1, "mini_batches": 2}),
+    optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
+    micro_batch_tokens=120,
+)
 SCRIPT = Path(__file__).parent.parent.parent / "bench" / "gpu.sh"
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 cuda = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,25 +66,31 @@ def deterministic() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-def on_device(folder: Path, device: str = DEVICE, rank: int = 0) -> Policy:
+def on_device(
+    folder: Path, device: str = DEVICE, rank: int = 0, dtype: str = "float32", offload: bool = False
+) -> Policy:
+    lora = {"rank": rank, "alpha": 8}
     return load_policy(
         ModelConfig.model_validate(
-            {"name": str(folder), "device": device, "dtype": "float32", "lora": {"rank": rank, "alpha": 8}}
+            {"name": str(folder), "device": device, "dtype": dtype, "offload_optimizer": offload, "lora": lora}
         )
     )
 
 
-def learned(policy: Policy, rows: list[Row]) -> torch.Tensor:
-    """All weights after two batches, in one row."""
-    job = JobConfig(
-        recipe=make_recipe({"kl_coef": 0.1, "mini_batches": 2}),
-        optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
-        micro_batch_tokens=120,
-    )
+def learned(policy: Policy, rows: list[Row], saved: Path | None = None) -> torch.Tensor:
+    """All weights after two batches, in one row. The first batch is loaded from `saved` if that exists."""
     learner = PolicyLearner(policy)
     for version in range(2):
-        learner.learn(build_forest(rows), job, version)
-    return torch.cat([p.detach().flatten().cpu() for p in policy.trainable().values()])
+        if version == 0 and saved is not None and saved.exists():
+            checkpoint.load(saved, policy, learner)
+            continue
+        learner.learn(build_forest(rows), JOB, version)
+        if version == 0 and saved is not None:
+            checkpoint.save(saved, policy, learner, {"policy_version": 1})
+    assert {master.device.type for master in learner.masters()} == {
+        "cpu" if policy.offloads_optimizer else policy.device.type
+    }
+    return torch.cat([p.detach().flatten().float().cpu() for p in policy.trainable().values()])
 
 
 @pytest.mark.gpu
@@ -90,6 +107,57 @@ def test_a_step_gives_the_weights_of_the_cpu(tmp_path: Path, kind: str, rank: in
     found = learned(on_device(folder, rank=rank), rows)
     assert relative(found - before, wanted - before) < 1e-2
     assert torch.equal(found, learned(on_device(folder, rank=rank), rows))
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 4)])
+def test_an_offloaded_optimiser_gives_the_same_weights(tmp_path: Path, dtype: str, rank: int) -> None:
+    """The optimisers of both devices may round differently."""
+    folder = make_model(tmp_path / "model")
+    policy = on_device(folder, rank=rank, dtype=dtype)
+    before = torch.cat([p.detach().flatten().float().cpu() for p in policy.trainable().values()])
+    rows = sampled_rows(policy)
+    wanted = learned(policy, rows, tmp_path / "on the device")
+    runs = [
+        learned(on_device(folder, rank=rank, dtype=dtype, offload=offload), rows, tmp_path / saved)
+        for offload, saved in ((True, "on the CPU"), (True, "on the device"), (False, "on the CPU"))
+    ]
+    for found in runs:
+        assert relative(found - before, wanted - before) < (1e-2 if dtype == "float32" else 5e-2)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("sharding", ["gathered", "sharded"])
+def test_a_rank_that_offloads_gives_the_weights_of_one_that_does_not(tmp_path: Path, sharding: Sharding) -> None:
+    """One rank is enough for FSDP's copies between pinned memory and the device."""
+    folder = make_model(tmp_path / "model")
+    rows = sampled_rows(on_device(folder))
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group = Group(0, 1, torch.device(DEVICE))
+
+    def change(offload: bool, saved: Path) -> torch.Tensor:
+        learner = RankLearner(on_device(folder, dtype="bfloat16", offload=offload), group, sharding)
+        before = {name: tensor.float().cpu().clone() for name, tensor in learner.whole_weights().items()}
+        if saved.exists():
+            rank_checkpoint.load(saved, learner, group)
+        else:
+            learner.learn(build_forest(rows), JOB, 0)
+            rank_checkpoint.save(saved, learner, group, {"policy_version": 1})
+        learner.learn(build_forest(rows), JOB, 1)
+        after = learner.whole_weights()
+        return torch.cat([(after[name].float().cpu() - tensor).flatten() for name, tensor in before.items()])
+
+    try:
+        cases = ((False, "a"), (True, "b"), (True, "a"), (False, "b"))
+        wanted, *found = [change(offload, tmp_path / name) for offload, name in cases]
+    finally:
+        dist.destroy_process_group()
+    assert max(relative(one, wanted) for one in found) < 5e-2
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 1. every node attends to its path exactly once, however the forest is cut (gradients: `test_gradients.py`);
 2. pieces and selections of a forest keep every target in its context; what has no advantage is not computed;
 3. the sampler's log-probabilities are the learner's (mismatch near zero);
-4. a replay is equal bit by bit, from version 0 or a checkpoint; one made under other settings is refused;
+4. a replay is equal bit by bit, from version 0 or a checkpoint, also if only one of both offloads the optimiser; one
+   made under other settings is refused;
 5. a batch whose gradient is not finite changes nothing.
 """
 
@@ -145,15 +146,25 @@ def test_learning_raises_what_was_rewarded(tiny_folder: Path, rank: int) -> None
     assert change[forest["advantage"] > 0.5].mean() > change[forest["advantage"] < -0.5].mean() + 0.01
 
 
-@pytest.mark.parametrize("dtype, rank", [("float32", 0), ("bfloat16", 0), ("bfloat16", 4)])
+@pytest.mark.parametrize(
+    "dtype, rank, before, after",
+    [
+        ("float32", 0, False, False),
+        ("float32", 0, True, False),
+        ("float32", 4, False, True),
+        ("bfloat16", 0, False, True),
+        ("bfloat16", 4, True, False),
+    ],
+)
 def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
-    tiny_folder: Path, tmp_path: Path, dtype: str, rank: int
+    tiny_folder: Path, tmp_path: Path, dtype: str, rank: int, before: bool, after: bool
 ) -> None:
+    """`before` and `after`: the optimiser is offloaded before the checkpoint is saved, or after it is loaded."""
     settings = job(
         {"mini_batches": 2, "epochs": 2, "kl_coef": 0.01},
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1),
     )
-    policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
+    policy = make_policy(tiny_folder, dtype=dtype, rank=rank, offload=before)
     learner = PolicyLearner(policy)
     batches = [build_forest(sampled_rows(policy, seed=s)) for s in range(4)]
     for version, forest in enumerate(batches):
@@ -162,9 +173,11 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
         learner.learn(forest, settings, version)
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
-    revived = make_policy(tiny_folder, dtype=dtype, rank=rank)
+    revived = make_policy(tiny_folder, dtype=dtype, rank=rank, offload=after)
     second = PolicyLearner(revived)
     state = checkpoint.load(tmp_path / "step_000002", revived, second)
+    weights = {id(p) for p in revived.trainable().values()}
+    assert any(id(master) in weights for master in second.masters()) == (dtype == "float32" and not after)
     for version in range(state["policy_version"], 4):
         second.learn(batches[version], settings, version)
     for name, p in revived.trainable().items():

@@ -94,10 +94,11 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
     assert found[-1]["critic/explained_variance"] > 0.5 and found[-1]["critic/loss"] < 0.25
 
 
-def host(folder: Path) -> WorkerPolicyHost:
-    base = BaseModel(ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1))
+def host(folder: Path, offload: bool = False) -> WorkerPolicyHost:
+    config = ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1, offload_optimizer=offload)
+    base = BaseModel(config)
     sampler = ModelSampler(base.policy, 4, 1024)
-    return WorkerPolicyHost(base, base.policy, sampler, lambda: None)
+    return WorkerPolicyHost(base, base.policy_of(config), sampler, lambda: None)
 
 
 def learn(hosted: WorkerPolicyHost, job: JobConfig, version: int) -> dict[str, float]:
@@ -118,7 +119,7 @@ def test_state_and_heads_continue_bit_by_bit(tiny_folder: Path, tmp_path: Path, 
         learn(first, job, version)
     first.save(tmp_path / "saved")
     undisturbed = [learn(first, job, version) for version in (2, 3)]
-    again = host(tiny_folder)
+    again = host(tiny_folder, offload=True)
     again.load(tmp_path / "saved")
     assert [learn(again, job, version) for version in (2, 3)] == undisturbed
     for ours, theirs in zip(first.learner.masters(), again.learner.masters(), strict=True):

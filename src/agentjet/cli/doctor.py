@@ -210,7 +210,8 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     on_gpu = bool(machine.gpus) and model.device != "cpu"
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
     value_bytes = 2 if narrow else 4
-    fit = _Fit(policy, size, value_bytes, trained, settings.sampler.cache_tokens, machine, on_gpu)
+    offload = on_gpu and model.offload_optimizer
+    fit = _Fit(policy, size, value_bytes, trained, settings.sampler.cache_tokens, machine, on_gpu, offload)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
     ranks = compute.ranks if compute.backend == "cluster" else 1
@@ -229,6 +230,8 @@ class _Fit:
     cache_tokens: int
     machine: Machine
     on_gpu: bool
+    offload: bool
+    """True if masters and moments are in the CPU's memory and weights on a GPU."""
 
     @property
     def device(self) -> int:
@@ -240,8 +243,15 @@ class _Fit:
 
         cache = replica_need(self.size, cache_tokens=self.cache_tokens, value_bytes=self.value_bytes).cache
         need = replace(self._rank(1, "gathered"), cache=cache)
-        way_out = "train an adapter (model.lora.rank), lower sampler.cache_tokens, or set compute.backend = 'cluster'"
+        if self.offload:  # Gradients move after each micro-batch, so the device has them in the weights' type only.
+            need = replace(need, gradients=need.gradients * self.value_bytes // 4)
+        offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.offload else ""
+        way_out = (
+            f"train an adapter (model.lora.rank), {offload}lower sampler.cache_tokens, or set "
+            "compute.backend = 'cluster'"
+        )
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
+        yield from self._offloaded(need, 1)
 
     def cluster(self, compute: ComputeConfig) -> Iterator[Finding]:
         from agentjet.compute.cluster.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_need
@@ -250,10 +260,18 @@ class _Fit:
         mode = compute.sharding
         if mode == "auto":
             mode = "gathered" if self._rank(compute.ranks, "gathered").total <= USABLE * memory else "sharded"
-        fewest = fewest_ranks(self.size, memory, sharding="sharded", value_bytes=self.value_bytes, trained=self.trained)
+        fewest = fewest_ranks(
+            self.size,
+            memory,
+            sharding="sharded",
+            value_bytes=self.value_bytes,
+            trained=self.trained,
+            offload=self.offload,
+        )
         way_out = f"{fewest} sharded ranks fit (compute.ranks)" if fewest else "no number of such ranks holds it"
         rank = self._rank(compute.ranks, mode)
         yield self._finding(f"each of {compute.ranks} ranks ({mode})", rank, int(USABLE * memory), way_out)
+        yield from self._offloaded(rank, min(compute.ranks, len(self.machine.gpus)))
         replica = replica_need(
             self.size,
             cache_tokens=self.cache_tokens,
@@ -293,7 +311,26 @@ class _Fit:
     def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
         from agentjet.compute.cluster.memory import rank_need
 
-        return rank_need(self.size, ranks=ranks, sharding=mode, value_bytes=self.value_bytes, trained=self.trained)
+        return rank_need(
+            self.size,
+            ranks=ranks,
+            sharding=mode,
+            value_bytes=self.value_bytes,
+            trained=self.trained,
+            offload=self.offload,
+        )
+
+    def _offloaded(self, need: Need, processes: int) -> Iterator[Finding]:
+        """Yields what the processes on one machine keep in its memory instead of a GPU's, if anything."""
+        if not need.host:
+            return
+        size, memory = processes * need.host, self.machine.memory
+        what = f"{size / GB:.1f} of {memory / GB:.1f} GB of the CPU's memory"
+        text = f"{self.policy}: {what} for what model.offload_optimizer keeps there"
+        if size <= memory:
+            yield Finding("ok", text)
+        else:
+            yield Finding("problem", f"{text}: does not fit; train an adapter (model.lora.rank), or use more machines")
 
     def _finding(self, what: str, need: Need, usable: int, way_out: str) -> Finding:
         """Returns the finding for one process. The total is the sum of the rounded parts."""

@@ -57,6 +57,10 @@ class ModelConfig(Section):
     activation_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them. Long conversations need
     much less memory, and learning takes about a third longer. The gradients are the same."""
+    offload_optimizer: bool = False
+    """Keep the optimiser's masters and moments, 12 bytes a trained parameter, in the CPU's memory instead of the GPU's.
+    Updates take longer, and may differ from those of a GPU by rounding. Sharded ranks keep their parts of the layers
+    there, too, and copy them in every pass. Without a GPU, weights are the same, and no memory is saved."""
     threads: Int64 = Field(0, ge=0, le=1024)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()

@@ -10,6 +10,9 @@ gradient of one within rounding, and the same number gives the same bits.
   do equal numbers of passes: a rank with fewer micro-batches fills in passes over one node without a target. Prefixes
   are not kept between micro-batches. Embeddings, norms and head stay gathered, because tied weights have two users.
 
+With `model.offload_optimizer`, masters, their gradients and moments are in the CPU's memory, FSDP's included. Their
+mesh stays that of the device, as with FSDP. So collectives of these tensors are those of gloo.
+
 Invariant: gathered weights are equal on all ranks, bit by bit. `weights_changed` checks it.
 """
 
@@ -24,7 +27,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from agentjet.compute.cluster.group import Group
@@ -70,11 +73,12 @@ class RankLearner(PolicyLearner):
         return self._part(values, [Shard(0) if p.dim() else Replicate()]).requires_grad_()
 
     def _part(self, values: Tensor, placements: Sequence[Any]) -> DTensor:
-        """Returns a copy of this rank's part of a tensor that all ranks have."""
+        """Returns a copy of this rank's part of a tensor that all ranks have, where masters are."""
         whole = distribute_tensor(values, self._group.mesh, placements, src_data_rank=None)
-        return DTensor.from_local(
+        part = DTensor.from_local(
             whole.to_local().clone(), self._group.mesh, placements, shape=values.shape, stride=values.stride()
         )
+        return cast(DTensor, part.cpu()) if self.policy.offloads_optimizer else part
 
     def _pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
         part, targets = part_of(forest, self._group.rank, self._group.num_ranks)
@@ -119,7 +123,7 @@ class RankLearner(PolicyLearner):
             own = self._sums.pop(name, None) if p.grad is None else p.grad
             own = torch.zeros_like(p, dtype=master.dtype) if own is None else own
             partial = DTensor.from_local(own, self._group.mesh, [Partial()], run_check=False)
-            total = partial.redistribute(placements=cast(DTensor, master).placements)
+            total = partial.redistribute(placements=cast(DTensor, master).placements).to(master.device)
             master.grad = total if master.grad is None else master.grad.add_(total)
             p.grad = None
 
@@ -127,12 +131,14 @@ class RankLearner(PolicyLearner):
     def _copy_masters(self) -> None:
         for name, p in self._params.items():
             if self._masters[name] is not p:
-                p.copy_(cast(DTensor, self._masters[name].to(p.dtype)).full_tensor())
+                p.copy_(cast(DTensor, self._masters[name].to(p.device, p.dtype)).full_tensor())
 
     def _exchange_reference(self, reference: dict[str, Tensor]) -> None:
         gathered = {name: p for name, p in self._params.items() if not isinstance(p, DTensor)}
         for name, p in gathered.items():
             p.data, reference[name] = reference[name], p.data
+        if self._layers and self.policy.offloads_optimizer and self.policy.device.type == "cuda":
+            torch.cuda.synchronize()  # The last pass may still copy layers from the CPU's memory.
         for name, p in self._params.items():
             if isinstance(p, DTensor):  # FSDP gathers a layer from this very tensor.
                 if not isinstance(reference[name], DTensor):
@@ -220,6 +226,8 @@ def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
     Trained bfloat16 weights become float32 masters, from which FSDP makes the bfloat16 weights of a pass.
     """
     layers = decoder_layers(policy, "compute.sharding = 'sharded'")
+    is_cuda = policy.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if policy.offloads_optimizer else OffloadPolicy()
     for layer in layers:
         types = {p.dtype for p in layer.parameters()}
         is_half = torch.bfloat16 in types
@@ -240,6 +248,7 @@ def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
                 reduce_dtype=torch.float32 if is_half else None,
                 cast_forward_inputs=False,
             ),
+            offload_policy=offload,
         )
     inside = {p for layer in layers for p in layer.parameters()}
     fully_shard(
@@ -269,6 +278,7 @@ def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Poli
         sum(p.numel() for p in policy.trainable().values()),
         ranks=group.num_ranks,
         value_bytes=policy.dtype.itemsize,
+        offload=policy.offloads_optimizer and policy.device.type == "cuda",
     )
     fits = need.total <= USABLE * memory
     return "gathered" if all(group.gather(fits)) else "sharded"

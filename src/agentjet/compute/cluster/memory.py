@@ -1,7 +1,8 @@
 """The memory of a rank and of a replica, from a model's `config.json`, before anything loads. No torch.
 
 `agentjet doctor` prints it. The rules are those of `learner.py`: weights, gradients in float32, and masters and
-moments in float32 (12 bytes for each trained parameter) that the ranks divide.
+moments in float32 (12 bytes for each trained parameter) that the ranks divide. `offload` is
+`model.offload_optimizer` on a GPU: what the ranks divide is then in the CPU's memory, 4 bytes of gradients included.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Need:
     optimizer: int = 0
     cache: int = 0
     extra: int = 0
+    host: int = 0
+    """Bytes in the CPU's memory, which are not in the total."""
 
     @property
     def total(self) -> int:
@@ -103,7 +106,13 @@ def parameters_in(file: Path) -> int:
 
 
 def rank_need(
-    size: ModelSize, *, ranks: int, sharding: Literal["gathered", "sharded"], value_bytes: int = 2, trained: int = 0
+    size: ModelSize,
+    *,
+    ranks: int,
+    sharding: Literal["gathered", "sharded"],
+    value_bytes: int = 2,
+    trained: int = 0,
+    offload: bool = False,
 ) -> Need:
     """Returns the bytes of a learner rank. `trained` parameters, such as an adapter's; 0 means all of the model.
 
@@ -111,19 +120,16 @@ def rank_need(
     """
     learned = trained or size.num_parameters
     if sharding == "gathered":
-        return gathered_need(size.num_parameters, learned, ranks=ranks, value_bytes=value_bytes)
+        return gathered_need(size.num_parameters, learned, ranks=ranks, value_bytes=value_bytes, offload=offload)
     rest = size.num_parameters - size.layer_parameters
-    one_layer = size.layer_parameters // max(1, size.num_layers)
-    if trained:
-        return Need(
-            (rest + one_layer) * value_bytes + size.layer_parameters * value_bytes // ranks,
-            4 * trained,
-            12 * trained // ranks,
-        )
+    gathered = (rest + size.layer_parameters // max(1, size.num_layers)) * value_bytes
+    frozen = size.layer_parameters * value_bytes // ranks if trained else 0
+    if offload:
+        return Need(gathered, 4 * (trained or rest), host=frozen + 16 * learned // ranks)
     return Need(
-        weights=(rest + one_layer) * value_bytes,
-        gradients=4 * rest + 4 * size.layer_parameters // ranks,
-        optimizer=12 * size.num_parameters // ranks,
+        weights=gathered + frozen,
+        gradients=4 * trained or 4 * rest + 4 * size.layer_parameters // ranks,
+        optimizer=12 * learned // ranks,
     )
 
 
@@ -139,8 +145,10 @@ def activation_bytes(size: ModelSize, *, tokens: int, value_bytes: int = 2, reco
     return tokens * kept * value_bytes
 
 
-def gathered_need(num_parameters: int, trained: int, *, ranks: int, value_bytes: int) -> Need:
+def gathered_need(num_parameters: int, trained: int, *, ranks: int, value_bytes: int, offload: bool = False) -> Need:
     """Returns the bytes of a rank with all weights, of which it learns `trained`."""
+    if offload:
+        return Need(num_parameters * value_bytes, 4 * trained, host=16 * trained // ranks)
     return Need(num_parameters * value_bytes, 4 * trained, 12 * trained // ranks)
 
 
@@ -152,14 +160,22 @@ def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1
 
 
 def fewest_ranks(
-    size: ModelSize, memory: int, *, sharding: Literal["gathered", "sharded"], value_bytes: int = 2, trained: int = 0
+    size: ModelSize,
+    memory: int,
+    *,
+    sharding: Literal["gathered", "sharded"],
+    value_bytes: int = 2,
+    trained: int = 0,
+    offload: bool = False,
 ) -> int | None:
     """Returns the fewest ranks whose devices of `memory` bytes hold the model; None if 1,024 do not.
 
     Sharded ranks are at least 2.
     """
     for power in range(1 if sharding == "sharded" else 0, 11):
-        need = rank_need(size, ranks=2**power, sharding=sharding, value_bytes=value_bytes, trained=trained)
+        need = rank_need(
+            size, ranks=2**power, sharding=sharding, value_bytes=value_bytes, trained=trained, offload=offload
+        )
         if need.total <= USABLE * memory:
             return int(2**power)
     return None

@@ -212,7 +212,7 @@ class Rank:
         assert self._place is not None, "a rank joins the others first"
         rank, num_ranks = self._place
         device = resolve_device(model.device)
-        if device.type == "cpu" and not model.threads:
+        if (device.type == "cpu" or model.offload_optimizer) and not model.threads:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # The ranks share this machine.
         group = Group(rank, num_ranks, device)
         policy = group.agreed(lambda: load_policy(model))

@@ -73,7 +73,7 @@ def read_trainer(path: Path, learner: PolicyLearner) -> dict[str, Any]:
 
     with fitting(path):
         if (path / TRAINER_FILE).exists():
-            device = learner.policy.device
+            device = learner.masters()[0].device
             whole: dict[str, Any] = torch.load(path / TRAINER_FILE, map_location=device, weights_only=True, mmap=True)
             return whole
         import torch.distributed.checkpoint as dcp

@@ -1,6 +1,7 @@
 """Learning on a forest: log-probabilities of the targets, gradients of a loss, optimiser steps.
 
 * bfloat16 weights have masters and moments in float32.
+* Masters, moments and gradients are on the weights' device, or on the CPU if the policy offloads its optimiser.
 * `distributions` gives log-probabilities, of the learning policy, the old policy and the reference alike.
 * The state of the recipe changes with an optimiser step, and is saved with the weights.
 * Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads.
@@ -308,6 +309,8 @@ class PolicyLearner:
 
     def _make_master(self, p: nn.Parameter) -> Tensor:
         """Returns the tensor that the optimiser changes instead of a weight."""
+        if self.policy.offloads_optimizer:
+            return p.detach().to("cpu", torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
         return p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
 
     def _pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
@@ -330,12 +333,13 @@ class PolicyLearner:
         return torch.nn.utils.get_total_norm(tensors)
 
     def _gather_gradients(self) -> None:
-        """Move the weights' gradients to the masters, in float32."""
+        """Move the weights' gradients to the masters, in the masters' type and on their device."""
         for name, p in self._params.items():
             master = self._masters[name]
             if p.grad is None or master is p:
                 continue
-            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+            grad = p.grad.to(master.device)
+            master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
             p.grad = None
 
     def _reduce_gradients(self) -> None:
@@ -356,7 +360,7 @@ class PolicyLearner:
             p.data, reference[name] = reference[name], p.data
 
     def masters(self) -> list[Tensor]:
-        """Returns the tensors that the optimiser changes: for float32 policies the weights themselves."""
+        """Returns the tensors that the optimiser changes: for float32 policies the weights themselves, or offloaded."""
         return list(self._masters.values())
 
     def state(self) -> dict[str, Any]:
@@ -391,7 +395,7 @@ class PolicyLearner:
     def weights_changed(self) -> dict[str, float]:
         """Returns 1 for the masters and for the sampler's weights if they changed since the last call, else 0.
 
-        A float32 policy has one copy of the weights, unless a bug replaces a parameter.
+        A float32 policy has one copy of the weights, unless it offloads its optimiser or a bug replaces a parameter.
         """
         known: dict[int, Tensor] = {}
         before = self._fingerprints

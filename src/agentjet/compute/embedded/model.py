@@ -88,6 +88,7 @@ class BaseModel:
         policy = self.adapted(config.lora) if config.lora.rank else self.policy
         if config.activation_checkpointing:
             recompute_activations(policy)
+        policy.offloads_optimizer = config.offload_optimizer
         return policy
 
     def adapted(self, lora: LoraConfig) -> Policy:

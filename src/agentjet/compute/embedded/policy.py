@@ -185,6 +185,8 @@ class Policy:
         self.end_tokens = frozenset(info.end_tokens)
         self.mixable_layers: dict[str, Any] = {}
         """The layers of the adapter by their path in the decoder; empty if it cannot share a forward pass."""
+        self.offloads_optimizer = False
+        """True if its learner keeps masters and moments in the CPU's memory (`model.offload_optimizer`)."""
 
     @property
     def shape(self) -> CacheShape:
