@@ -316,7 +316,7 @@ class ScriptedCompute:
         return metrics
 
     async def publish(
-        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
     ) -> Mapping[str, float]:
         known = await self._alive(policy)
         known.published.set()

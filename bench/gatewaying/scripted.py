@@ -109,7 +109,7 @@ class ScriptedCompute:
         raise AssertionError("the bench fills no batch")
 
     async def publish(
-        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
     ) -> Mapping[str, float]:
         return {}  # Of version 0, when the policy is up.
 

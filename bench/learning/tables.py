@@ -44,6 +44,7 @@ class TablePolicy:
     config = SimpleNamespace(hidden_size=VOCABULARY)
     device = torch.device("cpu")
     dtype = torch.float32
+    offloads_optimizer = False
     vocabulary = VOCABULARY
 
     def __init__(self) -> None:

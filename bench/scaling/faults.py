@@ -117,6 +117,13 @@ ON_THIS_MACHINE: tuple[tuple[int, Fault], ...] = (
     (1, Fault("gateway", transition="put_operation")),
     (1, Fault("gateway", transition="add_step")),
 )
+COLOCATED = (
+    *ON_THIS_MACHINE,
+    (4, Fault("replica", at="forward_backward", delay=0.05)),
+    (2, Fault("replica", at="forward_backward", delay=0.05, count=ALL)),
+    (2, Fault("replica", next_replica="suspend")),
+    (2, Fault("replica", next_replica="suspended")),
+)
 ON_RAYLETS: tuple[tuple[int, Fault], ...] = (
     (10, Fault("replica", delay=0.5)),
     (2, Fault("replica", at="adopt", delay=0.1)),
@@ -233,7 +240,14 @@ class Run:
     """A run of faults, from its empty folder to its figures."""
 
     def __init__(
-        self, folder: Path, seed: int, here: Sequence[Fault], on_raylets: Sequence[Fault], minutes: float = math.inf
+        self,
+        folder: Path,
+        seed: int,
+        here: Sequence[Fault],
+        on_raylets: Sequence[Fault],
+        minutes: float = math.inf,
+        *,
+        colocated: bool = False,
     ) -> None:
         """`here` are the faults on this machine, and `on_raylets` those on a Ray cluster; without any, no Ray.
 
@@ -244,24 +258,29 @@ class Run:
         self._here = here
         self._on_raylets = on_raylets
         self._seconds = 60 * minutes / 2
+        self._colocated = colocated
         self.missed: list[Fault] = []
         self._gave_up = ""
         self._stops: list[float] = []
         """Unix seconds at which the server was told to end."""
 
     @classmethod
-    def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf) -> Run:
-        """A run of `share` of all faults."""
+    def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf, *, colocated: bool = False) -> Run:
+        """A run of `share` of all faults. `colocated`: ranks and replicas compute in turns, and no Ray."""
         dice = random.Random(seed)
-        return cls(folder, seed, plan(ON_THIS_MACHINE, share, dice), plan(ON_RAYLETS, share, dice), minutes)
+        here, on_raylets = (COLOCATED, ()) if colocated else (ON_THIS_MACHINE, ON_RAYLETS)
+        faults = plan(here, share, dice), plan(on_raylets, share, dice)
+        return cls(folder, seed, *faults, minutes, colocated=colocated)
 
     def settings(self, address: str = "") -> dict[str, Any]:
         python = make_sampler_python(self._folder)
         compute = {"backend": "cluster", "ranks": 2, "samplers": 3, "sampler_python": str(python), "address": address}
+        compute["colocated"] = self._colocated
         model = {"name": str(self._folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
         server = {"worker_timeout": 20.0, "call_timeout": 300.0}
         sampler = {"max_concurrent": 8, "cache_tokens": 8192}
-        return {"model": model, "compute": compute, "sampler": sampler, "job": JOB, "server": server}
+        job = {**JOB, "max_staleness": 0} if self._colocated else JOB
+        return {"model": model, "compute": compute, "sampler": sampler, "job": job, "server": server}
 
     async def figures(self) -> dict[str, Any]:
         began, folder = time.monotonic(), self._folder
@@ -416,11 +435,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="share of the faults of a whole run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--colocated", action="store_true", help="ranks and replicas compute in turns; without Ray")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time for faults, on a busy machine")
     parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         kept = given.keep or Path(made)
         kept.mkdir(parents=True, exist_ok=True)
-        run = Run.drawn(kept.resolve(), given.share, given.seed, given.minutes)
+        run = Run.drawn(kept.resolve(), given.share, given.seed, given.minutes, colocated=given.colocated)
         print(json.dumps(asyncio.run(run.figures())))

@@ -138,7 +138,7 @@ class Faults:
 
     async def _publish(self) -> None:
         self._version += 1
-        await self._replicas.fleet.publish(publication(self._version), one_by_one=self._chance.random() < 0.5)
+        await self._replicas.fleet.publish(publication(self._version), in_turns=self._chance.random() < 0.5)
 
     def _kill(self, names: list[str]) -> None:
         now = time.monotonic()

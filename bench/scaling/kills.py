@@ -131,7 +131,7 @@ class Kills:
         fleet = [one for one in hosted.fleet.replicas if one.version is not None]
         if at == "adopt":
             fleet.sort(key=lambda one: not one.is_adopting)
-        else:
+        elif not at:
             fleet = [one for one in fleet if one.load.running]
             fleet.sort(key=lambda one: -len(one.load.running))
         known = self._pids("replica")

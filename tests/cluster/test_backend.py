@@ -187,7 +187,7 @@ async def test_versions_that_are_applied_again_do_not_reach_the_samplers(tmp_pat
         await compute.add(POLICY, ModelConfig(), settings=settings())
         await compute.publish(POLICY, 3)
         assert await compute.publish(POLICY, 1, to_samplers=False) == {}
-        await compute.publish(POLICY, 4, one_by_one=True)
+        await compute.publish(POLICY, 4, in_turns=True)
         adopted = [
             one.args[0].version for one in launcher.all["default/policy/replica-1"].requests if one.op == "adopt"
         ]

@@ -97,17 +97,18 @@ def test_weights_go_back_to_an_older_version(server: ForkServer) -> None:
     run(test())
 
 
-def test_one_by_one_the_others_sample(server: ForkServer) -> None:
+@pytest.mark.parametrize(("count", "together"), [(3, 1), (8, 2)])
+def test_in_turns_most_replicas_sample(server: ForkServer, count: int, together: int) -> None:
     async def test() -> None:
-        async with scene(server, 3, hooks=lambda number: Hooks(adopt_seconds=0.02, step_seconds=SLOW)) as on:
+        async with scene(server, count, hooks=lambda number: Hooks(adopt_seconds=0.02, step_seconds=SLOW)) as on:
             await on.serve()
             tasks = on.begin(6, max_tokens=120)
             on.most_adopting = 0
-            await on.fleet.publish(publication(1), one_by_one=True)
-            assert on.most_adopting == 1 and on.versions() == [1, 1, 1]
+            await on.fleet.publish(publication(1), in_turns=True)
+            assert on.most_adopting == together and on.versions() == [1] * count
             await all_of(tasks)
             await on.fleet.publish(publication(2))
-            assert on.most_adopting == 3
+            assert on.most_adopting == count
 
     run(test())
 

@@ -311,7 +311,7 @@ def test_close_in_any_state(server: ForkServer, state: str) -> None:
 # ---- everything at once ---------------------------------------------------------------------------------------------
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["kill", "kill", "kill all", "stop", "publish", "one by one", "suspend", "scale",
+    st.tuples(st.sampled_from(["kill", "kill", "kill all", "stop", "publish", "in turns", "suspend", "scale",
                                "cancel"]),
               st.integers(0, 3), st.integers(1, 40)),
     max_size=8,
@@ -354,8 +354,8 @@ def test_random_faults(server: ForkServer, events: list[tuple[str, int, int]], c
                 elif event == "kill all":
                     for name in names:
                         on.kill(name)
-                elif event in ("publish", "one by one"):
-                    publish = on.fleet.publish(publication(version), one_by_one=event == "one by one")
+                elif event in ("publish", "in turns"):
+                    publish = on.fleet.publish(publication(version), in_turns=event == "in turns")
                     publishes.append(asyncio.create_task(publish))
                 elif event == "suspend":
                     await on.fleet.suspend()

@@ -17,11 +17,18 @@ FAULTS = (
     Fault("rank", at="adopt", delay=0.1),
     Fault("gateway", at="publish"),
 )
+WHILE_SUSPENDED = (
+    Fault("replica", at="forward_backward"),
+    Fault("replica", next_replica="suspended"),
+    Fault("rank", at="forward_backward", delay=0.03),
+)
 
 
-def test_a_cluster_keeps_every_promise(tmp_path: Path) -> None:
-    found = asyncio.run(Run(tmp_path, 0, FAULTS, ()).figures())
-    assert (found["faults"], found["missed"]) == (len(FAULTS), 0), found
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_cluster_keeps_every_promise(tmp_path: Path, colocated: bool) -> None:
+    faults = (*FAULTS, *WHILE_SUSPENDED) if colocated else FAULTS
+    found = asyncio.run(Run(tmp_path, 0, faults, (), colocated=colocated).figures())
+    assert (found["faults"], found["missed"]) == (len(faults), 0), found
     zero = ("calls_failed", "lost", "trained_twice", "failures_scored", "two_effects", "wrong_versions")
     assert {key: found[key] for key in zero} == dict.fromkeys(zero, 0), found
     assert found["weights_equal"] and found["unexpected_ends"] == [], found

@@ -63,9 +63,9 @@ class ChosenCompute:
         return await self._of(op.policy_id).optim_step(op, optimizer)
 
     async def publish(
-        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
     ) -> Mapping[str, float]:
-        return await self._of(policy).publish(policy, version, to_samplers=to_samplers, one_by_one=one_by_one)
+        return await self._of(policy).publish(policy, version, to_samplers=to_samplers, in_turns=in_turns)
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         return await self._of(policy).save(policy, path)

@@ -124,12 +124,12 @@ class Learner(Protocol):
         ...
 
     async def publish(
-        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
     ) -> Mapping[str, float]:
         """Name the present weights with this policy version and give them to the samplers; returns metrics. Idempotent.
 
         Separate samplers keep their weights without `to_samplers`, which is for versions that are applied again. With
-        `one_by_one` they adopt in turn, so that the others sample.
+        `in_turns` they adopt in turn, so that the others sample.
         """
         ...
 

@@ -197,9 +197,9 @@ class TrainingLoop:
 
         With `max_staleness`, samplers adopt one by one, so that calls go on.
         """
-        one_by_one = bool(self._swarm.job.max_staleness)
+        in_turns = bool(self._swarm.job.max_staleness)
         results = await self._all(
-            self._compute.publish(policy, version, to_samplers=to_samplers, one_by_one=one_by_one)
+            self._compute.publish(policy, version, to_samplers=to_samplers, in_turns=in_turns)
             for policy in self._policies
         )
         prefixes = [metrics_prefix(policy.policy, self._swarm.store.policies) for policy in self._policies]

@@ -187,13 +187,13 @@ class ClusterCompute:
             await hosted.fleet.suspend()
 
     async def publish(
-        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
     ) -> Mapping[str, float]:
         hosted, ranks = self._hosted(policy), self._ranks(policy)
         publication: Publication | None = await ranks.ask("publish", version, to_samplers)
         if publication is None:
             return {}
-        adoption = asyncio.create_task(hosted.fleet.publish(publication, one_by_one=one_by_one))
+        adoption = asyncio.create_task(hosted.fleet.publish(publication, in_turns=in_turns))
         hosted.rank_state = "waits until the replicas have the weights"
         try:
             await first_of(adoption, ranks.died)

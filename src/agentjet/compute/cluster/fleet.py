@@ -63,6 +63,8 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 0.25, 30.0
 """Wait before a second attempt to start or to adopt, doubled with each further one."""
 SLOWEST_BYTES_PER_SECOND = 20e6
 """A replica that adopts may be silent for the time of this rate, beyond the timeout."""
+TURNS = 4
+"""In turns, one in so many replicas adopts at a time. The learner waits for all of them."""
 PLACES = 1.25
 """Completions that a replica has, per completion that it samples at a time: the next ones wait at the replica."""
 
@@ -169,8 +171,8 @@ class Fleet:
         self._publication: Publication | None = None
         self._serial = 0
         """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
-        self._turn: asyncio.Semaphore | None = None
-        """Lets one serving replica adopt at a time."""
+        self._in_turns = False
+        """True if most serving replicas must sample while others adopt."""
         self._is_suspended = False
         """True from `suspend` to the next `publish`."""
         self._failure: AgentJetError | None = None
@@ -188,17 +190,17 @@ class Fleet:
         if self._failure is not None:
             raise copy.copy(self._failure)
 
-    async def publish(self, publication: Publication, *, one_by_one: bool = False) -> None:
+    async def publish(self, publication: Publication, *, in_turns: bool = False) -> None:
         """Let the replicas adopt a publication; returns when no replica serves an older one and one serves this one.
 
-        `one_by_one`: the others sample while one adopts.
+        `in_turns`: at most one in `TURNS` adopts at a time, so the others sample.
         Raises `ComputeError` if no replica can fetch it, or if two failed its probe, and the `ConfigError` of a start.
         A cancelled call changes nothing: the replicas go on to adopt it.
         """
         self.check()
         began = time.monotonic()
         self._publication, self._serial, self._is_suspended = publication, self._serial + 1, False
-        self._turn = (self._turn or asyncio.Semaphore()) if one_by_one else None
+        self._in_turns = in_turns
         self._failed_probes, self.pause_seconds, self.probe_error = 0, 0.0, 0.0
         serial = self._serial
         for replica in self.replicas:
@@ -383,15 +385,21 @@ class Fleet:
             replica.serial = serial
             self._change()
             return
-        turn = self._turn if self._turn is not None and replica.version is not None else contextlib.nullcontext()
-        async with turn:
-            if serial == self._serial and not self._is_suspended:
-                await self._adopt(replica, peer, publication)
+        if not self._may_adopt(replica):
+            await self._pulse.wait()
+            return
+        await self._adopt(replica, peer, publication)
         if replica.attempts:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_backoff(replica.attempts)):
                     while serial == self._serial and not self._is_suspended:
                         await self._pulse.wait()
+
+    def _may_adopt(self, replica: Replica) -> bool:
+        if not self._in_turns or replica.version is None or replica.is_suspended:
+            return True
+        adopting = sum(one.is_adopting and one.version is not None for one in self.replicas)
+        return adopting < max(1, self.count // TURNS)
 
     async def _suspend(self, replica: Replica, peer: Peer) -> None:
         """Request that a replica frees its memory. One that fails is ended."""

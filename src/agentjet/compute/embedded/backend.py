@@ -296,7 +296,7 @@ class EmbeddedCompute:
         return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))
 
     async def publish(
-        self, policy: PolicyId, version: int, *, to_samplers: bool = True, one_by_one: bool = False
+        self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
     ) -> Mapping[str, float]:
         await self._ask("publish", policy, version)
         return {}
