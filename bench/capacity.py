@@ -138,9 +138,9 @@ def validation_table(points: Sequence[dict[str, Any]]) -> Table:
 # ---- simulated loads -----------------------------------------------------------------------------------------
 
 
-def fleet(replicas: int, **changes: Any) -> Fleet:
+def fleet(replicas: int) -> Fleet:
     """Replicas with two ranks each, so that the learner is rarely the limit."""
-    return Fleet(replicas=replicas, ranks=2 * replicas, **changes)
+    return Fleet(replicas=replicas, ranks=2 * replicas)
 
 
 def first_limit(load: Load) -> str:
@@ -177,15 +177,10 @@ def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list
         replace(whole, agents=agents // 16, fleet=fleet(max(1, replicas // 16))),
         400,
     )
-    for fronts, journals in ((2, 0), (8, 1), (8, 4)):
+    for fronts, journals in ((2, 0), (8, 1), (8, 4), (16, 1)):
         design = f"{journals} journal process{'es' if journals > 1 else ''}" if journals else "a journal each"
         cases[f"not built: {fronts} fronts of one run, {design}"] = replace(whole, fronts=fronts, journals=journals), 1
-    quick = fleet(replicas, adopting=16)
-    for fronts in (8, 16):
-        plan = replace(whole, fronts=fronts, journals=1, fleet=quick)
-        cases[f"not built: {fronts} fronts of one run, 1 journal process, 16 replicas adopt at a time"] = plan, 1
     cases["no call is streamed"] = replace(whole, workload=plain), 1
-    cases["not built: 16 replicas adopt at a time"] = replace(whole, fleet=quick), 1
     found = []
     for name, (plan, times) in cases.items():
         console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from agentjet.compute.cluster.fleet import TURNS
 from bench.gatewaying.report import percentile
 from bench.queueing.costs import Costs
 from bench.queueing.station import Station
@@ -54,8 +55,6 @@ class Fleet:
     """Bytes a second of the network, from rank 0 to all replicas together, and from the gateway to all ranks."""
     adopt: float = 2.0
     """Seconds in which a replica samples nothing while it adopts new weights."""
-    adopting: int = 1
-    """Replicas that adopt at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,8 +450,8 @@ class Simulation:
         """Replicas fetch the weights and adopt them, so many at a time. Rank 0 sends to one after another."""
         fleet = self.plan.fleet
         self._version += 1
-        at_once = fleet.adopting if self.plan.max_staleness else fleet.replicas
-        turns = [now] * min(at_once, fleet.replicas)
+        at_once = max(1, fleet.replicas // TURNS) if self.plan.max_staleness else fleet.replicas
+        turns = [now] * at_once
         transfer, sent = fleet.weights_bytes / fleet.weights_bandwidth, now
         for replica in self._replicas:
             sent = max(heapq.heappop(turns), sent) + transfer

@@ -195,7 +195,7 @@ class TrainingLoop:
     async def _publish(self, version: int, *, to_samplers: bool = True) -> dict[str, float]:
         """Publishes all policies at the same time; returns metrics.
 
-        With `max_staleness`, samplers adopt one by one, so that calls go on.
+        With `max_staleness`, samplers adopt in turns, so that calls go on.
         """
         in_turns = bool(self._swarm.job.max_staleness)
         results = await self._all(

@@ -2,7 +2,7 @@
 
 Rank 0 writes one safetensors file, into shared memory if it fits there. A replica on the same machine opens that file;
 any other fetches its parts over several TCP connections, each after the handshake. The two newest files stay, because
-replicas may adopt one after another. A fetched file has a second name, so it stays readable after rank 0 removed the
+replicas adopt in turns. A fetched file has a second name, so it stays readable after rank 0 removed the
 first. A fetch that has begun goes on, too.
 
 A LoRA policy publishes its adapter: a replica loads the base from the model's own files and reads new adapter weights
