@@ -63,10 +63,19 @@ def test_what_fits(model: Path) -> None:
 
 def test_auto_is_gathered_if_that_fits(model: Path) -> None:
     large = Machine(10**12, (200 * GB,) * 2, VERSIONS)
-    assert "each of 1 ranks (sharded): " in lines(settings(model), EIGHT)
-    assert "each of 2 ranks (gathered): " not in lines(settings(model, ranks=2), EIGHT)
+    assert "each of 2 ranks (sharded): " in lines(settings(model, ranks=2), EIGHT)
+    assert "each of 1 ranks (gathered): " in lines(settings(model), EIGHT), "one rank holds all layers"
     assert "each of 1 ranks (gathered): 144.6 GB" in lines(settings(model), Machine(10**12, (250 * GB,) * 2))
     assert "each of 2 ranks (gathered): 96.4 GB" in lines(settings(model, ranks=2), large)
+
+
+def test_without_a_gpu_advice_can_be_followed(model: Path) -> None:
+    small = Machine(40 * GB, ())
+    text = lines(settings(model, ranks=2), small)
+    assert "does not fit; fewer ranks get more of this machine's memory each" in text
+    assert "use a smaller model, or a machine with more memory" in text
+    embedded = parse_config({"model": {"name": str(model), "device": "cuda"}, "server": {"data_dir": str(model)}})
+    assert "problem policy: model.device = 'cuda' and there are no GPUs" in lines(embedded, small)
 
 
 def test_what_does_not_fit(model: Path) -> None:

@@ -142,7 +142,7 @@ def test_suspended_replicas_sample_after_the_next_publish(server: ForkServer) ->
                 late = on.begin(1)
                 await asyncio.sleep(0.8)  # Longer than a replica may be silent that has work.
                 assert on.replicas.num_running + on.replicas.num_waiting == tokens + 1 and on.born.num_started == 2
-                assert {one.state for one in on.replicas.status()} == {"is suspended while the ranks use its GPUs"}
+                assert {one.state for one in on.replicas.status()} == {"is suspended until the next publish"}
                 await on.fleet.publish(publication(version))
                 await all_of(late)
             found = await all_of(tasks)
@@ -169,6 +169,19 @@ def test_a_replica_that_cannot_be_suspended_is_ended(server: ForkServer, point: 
     run(test())
 
 
+def test_suspend_ends_replicas_that_start_for_ever(server: ForkServer) -> None:
+    async def test() -> None:
+        hooks = {1: Hooks(), 2: Hooks(hang="load")}
+        async with scene(server, 2, hooks=lambda number: hooks.get(number, Hooks()), timeout=0.5) as on:
+            await on.fleet.publish(publication(0))
+            await on.fleet.suspend()
+            assert len(on.born.pids) == 1
+            await on.fleet.publish(publication(1))
+            await on.until(lambda: on.versions() == [1, 1])
+
+    run(test())
+
+
 def test_suspend_waits_for_replicas_that_start_or_adopt(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 2, hooks=lambda number: Hooks(adopt_seconds=0.05)) as on:
@@ -180,7 +193,7 @@ def test_suspend_waits_for_replicas_that_start_or_adopt(server: ForkServer) -> N
             publish.cancel()  # As when the learner dies: the next one needs the GPUs.
             await on.fleet.suspend()
             assert on.adopting == 0 and on.versions() == [0, 0]
-            assert len(on.names("is suspended while the ranks use its GPUs")) == 2
+            assert len(on.names("is suspended until the next publish")) == 2
             await on.fleet.publish(publication(0))
             await on.complete()
 

@@ -90,6 +90,10 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             yield _counts(policy, compute, model, free if uses_gpus else None)
             if uses_gpus and free is not None:
                 free = max(0, free - _num_gpus(compute))
+        elif settings.model_of(policy).device == "cuda" and free is None:
+            yield Finding(
+                "problem", f"{policy}: model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'"
+            )
         yield from _memory(settings, policy, machine)
 
 
@@ -157,7 +161,9 @@ def _ray_cluster(address: str, machine: Machine) -> Finding:
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
-    return compute.ranks + compute.samplers.least * compute.tensor_parallel
+    from agentjet.compute.cluster.backend import gpus_needed
+
+    return gpus_needed(compute, compute.ranks, compute.samplers.least)
 
 
 def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Finding:
@@ -246,10 +252,8 @@ class _Fit:
         if self.offload:  # Gradients move after each micro-batch, so the device has them in the weights' type only.
             need = replace(need, gradients=need.gradients * self.value_bytes // 4)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.offload else ""
-        way_out = (
-            f"train an adapter (model.lora.rank), {offload}lower sampler.cache_tokens, or set "
-            "compute.backend = 'cluster'"
-        )
+        adapter = "" if self.trained else "train an adapter (model.lora.rank), "
+        way_out = f"{adapter}{offload}lower sampler.cache_tokens, or set compute.backend = 'cluster'"
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
         yield from self._offloaded(need, 1)
 
@@ -259,16 +263,22 @@ class _Fit:
         memory = self.device if self.on_gpu else self.machine.memory // compute.ranks
         mode = compute.sharding
         if mode == "auto":
-            mode = "gathered" if self._rank(compute.ranks, "gathered").total <= USABLE * memory else "sharded"
-        fewest = fewest_ranks(
-            self.size,
-            memory,
-            sharding="sharded",
-            value_bytes=self.value_bytes,
-            trained=self.trained,
-            offload=self.offload,
-        )
-        way_out = f"{fewest} sharded ranks fit (compute.ranks)" if fewest else "no number of such ranks holds it"
+            fits = self._rank(compute.ranks, "gathered").total <= USABLE * memory
+            mode = "gathered" if fits or compute.ranks == 1 else "sharded"
+        if self.on_gpu:
+            fewest = fewest_ranks(
+                self.size,
+                memory,
+                sharding="sharded",
+                value_bytes=self.value_bytes,
+                trained=self.trained,
+                offload=self.offload,
+            )
+            way_out = f"{fewest} sharded ranks fit (compute.ranks)" if fewest else "no number of such ranks holds it"
+        else:  # More ranks get smaller shares of the same memory.
+            way_out = (
+                "fewer ranks get more of this machine's memory each" if compute.ranks > 1 else "use a smaller model"
+            )
         rank = self._rank(compute.ranks, mode)
         yield self._finding(f"each of {compute.ranks} ranks ({mode})", rank, int(USABLE * memory), way_out)
         yield from self._offloaded(rank, min(compute.ranks, len(self.machine.gpus)))
@@ -284,7 +294,11 @@ class _Fit:
         else:
             left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
             most = max(0, left // replica.total)
-            way_out = f"at most {most} samplers fit (compute.samplers)" if most else "lower sampler.cache_tokens"
+            can_shrink = replica.total - replica.cache <= left
+            smaller = (
+                "lower sampler.cache_tokens" if can_shrink else "use a smaller model, or a machine with more memory"
+            )
+            way_out = f"at most {most} samplers fit (compute.samplers)" if most else smaller
             share = max(0, left) // compute.samplers.most
             yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
 

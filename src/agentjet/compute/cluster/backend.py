@@ -182,9 +182,13 @@ class ClusterCompute:
 
     async def _start_learning(self, policy: PolicyId) -> None:
         hosted = self._hosted(policy)
-        hosted.meter.start_learning()
         if hosted.settings.colocated:
-            await hosted.fleet.suspend()
+            hosted.rank_state = "waits until the replicas have freed the GPUs"
+            try:
+                await hosted.fleet.suspend()
+            finally:
+                hosted.rank_state = ""
+        hosted.meter.start_learning()
 
     async def publish(
         self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False

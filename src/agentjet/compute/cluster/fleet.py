@@ -213,14 +213,23 @@ class Fleet:
     async def suspend(self) -> None:
         """Let the replicas free the memory of their GPUs; returns when all have. Their completions go on at `publish`.
 
-        Replicas that are starting are waited for. Others start at `publish`, which ends this call, too. Idempotent.
-        Raises the failure of the policy.
+        Replicas that are starting are waited for; those that take longer than the timeout are ended. Others start at
+        `publish`, which ends this call, too. Idempotent. Raises the failure of the policy.
         """
         self.check()
         self._is_suspended = True
         self._change()
+        loop = asyncio.get_running_loop()
+        deadline: float | None = loop.time() + self._timeout
         while self._is_suspended and any(not one.is_suspended or one.is_adopting for one in self._lives):
-            await self._pulse.wait()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._pulse.wait()
+            except TimeoutError:
+                deadline = None
+                for replica in [one for one in self.replicas if one.peer is None and not one.is_suspended]:
+                    why = f"was still starting {self._timeout:g} s after the ranks needed its GPUs"
+                    self.end(replica, f"{why} (server.worker_timeout)", cause="replica")
             self.check()
 
     def _is_adopted(self, serial: int) -> bool:

@@ -265,9 +265,11 @@ def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
 
 
 def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: Group) -> Sharding:
-    """Returns the mode of a group: `auto` is `gathered` if that fits the memory of every rank."""
+    """Returns the mode of a group: `auto` is `gathered` for one rank, or if that fits the memory of every rank."""
     if wanted != "auto":
         return wanted
+    if group.num_ranks == 1:
+        return "gathered"
     if policy.device.type == "cuda":
         memory = torch.cuda.get_device_properties(policy.device).total_memory
     else:

@@ -33,19 +33,24 @@ class StepMeter:
         """Seconds of the step in which at least one completion got tokens."""
         self._waiting: list[int] = []
         """Completions that waited for a place at a replica, in each second of the step."""
-        self._learning: tuple[float, float] | None = None
-        """Time, and seconds of sampling, when the first operation of the step was requested."""
+        self._learning_since: float | None = None
+        """Time at which the first operation of the step was requested."""
+        self._overlapped = 0.0
+        """Seconds after that in which at least one completion got tokens."""
 
     def received(self, num_tokens: int) -> None:
         """Count a piece: the time since the last one, but at most `TOKEN_SECONDS` per token."""
         now = self._clock()
-        self._sampled += min(now - self._received_at, num_tokens * TOKEN_SECONDS)
+        seconds = min(now - self._received_at, num_tokens * TOKEN_SECONDS)
+        self._sampled += seconds
+        if self._learning_since is not None:
+            self._overlapped += min(seconds, now - self._learning_since)
         self._received_at = now
 
     def start_learning(self) -> None:
         """Call for every operation; the first one of a step counts."""
-        if self._learning is None:
-            self._learning = self._clock(), self._sampled
+        if self._learning_since is None:
+            self._learning_since = self._clock()
 
     def count_waiting(self, number: int) -> None:
         """Call once a second with the number of completions that wait for a place at a replica."""
@@ -58,12 +63,11 @@ class StepMeter:
         metrics = {"sampler/idle": max(0.0, 1 - self._sampled / step)}
         if self._waiting:
             metrics["sampler/waiting"] = sum(self._waiting) / len(self._waiting)
-        if self._learning is not None:
-            since, sampled_before = self._learning
-            learning = max(1e-9, now - since)
+        if self._learning_since is not None:
+            learning = max(1e-9, now - self._learning_since)
             metrics["learner/idle"] = max(0.0, 1 - learning / step)
-            metrics["sampler/overlap"] = min(1.0, (self._sampled - sampled_before) / learning)
-        self._began, self._sampled, self._learning, self._waiting = now, 0.0, None, []
+            metrics["sampler/overlap"] = min(1.0, self._overlapped / learning)
+        self._began, self._sampled, self._overlapped, self._learning_since, self._waiting = now, 0.0, 0.0, None, []
         return metrics
 
 

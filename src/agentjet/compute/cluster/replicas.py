@@ -194,7 +194,7 @@ def _status(replica: Replica) -> ProcessStatus:
     elif replica.version is None:
         state = replica.problem or "waits for weights"
     elif replica.is_suspended:
-        state = replica.problem or "is suspended while the ranks use its GPUs"
+        state = replica.problem or "is suspended until the next publish"
     else:
         state = replica.problem or ("samples" if running else "idle")
     is_ready = replica.version is not None
