@@ -135,7 +135,7 @@ def test_the_end_of_a_replica_is_logged_with_its_reason(server: ForkServer, capl
         async with scene(server, 2) as on:
             await on.serve()
             on.kill(f"{POLICY}/replica-1")
-            await on.until(lambda: on.born.num_started == 3)
+            await on.until(lambda: on.born.num_started == 3 and on.versions() == [0, 0])  # It has connected.
             on.fleet.scale(1)
             await on.until(lambda: len(on.born.pids) == 1)
 
