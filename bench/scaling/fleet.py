@@ -2,7 +2,8 @@
 
 Calls run all the time, and faults come one after the other, drawn from a seed: a replica is killed while it samples, at
 each point of a publish, or while it starts; several are killed at once; one is stopped (SIGSTOP); one claims weights
-that it did not load; the fleet grows and shrinks. Every token of every call is checked: context, seed and version.
+that it did not load; the fleet grows and shrinks; all are suspended, and some are killed then. Every token of every
+call is checked: context, seed and version.
 
 `python -m bench.scaling.fleet` prints the figures as JSON. `bench.scale` has them in its table. `bench.scaling.faults`
 has fewer faults, of a whole server.
@@ -41,7 +42,7 @@ HUNG_SECONDS = 1.0
 PATIENCE = 120.0
 """Seconds after the last fault in which every call must end."""
 CUTS = ("adopt", "paused", "adopted", "resumed")
-KINDS = ("kill", "kill", "kill", "cut", "cut", "kill two", "kill all", "newcomer", "stop", "lie", "scale")
+KINDS = ("kill", "kill", "kill", "cut", "cut", "kill two", "kill all", "newcomer", "stop", "lie", "scale", "suspend")
 
 
 class Calls:
@@ -117,6 +118,10 @@ class Faults:
             self._replicas.fleet.scale(self._chance.randint(1, NUM_REPLICAS + 1))
             await self._publish()
             self._replicas.fleet.scale(NUM_REPLICAS)
+        elif kind == "suspend":  # As `compute.colocated` does for each batch.
+            await self._replicas.fleet.suspend()
+            self._kill(self._chance.sample(serving, self._chance.randint(0, len(serving))))
+            await self._publish()
         else:
             await self._cut(kind)
         await self._tokens_again()

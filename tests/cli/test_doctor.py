@@ -105,7 +105,7 @@ def test_an_offloaded_optimiser_is_in_the_memory_of_the_machine(model: Path) -> 
     assert "problem policy: 128.5 of 100.0 GB" in lines(config, replace(EIGHT, memory=100 * GB))
     embedded = config.model_copy(update={"compute": config.compute.model_copy(update={"backend": "embedded"})})
     assert "the worker: 40.8 GB (weights 16.1, gradients 16.1, cache 8.6) of 48.0 GB" in lines(embedded, EIGHT)
-    assert "model.offload_optimizer" not in lines(embedded, LAPTOP), "it saves no memory there"
+    assert "note policy: model.offload_optimizer changes nothing, because it learns on CPUs" in lines(embedded, LAPTOP)
 
 
 def test_fewer_gpus_than_wanted(model: Path) -> None:
@@ -212,6 +212,9 @@ def test_the_embedded_backend(model: Path) -> None:
     worker = "policy: the worker: 153.2 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 8.6) of 48.0 GB usable"
     assert f"problem {worker}: does not fit; train an adapter (model.lora.rank), set model.offload" in text
     assert "vllm" not in text and "ranks" not in text
+    assert "one is 'embedded'" not in lines(settings(model, backend="embedded", sampler_python=""), EIGHT)
+    text = lines(settings(model, backend="embedded", sampler_python="", ranks=2, colocated=True), EIGHT)
+    assert "note policy: compute.ranks, compute.colocated: for compute.backend = 'cluster', and this one is" in text
 
 
 def test_a_model_without_attention(model: Path) -> None:
@@ -223,8 +226,13 @@ def test_a_model_without_attention(model: Path) -> None:
     assert "problem policy: " in lines(settings(model), EIGHT)
 
 
-def test_a_host_of_another_machine(model: Path) -> None:
-    assert "problem compute.host = '203.0.113.1', port 0" in lines(settings(model, host="203.0.113.1"), EIGHT)
+def test_a_host_of_another_machine_and_a_port_in_use(model: Path) -> None:
+    config = settings(model, host="203.0.113.1")
+    assert "problem compute.host = '203.0.113.1': " in lines(config, EIGHT)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        used = config.server.model_copy(update={"port": busy.getsockname()[1]})
+        text = lines(config.model_copy(update={"server": used}), EIGHT)
+    assert "stop the server that runs there (`agentjet status`), or set server.port to another port" in text
 
 
 def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:

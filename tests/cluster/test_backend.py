@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from agentjet.compute.cluster import backend, learner_group, meters
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
 from agentjet.compute.cluster.handshake import dial
 from agentjet.compute.cluster.hub import Link
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.launcher import LocalLauncher, Process
 from agentjet.compute.cluster.meters import StepMeter
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
@@ -102,20 +103,12 @@ class ThreadLauncher:
     async def num_gpus(self) -> int | None:
         return self.gpus
 
-    async def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        gpus: int,
-        log_path: Path,
-        beside: str = "",
-    ) -> Process:
+    async def start(self, launch: Launch) -> Process:
+        name = launch.name
         if self.programs is not None and "replica" in name:
-            return await self.programs.start(name, command, environment, gpus=gpus, log_path=log_path)
+            return await self.programs.start(launch)
         handler = self.special.get(name, self._rank if "rank" in name else self._replica)
-        process = self.running[name] = self.all[name] = ThreadProcess(environment, handler)
+        process = self.running[name] = self.all[name] = ThreadProcess(launch.environment, handler)
         process.ended.add_done_callback(lambda _: self.running.pop(name))
         return process
 

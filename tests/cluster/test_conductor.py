@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from agentjet.compute.cluster.hub import Hub
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.ray_launcher import RayLauncher, RayProcess
 from agentjet.errors import ComputeError, ConfigError
 from tests.cluster.raylets import LocalCluster
@@ -71,7 +72,7 @@ class Sleeper(psutil.Process):
 async def started(launcher: RayLauncher, name: str, folder: Path, gpus: int = 0) -> Sleeper:
     """Start a sleeper."""
     log = folder / f"{name}.log"
-    ray_process = await launcher.start(name, SLEEPER, {"COLOUR": "green"}, gpus=gpus, log_path=log)
+    ray_process = await launcher.start(Launch(name, SLEEPER, log, {"COLOUR": "green"}, gpus))
     async with asyncio.timeout(60):
         while not (words := log.read_text().split()):
             await asyncio.sleep(0.05)
@@ -210,7 +211,7 @@ async def test_wrong_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     }.items():
         async with launching(address, tmp_path) as launcher:
             with pytest.raises(ConfigError, match=f"compute.address = '{address}'.*{problem}"):
-                await launcher.start("one", SLEEPER, {}, gpus=0, log_path=tmp_path / "log")
+                await launcher.start(Launch("one", SLEEPER, tmp_path / "log"))
 
 
 async def test_reasons_of_refusals() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.compute.cluster import launcher
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.launcher import LocalLauncher, cause_of
 from agentjet.errors import ComputeError, ConfigError
 
@@ -52,7 +53,7 @@ def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> Non
         assert await launcher.num_gpus() == 2
         command = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
         logs = [tmp_path / "a.log", tmp_path / "b.log"]
-        started = await asyncio.gather(*(launcher.start(log.stem, command, {}, gpus=1, log_path=log) for log in logs))
+        started = await asyncio.gather(*(launcher.start(Launch(log.stem, command, log, gpus=1)) for log in logs))
         await asyncio.gather(*(process.ended for process in started))
         assert sorted(log.read_text().strip() for log in logs) == ["0", "1"]
         await launcher.close()
@@ -65,7 +66,7 @@ async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
     launcher, log = LocalLauncher(lambda: ["0", "1", "2"]), tmp_path / "a.log"
 
     async def gpus(name: str, beside: str) -> Sequence[str]:
-        process = await launcher.start(name, ("/bin/sleep", "600"), {}, gpus=1, log_path=log, beside=beside)
+        process = await launcher.start(Launch(name, ("/bin/sleep", "600"), log, gpus=1, beside=beside))
         return process.gpus
 
     assert await gpus("p/rank-0.1", "p/replica-") == ["0"]
@@ -81,15 +82,15 @@ async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_gpus_in_use_are_free_later_and_a_process_has_a_place(tmp_path: Path) -> None:
     launcher, command, log = LocalLauncher(lambda: ["0"]), ("/bin/sleep", "600"), tmp_path / "a.log"
-    process = await launcher.start("a", command, {}, gpus=1, log_path=log)
+    process = await launcher.start(Launch("a", command, log, gpus=1))
     with pytest.raises(ComputeError, match="b needs 1 GPUs, and 0 of 1 are free"):
-        await launcher.start("b", command, {}, gpus=1, log_path=log)
+        await launcher.start(Launch("b", command, log, gpus=1))
     with pytest.raises(ConfigError, match="b needs 2 GPUs"):
-        await launcher.start("b", command, {}, gpus=2, log_path=log)
+        await launcher.start(Launch("b", command, log, gpus=2))
     while not process.place:
         await asyncio.sleep(0.01)
     place = process.place
     await process.stop()
     assert process.place == place != ""
-    await (await launcher.start("b", command, {}, gpus=1, log_path=log)).stop()
+    await (await launcher.start(Launch("b", command, log, gpus=1))).stop()
     await launcher.close()

@@ -10,6 +10,7 @@ import pytest
 
 from agentjet.compute.cluster.learner import Sharding
 from agentjet.compute.cluster.memory import (
+    Learning,
     activation_bytes,
     adapter_parameters,
     fewest_ranks,
@@ -78,7 +79,7 @@ def test_sharded_ranks_hold_parts() -> None:
     size = size_from_config(LLAMA_8B)
     eight, sixteen = (rank_need(size, ranks=n, sharding="sharded").total for n in (8, 16))
     assert sixteen < eight < rank_need(size, ranks=8, sharding="gathered").total
-    assert rank_need(size, ranks=8, sharding="sharded", trained=10**7).total < eight
+    assert rank_need(size, Learning(trained=10**7), ranks=8, sharding="sharded").total < eight
 
 
 @pytest.mark.parametrize("trained", [0, 10**7])
@@ -87,14 +88,15 @@ def test_what_is_offloaded_is_in_the_memory_of_the_cpu(sharding: Sharding, train
     """Of 8 ranks: 16 bytes a trained parameter, and the layers that a sharded rank does not learn."""
     size = size_from_config(LLAMA_8B)
     plain, offloaded = (
-        rank_need(size, ranks=8, sharding=sharding, trained=trained, offload=offload) for offload in (False, True)
+        rank_need(size, Learning(trained=trained, offload=offload), ranks=8, sharding=sharding)
+        for offload in (False, True)
     )
     frozen = size.layer_parameters * 2 // 8 if trained and sharding == "sharded" else 0
     assert plain.host == offloaded.optimizer == 0
     assert offloaded.host == frozen + 16 * (trained or size.num_parameters) // 8
     assert offloaded.weights == plain.weights - frozen
     assert offloaded.total < plain.total
-    fewest = fewest_ranks(size, 80 * GB, sharding=sharding, trained=trained, offload=True)
+    fewest = fewest_ranks(size, 80 * GB, Learning(trained=trained, offload=True), sharding=sharding)
     assert fewest == {("gathered", 0): None, ("gathered", 10**7): 1}.get((sharding, trained), 2)
 
 

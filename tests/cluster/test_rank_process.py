@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.launcher import LocalLauncher
 from agentjet.compute.cluster.learner_group import LearnerGroup
 from agentjet.compute.cluster.site import Site
@@ -50,7 +51,7 @@ async def two_ranks(folder: Path, timeout: float = 120.0) -> AsyncIterator[tuple
     site, names = Site(hub, LocalLauncher(list)), ["rank-0", "rank-1"]
 
     async def launch(name: str, rank: int) -> Peer:
-        return await site.start(name, COMMAND, gpus=0, log_path=folder / f"{name}.log")
+        return await site.start(Launch(name, COMMAND, folder / f"{name}.log"))
 
     group = LearnerGroup(POLICY, names, launch, site, timeout=timeout)
     compute = ComputeConfig(backend="cluster", ranks=2, sharding="gathered")

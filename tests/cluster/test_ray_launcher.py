@@ -26,7 +26,7 @@ GUARDIAN = Path(guardian.__file__).read_text()
 
 
 def keeper(log_path: Path, *command: str, shared: bool = True) -> Keeper:
-    return Keeper(Launch("r/p/rank-0", command, {}, 0, str(log_path), shared), GUARDIAN)
+    return Keeper(Launch("r/p/rank-0", command, log_path, needs_shared_files=shared), GUARDIAN)
 
 
 def test_no_ray() -> None:

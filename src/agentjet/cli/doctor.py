@@ -5,6 +5,7 @@ It imports neither torch nor Ray: versions are read from package metadata, sizes
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -21,7 +22,7 @@ from agentjet.cli import Override, print_text
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from agentjet.compute.cluster.memory import ModelSize, Need
+    from agentjet.compute.cluster.memory import Learning, ModelSize, Need
     from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 
 GB = 10**9
@@ -90,10 +91,13 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             yield _counts(policy, compute, model, free if uses_gpus else None)
             if uses_gpus and free is not None:
                 free = max(0, free - _num_gpus(compute))
-        elif settings.model_of(policy).device == "cuda" and free is None:
-            yield Finding(
-                "problem", f"{policy}: model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'"
-            )
+        else:
+            if settings.model_of(policy).device == "cuda" and free is None:
+                text = "model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'"
+                yield Finding("problem", f"{policy}: {text}")
+            if ignored := [name for name in _changed(compute) if name != "backend"]:
+                names = ", ".join(f"compute.{name}" for name in ignored)
+                yield Finding("note", f"{policy}: {names}: for compute.backend = 'cluster', and this one is 'embedded'")
         yield from _memory(settings, policy, machine)
 
 
@@ -140,8 +144,12 @@ def _ports(settings: ServeConfig) -> Iterator[Finding]:
         try:
             socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as error:
-            way_out = f"set {section}.host to an address of this machine" + (" or another port" if port else "")
-            yield Finding("problem", f"{section}.host = {host!r}, port {port}: {error.strerror or error}; {way_out}")
+            where, way_out = f"{section}.host = {host!r}", f"set {section}.host to an address of this machine"
+            if port:
+                where, way_out = f"{where}, port {port}", f"{way_out}, or {section}.port to another port"
+            if error.errno == errno.EADDRINUSE:
+                way_out = f"stop the server that runs there (`agentjet status`), or set {section}.port to another port"
+            yield Finding("problem", f"{where}: {error.strerror or error}; {way_out}")
 
 
 def _ray_cluster(address: str, machine: Machine) -> Finding:
@@ -158,6 +166,12 @@ def _ray_cluster(address: str, machine: Machine) -> Finding:
         start = "--head" if address == "auto" else f"--address={address}"
         return Finding("problem", f"compute.address = {address!r}: no Ray node runs here: run `ray start {start}`")
     return Finding("ok", f"compute.address = {address!r}: a Ray node runs on this machine")
+
+
+def _changed(compute: ComputeConfig) -> list[str]:
+    """Returns the names of the settings that are not the defaults."""
+    fields = type(compute).model_fields
+    return [name for name in fields if getattr(compute, name) != fields[name].get_default(call_default_factory=True)]
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
@@ -189,7 +203,7 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
 
 def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Finding]:
     """The memory of one rank and one replica, or of the worker."""
-    from agentjet.compute.cluster.memory import adapter_parameters, model_size
+    from agentjet.compute.cluster.memory import Learning, adapter_parameters, model_size
     from agentjet.errors import ConfigError
     from agentjet.gateway.first_weights import whole_model
 
@@ -215,9 +229,10 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
     on_gpu = bool(machine.gpus) and model.device != "cpu"
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
-    value_bytes = 2 if narrow else 4
-    offload = on_gpu and model.offload_optimizer
-    fit = _Fit(policy, size, value_bytes, trained, settings.sampler.cache_tokens, machine, on_gpu, offload)
+    learning = Learning(2 if narrow else 4, trained, offload=on_gpu and model.offload_optimizer)
+    if model.offload_optimizer and not on_gpu:
+        yield Finding("note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs")
+    fit = _Fit(policy, size, learning, settings.sampler.cache_tokens, machine, on_gpu)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
     ranks = compute.ranks if compute.backend == "cluster" else 1
@@ -230,14 +245,10 @@ class _Fit:
 
     policy: str
     size: ModelSize
-    value_bytes: int
-    trained: int
-    """Parameters of the adapter. 0: all weights learn."""
+    learning: Learning
     cache_tokens: int
     machine: Machine
     on_gpu: bool
-    offload: bool
-    """True if masters and moments are in the CPU's memory and weights on a GPU."""
 
     @property
     def device(self) -> int:
@@ -247,12 +258,13 @@ class _Fit:
         """Yields what the worker needs: a learner with the sampler's cache."""
         from agentjet.compute.cluster.memory import USABLE, replica_need
 
-        cache = replica_need(self.size, cache_tokens=self.cache_tokens, value_bytes=self.value_bytes).cache
+        value_bytes = self.learning.value_bytes
+        cache = replica_need(self.size, cache_tokens=self.cache_tokens, value_bytes=value_bytes).cache
         need = replace(self._rank(1, "gathered"), cache=cache)
-        if self.offload:  # Gradients move after each micro-batch, so the device has them in the weights' type only.
-            need = replace(need, gradients=need.gradients * self.value_bytes // 4)
-        offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.offload else ""
-        adapter = "" if self.trained else "train an adapter (model.lora.rank), "
+        if self.learning.offload:  # Gradients move after each micro-batch: the device has them in the weights' type.
+            need = replace(need, gradients=need.gradients * value_bytes // 4)
+        offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
+        adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
         way_out = f"{adapter}{offload}lower sampler.cache_tokens, or set compute.backend = 'cluster'"
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
         yield from self._offloaded(need, 1)
@@ -266,14 +278,7 @@ class _Fit:
             fits = self._rank(compute.ranks, "gathered").total <= USABLE * memory
             mode = "gathered" if fits or compute.ranks == 1 else "sharded"
         if self.on_gpu:
-            fewest = fewest_ranks(
-                self.size,
-                memory,
-                sharding="sharded",
-                value_bytes=self.value_bytes,
-                trained=self.trained,
-                offload=self.offload,
-            )
+            fewest = fewest_ranks(self.size, memory, self.learning, sharding="sharded")
             way_out = f"{fewest} sharded ranks fit (compute.ranks)" if fewest else "no number of such ranks holds it"
         else:  # More ranks get smaller shares of the same memory.
             way_out = (
@@ -286,7 +291,7 @@ class _Fit:
             self.size,
             cache_tokens=self.cache_tokens,
             tensor_parallel=compute.tensor_parallel,
-            value_bytes=self.value_bytes,
+            value_bytes=self.learning.value_bytes,
         )
         if self.on_gpu:
             way_out = "lower sampler.cache_tokens, or raise compute.tensor_parallel"
@@ -308,7 +313,7 @@ class _Fit:
 
         left = (1 - USABLE) * (self.device if self.on_gpu else self.machine.memory // ranks)
         kept, recomputed = (
-            activation_bytes(self.size, tokens=tokens, value_bytes=self.value_bytes, recomputed=choice)
+            activation_bytes(self.size, tokens=tokens, value_bytes=self.learning.value_bytes, recomputed=choice)
             for choice in (is_recomputed, True)
         )
         text = (
@@ -325,14 +330,7 @@ class _Fit:
     def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
         from agentjet.compute.cluster.memory import rank_need
 
-        return rank_need(
-            self.size,
-            ranks=ranks,
-            sharding=mode,
-            value_bytes=self.value_bytes,
-            trained=self.trained,
-            offload=self.offload,
-        )
+        return rank_need(self.size, self.learning, ranks=ranks, sharding=mode)
 
     def _offloaded(self, need: Need, processes: int) -> Iterator[Finding]:
         """Yields what the processes on one machine keep in its memory instead of a GPU's, if anything."""

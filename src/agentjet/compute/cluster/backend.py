@@ -21,10 +21,11 @@ from typing import cast
 
 from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.launcher import Launcher, LocalLauncher, cause_of
 from agentjet.compute.cluster.learner_group import LearnerGroup
 from agentjet.compute.cluster.meters import Autoscaler, StepMeter
-from agentjet.compute.cluster.ray_launcher import RANK_MODULE, RayLauncher, check_ray
+from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.site import Site, first_of
 from agentjet.compute.cluster.weights import Publication
@@ -48,6 +49,7 @@ from agentjet.types import (
 
 log = logging.getLogger(__name__)
 
+RANK_MODULE = "agentjet.compute.cluster.rank"
 REPLICA_MODULE = "agentjet.compute.cluster.replica"
 REPLICA_PATH = Path(__file__).parent / "replica_path"
 """On a replica's `PYTHONPATH`: it imports the server's copy of AgentJet."""
@@ -361,26 +363,31 @@ class ClusterCompute:
         return self._sites[key]
 
     async def _start_rank(self, policy: PolicyId, hosted: HostedPolicy, name: str, rank: int) -> Peer:
-        command = (sys.executable, "-P", "-m", RANK_MODULE)
-        log_path = self._log_path(f"{policy}/rank-{rank}")  # The ranks of all groups write to one file.
-        beside = f"{policy}/replica-" if hosted.settings.colocated else ""
-        return await hosted.site.start(name, command, gpus=hosted.gpus, log_path=log_path, beside=beside)
+        launch = Launch(
+            name,
+            (sys.executable, "-P", "-m", RANK_MODULE),
+            self._log_path(f"{policy}/rank-{rank}"),  # The ranks of all groups write to one file.
+            gpus=hosted.gpus,
+            beside=f"{policy}/replica-" if hosted.settings.colocated else "",
+            needs_shared_files=True,  # Checkpoints.
+        )
+        return await hosted.site.start(launch)
 
     async def _start_replica(self, policy: PolicyId, hosted: HostedPolicy, python: str, name: str) -> Peer:
         """See `fleet.Start`."""
-        command, settings = (python, "-m", REPLICA_MODULE), hosted.settings
-        log_path = self._log_path(name)
+        settings, log_path = hosted.settings, self._log_path(name)
         hosted.log_starts[name] = log_path.stat().st_size if log_path.exists() else 0
         found = os.pathsep.join(filter(None, (str(REPLICA_PATH), os.environ.get("PYTHONPATH"))))
         try:
-            peer = await hosted.site.start(
+            launch = Launch(
                 name,
-                command,
+                (python, "-m", REPLICA_MODULE),
+                log_path,
+                {"PYTHONPATH": found},
                 gpus=hosted.gpus * settings.tensor_parallel,
-                log_path=log_path,
-                variables={"PYTHONPATH": found},
                 beside=f"{policy}/rank-" if settings.colocated else "",
             )
+            peer = await hosted.site.start(launch)
         except WorkerDied as error:
             is_no_python = "with exit code" in str(error) and not settings.address
             if "No module named" in str(error) or (is_no_python and not hosted.fleet.has_served):

@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 TAIL_BYTES = 4096
 STOP_SECONDS = 10.0
@@ -30,13 +31,17 @@ class Launch:
 
     name: str
     command: Sequence[str]
-    environment: dict[str, str]
-    gpus: int
-    log_path: str
-    """The gateway has created this file."""
-    needs_shared_files: bool
+    log_path: Path
+    """Its output is appended to this file."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of the machine."""
+    gpus: int = 0
+    beside: str = ""
+    """It may share GPUs with one process whose name begins so, and prefers those. Ray shares nothing."""
+    needs_shared_files: bool = False
     """True if the process works only where the gateway's files are visible."""
     placement_seconds: float = 60.0
+    """Seconds that it waits for a node with enough free GPUs."""
 
 
 class Keeper:
@@ -55,14 +60,14 @@ class Keeper:
         launch, node = self._launch, socket.gethostname()
         if problem := self._problem():
             return node, 0, problem
-        if not os.path.exists(self._log_path):
-            folder = os.path.join(tempfile.gettempdir(), "agentjet-logs")
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._log_path = os.path.join(folder, os.path.basename(self._log_path))
+        if not self._log_path.exists():
+            folder = Path(tempfile.gettempdir(), "agentjet-logs")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log_path = folder / self._log_path.name
         environment = {**os.environ, **launch.environment}
         if not launch.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        with open(self._log_path, "ab") as log:
+        with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", self._guardian, *launch.command],
                 stdin=subprocess.PIPE,
@@ -81,7 +86,7 @@ class Keeper:
                 f"it has no {command}: install AgentJet there at the same path as on the gateway's machine (the same "
                 "container image, or a shared file system)"
             )
-        if self._launch.needs_shared_files and not os.path.exists(log):
+        if self._launch.needs_shared_files and not log.exists():
             return (
                 f"it does not have the gateway's file {log}: server.data_dir (checkpoints, logs) and the folder of a "
                 "local model must be on a file system that the gateway and all ranks mount at the same path, such as "
@@ -94,7 +99,7 @@ class Keeper:
         assert self._process is not None
         code = self._process.wait()
         self.stop()
-        with open(self._log_path, "rb") as log:
+        with self._log_path.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
             lines = log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -13,13 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from agentjet.compute.cluster import guardian
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.errors import ComputeError, ConfigError
 
 STOP_SECONDS = 10.0
@@ -59,21 +60,8 @@ class Launcher(Protocol):
         """Returns the number of GPUs that processes can get. None if there are none: processes run on the CPU."""
         ...
 
-    async def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        gpus: int,
-        log_path: Path,
-        beside: str = "",
-    ) -> Process:
-        """Start a process with that many GPUs. `environment` is added to that of the machine.
-
-        With `beside`, it may share GPUs with one process whose name begins so, and prefers those.
-        Raises `ConfigError` if it cannot be started, and `ComputeError` if its GPUs are in use at present.
-        """
+    async def start(self, launch: Launch) -> Process:
+        """Start a process. Raises `ConfigError` if that is impossible, and `ComputeError` if its GPUs are in use."""
         ...
 
     async def close(self) -> None:
@@ -157,35 +145,25 @@ class LocalLauncher:
             self._gpus = await asyncio.to_thread(self._find_gpus)
         return len(self._gpus) or None
 
-    async def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        gpus: int,
-        log_path: Path,
-        beside: str = "",
-    ) -> LocalProcess:
+    async def start(self, launch: Launch) -> LocalProcess:
         async with self._starting:
-            chosen = await self._choose_gpus(name, gpus, beside)
-            if shutil.which(command[0]) is None:
-                raise ConfigError(f"{name}: {command[0]} is not a program")
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-            log_path.touch(0o600)
+            chosen = await self._choose_gpus(launch)
+            if shutil.which(launch.command[0]) is None:
+                raise ConfigError(f"{launch.name}: {launch.command[0]} is not a program")
+            create_log(launch.log_path)
             devices = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
             if "CUDA_VISIBLE_DEVICES" not in os.environ:  # The numbers are those of nvidia-smi.
                 devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-            with log_path.open("ab") as log:
+            with launch.log_path.open("ab") as log:
                 started = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", guardian.__file__, *command),
+                    *(sys.executable, "-I", "-S", guardian.__file__, *launch.command),
                     stdin=asyncio.subprocess.PIPE,  # Nothing is written. It closes with this process.
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **environment, **devices},
+                    env={**os.environ, **launch.environment, **devices},
                     start_new_session=True,  # Ctrl-C is for the gateway.
                 )
-            process = LocalProcess(name, started, chosen, log_path)
+            process = LocalProcess(launch.name, started, chosen, launch.log_path)
             self._processes.add(process)
             process.ended.add_done_callback(lambda _: self._processes.discard(process))
             return process
@@ -193,22 +171,29 @@ class LocalLauncher:
     async def close(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def _choose_gpus(self, name: str, number: int, beside: str) -> list[str]:
+    async def _choose_gpus(self, launch: Launch) -> list[str]:
         """Returns the ids of free GPUs. Raises `ConfigError`, and `ComputeError` if they are in use at present."""
         await self.num_gpus()
         users: dict[str, list[str]] = {gpu: [] for gpu in self._gpus or ()}
         for process in self._processes:
             for gpu in process.gpus:
                 users[gpu].append(process.name)
+        beside, number = launch.beside, launch.gpus
         shared = [gpu for gpu, names in users.items() if beside and names and all(n.startswith(beside) for n in names)]
         free = shared + [gpu for gpu, names in users.items() if not names]
         if len(free) < number:
             total = len(self._gpus or ())
             # Those of a process that is being killed become free.
             raise (ConfigError if number > total else ComputeError)(
-                f"{name} needs {number} GPUs, and {len(free)} of {total} are free"
+                f"{launch.name} needs {number} GPUs, and {len(free)} of {total} are free"
             )
         return free[:number]
+
+
+def create_log(path: Path) -> None:
+    """Create the log of a process, unless it exists, which only this user can read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(0o600)
 
 
 def end_of(code: int, log_path: Path) -> str:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from agentjet.compute.cluster.group import Group
-from agentjet.compute.cluster.memory import USABLE, gathered_need
+from agentjet.compute.cluster.memory import USABLE, Learning, gathered_need
 from agentjet.compute.embedded.learner import Number, PolicyLearner, new_moments
 from agentjet.compute.embedded.model import decoder_layers
 from agentjet.compute.embedded.passes import Pass, PrefixPass, RowPass
@@ -275,13 +275,9 @@ def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Poli
     else:
         memory = psutil.virtual_memory().total // group.num_ranks
     numbers = [p.numel() for p in policy.model.parameters()]
-    need = gathered_need(
-        sum(numbers),
-        sum(p.numel() for p in policy.trainable().values()),
-        ranks=group.num_ranks,
-        value_bytes=policy.dtype.itemsize,
-        offload=policy.offloads_optimizer and policy.device.type == "cuda",
-    )
+    trained = sum(p.numel() for p in policy.trainable().values())
+    offload = policy.offloads_optimizer and policy.device.type == "cuda"
+    need = gathered_need(sum(numbers), Learning(policy.dtype.itemsize, trained, offload), ranks=group.num_ranks)
     fits = need.total <= USABLE * memory
     return "gathered" if all(group.gather(fits)) else "sharded"
 

@@ -1,8 +1,7 @@
 """The memory of a rank and of a replica, from a model's `config.json`, before anything loads. No torch.
 
 `agentjet doctor` prints it. The rules are those of `learner.py`: weights, gradients in float32, and masters and
-moments in float32 (12 bytes for each trained parameter) that the ranks divide. `offload` is
-`model.offload_optimizer` on a GPU: what the ranks divide is then in the CPU's memory, 4 bytes of gradients included.
+moments in float32 (12 bytes for each trained parameter) that the ranks divide.
 """
 
 from __future__ import annotations
@@ -40,6 +39,22 @@ class ModelSize:
     """Numbers that all layers keep of each token for the backward pass."""
     is_exact: bool
     """False if counted from the config: within a few percent for dense decoders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """The parts of the settings that change the memory of a learner."""
+
+    value_bytes: int = 2
+    """Bytes of a weight: 2 in bfloat16, 4 in float32."""
+    trained: int = 0
+    """Parameters that learn, such as an adapter's. 0: all of the model."""
+    offload: bool = False
+    """`model.offload_optimizer` on a GPU: what the ranks divide is in the CPU's memory, with 4 bytes of gradients."""
+
+
+ALL_WEIGHTS = Learning()
+"""All weights learn in bfloat16, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +121,20 @@ def parameters_in(file: Path) -> int:
 
 
 def rank_need(
-    size: ModelSize,
-    *,
-    ranks: int,
-    sharding: Literal["gathered", "sharded"],
-    value_bytes: int = 2,
-    trained: int = 0,
-    offload: bool = False,
+    size: ModelSize, learning: Learning = ALL_WEIGHTS, *, ranks: int, sharding: Literal["gathered", "sharded"]
 ) -> Need:
-    """Returns the bytes of a learner rank. `trained` parameters, such as an adapter's; 0 means all of the model.
+    """Returns the bytes of a learner rank.
 
     Sharded ranks divide layers, with masters in float32; one gathered layer comes on top. Embeddings stay whole.
     """
-    learned = trained or size.num_parameters
     if sharding == "gathered":
-        return gathered_need(size.num_parameters, learned, ranks=ranks, value_bytes=value_bytes, offload=offload)
+        return gathered_need(size.num_parameters, learning, ranks=ranks)
+    trained = learning.trained
+    learned = trained or size.num_parameters
     rest = size.num_parameters - size.layer_parameters
-    gathered = (rest + size.layer_parameters // max(1, size.num_layers)) * value_bytes
-    frozen = size.layer_parameters * value_bytes // ranks if trained else 0
-    if offload:
+    gathered = (rest + size.layer_parameters // max(1, size.num_layers)) * learning.value_bytes
+    frozen = size.layer_parameters * learning.value_bytes // ranks if trained else 0
+    if learning.offload:
         return Need(gathered, 4 * (trained or rest), host=frozen + 16 * learned // ranks)
     return Need(
         weights=gathered + frozen,
@@ -145,11 +155,12 @@ def activation_bytes(size: ModelSize, *, tokens: int, value_bytes: int = 2, reco
     return tokens * kept * value_bytes
 
 
-def gathered_need(num_parameters: int, trained: int, *, ranks: int, value_bytes: int, offload: bool = False) -> Need:
-    """Returns the bytes of a rank with all weights, of which it learns `trained`."""
-    if offload:
-        return Need(num_parameters * value_bytes, 4 * trained, host=16 * trained // ranks)
-    return Need(num_parameters * value_bytes, 4 * trained, 12 * trained // ranks)
+def gathered_need(num_parameters: int, learning: Learning, *, ranks: int) -> Need:
+    """Returns the bytes of a rank with all weights."""
+    weights, learned = num_parameters * learning.value_bytes, learning.trained or num_parameters
+    if learning.offload:
+        return Need(weights, 4 * learned, host=16 * learned // ranks)
+    return Need(weights, 4 * learned, 12 * learned // ranks)
 
 
 def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:
@@ -160,23 +171,14 @@ def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1
 
 
 def fewest_ranks(
-    size: ModelSize,
-    memory: int,
-    *,
-    sharding: Literal["gathered", "sharded"],
-    value_bytes: int = 2,
-    trained: int = 0,
-    offload: bool = False,
+    size: ModelSize, memory: int, learning: Learning = ALL_WEIGHTS, *, sharding: Literal["gathered", "sharded"]
 ) -> int | None:
     """Returns the fewest ranks whose devices of `memory` bytes hold the model; None if 1,024 do not.
 
     Sharded ranks are at least 2.
     """
     for power in range(1 if sharding == "sharded" else 0, 11):
-        need = rank_need(
-            size, ranks=2**power, sharding=sharding, value_bytes=value_bytes, trained=trained, offload=offload
-        )
-        if need.total <= USABLE * memory:
+        if rank_need(size, learning, ranks=2**power, sharding=sharding).total <= USABLE * memory:
             return int(2**power)
     return None
 

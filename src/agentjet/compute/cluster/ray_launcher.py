@@ -12,13 +12,14 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from agentjet.compute.cluster.handshake import host_and_port
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.keeper import Launch
-from agentjet.compute.cluster.launcher import LocalLauncher
+from agentjet.compute.cluster.launcher import LocalLauncher, create_log
 from agentjet.compute.cluster.site import Site
 from agentjet.errors import ComputeError, ConfigError, Later
 from agentjet.types import PolicyId
@@ -27,8 +28,6 @@ AWAY_SECONDS = 10.0
 """Pause before a cluster that went away is asked again. Its head may be restarted with the same address."""
 PROBE_SECONDS = 5.0
 """Limit of a connection to Ray's head."""
-RANK_MODULE = "agentjet.compute.cluster.rank"
-"""Ranks write and read checkpoints, so they need the files of the gateway."""
 NOBODY = PolicyId()
 """Requests to the conductor are not about a policy."""
 STATISTICS = "RAY_USAGE_STATS_ENABLED"
@@ -110,35 +109,17 @@ class RayLauncher:
         self._num_started = 0
         self._has_joined = False
 
-    async def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        gpus: int,
-        log_path: Path,
-        beside: str = "",
-    ) -> RayProcess:
-        """Start a process on a node with that many free GPUs. They are not shared: settings do not allow `beside`.
+    async def start(self, launch: Launch) -> RayProcess:
+        """Start a process on a node with enough free GPUs.
 
         Raises `ConfigError` if Ray is missing, the cluster was never joined, or no node can run it; `Later` while a
         cluster that was joined is away; else `ComputeError`.
         """
         conductor = await self._conductor()
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.touch(0o600)
-        launch = Launch(
-            name,
-            tuple(command),
-            dict(environment),
-            gpus,
-            str(log_path.resolve()),
-            needs_shared_files=RANK_MODULE in command,
-            placement_seconds=self.placement_seconds,
-        )
+        create_log(launch.log_path)
+        launch = replace(launch, log_path=launch.log_path.resolve(), placement_seconds=self.placement_seconds)
         place: str = await conductor.ask("start", NOBODY, launch)
-        return RayProcess(conductor, name, place, f"see {self._log_path}")
+        return RayProcess(conductor, launch.name, place, f"see {self._log_path}")
 
     async def num_gpus(self) -> int | None:
         """Returns the GPUs of the cluster; None if it has none."""
@@ -178,4 +159,4 @@ class RayLauncher:
         self._name = f"conductor-{self._num_started} {self._address}"
         command = (sys.executable, "-P", "-m", "agentjet.compute.cluster.conductor")
         variables = {STATISTICS: os.environ.get(STATISTICS, "0")}
-        return await self._site.start(self._name, command, gpus=0, log_path=self._log_path, variables=variables)
+        return await self._site.start(Launch(self._name, command, self._log_path, variables))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.launcher import Launcher, Process
 from agentjet.compute.embedded.backend import COMPUTE_VARIABLES
 from agentjet.errors import WorkerDied
@@ -32,32 +32,22 @@ class Site:
         """See `Launcher.num_gpus`."""
         return await self._launcher.num_gpus()
 
-    async def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        gpus: int,
-        log_path: Path,
-        variables: Mapping[str, str] | None = None,
-        beside: str = "",
-    ) -> Peer:
-        """Start a process, with `variables` in its environment, and wait until it connects. See `Launcher.start`.
+    async def start(self, launch: Launch) -> Peer:
+        """Start a process and wait until it connects. See `Launcher.start`.
 
         Raises `ConfigError`, or `WorkerDied` if it ends before.
         """
+        name = launch.name
         connection = self._hub.expect(name)
         try:
-            environment = {**COMPUTE_VARIABLES, **(variables or {}), **self._hub.environment(name)}
-            process = await self._launcher.start(
-                name, command, environment, gpus=gpus, log_path=log_path, beside=beside
-            )
+            environment = {**COMPUTE_VARIABLES, **launch.environment, **self._hub.environment(name)}
+            process = await self._launcher.start(replace(launch, environment=environment))
             self._processes[name] = process
             await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
             if connection.done():
                 peer = self._peers[name] = connection.result()
                 return peer
-            late = f"did not connect for {CONNECT_SECONDS:g} s; see {log_path}"
+            late = f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}"
             raise WorkerDied(f"{name} {process.ended.result() if process.ended.done() else late}")
         finally:
             self._hub.forget(name)
