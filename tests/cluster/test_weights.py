@@ -1,6 +1,7 @@
 """Files of weights, written and fetched on one machine. Pinned here:
 
-1. a process of the same machine links the file, which outlives its removal by rank 0; another downloads it;
+1. a process of the same machine links the file, which outlives its removal by rank 0; on another machine, one process
+   downloads it, and those that need it at the same time link what that one got;
 2. the files of the two newest versions stay; a fetch of an older one fails with the reason;
 3. a wrong secret, a damaged part, a learner that is gone and one that ends in the middle fail with `ComputeError`, and
    leave no file; a file that is not a publication is not served;
@@ -17,13 +18,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentjet.compute.cluster import guardian, handshake, weights
-from agentjet.compute.cluster.weights import Publication, WeightsServer, fetch, release
+from agentjet.compute.cluster.weights import Publication, SharedFolder, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
 
 SECRET = b"secret"
@@ -48,9 +50,15 @@ def publish(server: WeightsServer, version: int) -> Publication:
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is on another machine than rank 0."""
-    monkeypatch.setattr(weights, "_linked", lambda publication: None)
+def elsewhere(
+    server: WeightsServer, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """This process is on another machine than rank 0, with a shared memory of its own."""
+    server._folder = SharedFolder(guardian.SHARED_MEMORY)
+    place = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.setattr(guardian, "SHARED_MEMORY", place)
+    yield
+    assert not list(place.iterdir())
 
 
 @pytest.fixture
@@ -76,6 +84,30 @@ def test_another_machine_downloads_the_file(server: WeightsServer) -> None:
     assert str(path) != publication.path and path.read_bytes() == CONTENT + b"\x03"
     release(path)
     assert not path.parent.exists() and Path(publication.path).exists()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_several_processes_of_another_machine_download_the_file_once(
+    server: WeightsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication, downloads = publish(server, 3), list[str]()
+    download = weights._download
+
+    def counted(publication: Publication, name: str, secret: bytes, path: Path) -> None:
+        downloads.append(name)
+        if len(downloads) == 1:
+            raise OSError("the first one fails")  # Then the next one downloads it.
+        download(publication, name, secret, path)
+
+    monkeypatch.setattr(weights, "_download", counted)
+    with ThreadPoolExecutor(4) as pool:
+        fetches = [pool.submit(fetch, publication, f"replica {number}", SECRET) for number in range(4)]
+    failed = [one for one in fetches if one.exception() is not None]
+    paths = [one.result() for one in fetches if one not in failed]
+    assert len(failed) == 1 and len(downloads) == 2
+    for path in paths:
+        assert path.read_bytes() == CONTENT + b"\x03"
+        release(path)
 
 
 @pytest.mark.usefixtures("elsewhere")

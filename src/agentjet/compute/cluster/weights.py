@@ -1,9 +1,9 @@
 """Publications: the weights of one version, as rank 0 writes and serves them and as replicas fetch them. No torch.
 
-Rank 0 writes one safetensors file, into shared memory if it fits there. A replica on the same machine opens that file;
-any other fetches its parts over several TCP connections, each after the handshake. The two newest files stay, because
-replicas adopt in turns. A fetched file has a second name, so it stays readable after rank 0 removed the
-first. A fetch that has begun goes on, too.
+Rank 0 writes one safetensors file, into shared memory if it fits there. A replica on the same machine links that file.
+On another machine, one replica fetches its parts over several TCP connections, each after the handshake, and those that
+need it at the same time link what that one got. The two newest files of rank 0 stay, because replicas adopt in turns.
+A linked file stays readable after rank 0 removed its own. A fetch that has begun goes on, too.
 
 A LoRA policy publishes its adapter: a replica loads the base from the model's own files and reads new adapter weights
 into the one adapter that it has. A policy that vLLM cannot hold so publishes merged weights instead. Both ends decide
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
-FETCHED = "model.safetensors"
 NUM_KEPT = 2
 """Files that stay: of the present version, and of the one before."""
 PART_BYTES = 64 << 20
@@ -81,7 +80,7 @@ class Publication:
     address: str
     """`HOST:PORT` of rank 0, which serves the file."""
     path: str
-    """The safetensors file on rank 0's machine. No other file of any machine has this path."""
+    """The safetensors file on rank 0's machine. No other file of any machine has its name."""
     num_bytes: int
     digest: str
     """SHA-256 of the SHA-256s of the file's parts. Equal weights of one policy have equal digests."""
@@ -92,6 +91,11 @@ class Publication:
     """Log-probabilities of the probe tokens except the first, at temperature 1, as the learner computes them."""
     adapter: str = ""
     """The adapter's config in JSON, as `peft` writes it. Empty for all weights, where an adapter is folded in."""
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file in every folder that has it."""
+        return Path(self.path).name
 
 
 class WeightsServer:
@@ -115,7 +119,7 @@ class WeightsServer:
                 self._files.pop(0).unlink(missing_ok=True)
             if self._folder is None:
                 self._folder = _folder_for((NUM_KEPT + 1) * num_bytes)
-            path = self._folder.path / f"{version}-{os.urandom(4).hex()}.safetensors"
+            path = self._folder.path / f"{version}-{os.urandom(8).hex()}.safetensors"
             save(path)
             path.chmod(0o600)
             digest = _digest_of(path)
@@ -167,15 +171,16 @@ class WeightsServer:
 def fetch(publication: Publication, name: str, secret: bytes) -> Path:
     """Returns a file with the weights, linked on this machine or downloaded; `release` it after use.
 
-    `name` is that of this process. Raises `ComputeError` if the file was removed or its learner is gone.
+    Waits while another process of this machine downloads it. `name` is that of this process.
+    Raises `ComputeError` if the file was removed or its learner is gone.
     """
     try:
-        folder = _linked(publication) or _downloaded(publication, name, secret)
+        folder = _linked(publication) or _downloaded_once(publication, name, secret)
     except (OSError, EOFError, ComputeError) as error:
         raise ComputeError(
             f"the weights of version {publication.version} cannot be fetched from {publication.address}: {error}"
         ) from error
-    path = folder.path / FETCHED
+    path = folder.path / publication.file_name
     _fetched[path] = folder
     return path
 
@@ -186,21 +191,34 @@ def release(path: Path) -> None:
 
 
 def _linked(publication: Publication) -> SharedFolder | None:
-    """Returns a folder with another name of the file, if that is on this machine; else None."""
+    """Returns a new folder with the file, if a process of this machine has it; else None."""
     for place in places():
-        folder = SharedFolder(place)
-        with contextlib.suppress(OSError):  # It is elsewhere, or on another file system than this place.
-            os.link(publication.path, folder.path / FETCHED)
-            if (folder.path / FETCHED).stat().st_size == publication.num_bytes:
-                return folder
-        folder.close()
+        for found in place.glob(f"{PREFIX}*/{publication.file_name}"):
+            folder = SharedFolder(place)
+            path = folder.path / publication.file_name
+            with contextlib.suppress(OSError):  # It was removed.
+                os.link(found, path)
+                if path.stat().st_size == publication.num_bytes:
+                    return folder
+            folder.close()
     return None
+
+
+def _downloaded_once(publication: Publication, name: str, secret: bytes) -> SharedFolder:
+    """Returns a new folder with the file. One process of this machine at a time downloads it."""
+    turn = SharedFolder(places()[0], f"turn-{Path(publication.file_name).stem}")
+    try:
+        return _linked(publication) or _downloaded(publication, name, secret)
+    finally:
+        turn.close()
 
 
 def _downloaded(publication: Publication, name: str, secret: bytes) -> SharedFolder:
     folder = _folder_for(publication.num_bytes)
     try:
-        _download(publication, name, secret, folder.path / FETCHED)
+        part = folder.path / "part"
+        _download(publication, name, secret, part)
+        part.rename(folder.path / publication.file_name)
     except BaseException:
         folder.close()
         raise
@@ -279,15 +297,25 @@ def _folder_for(num_bytes: int) -> SharedFolder:
 class SharedFolder:
     """A folder that this process locks until `close`."""
 
-    def __init__(self, parent: Path) -> None:
-        """Removes abandoned folders first. Raises `OSError`."""
+    def __init__(self, parent: Path, name: str = "") -> None:
+        """A new folder. With a name, it waits while another process has the folder of that name.
+
+        Removes abandoned folders first. Raises `OSError`.
+        """
         remove_abandoned()
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            self._lock = (self.path / LOCK).open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if (self.path / LOCK).exists():  # Else another process took it for abandoned before it was locked.
-                break
+            if name:
+                self.path = parent / f"{PREFIX}{name}"
+                with contextlib.suppress(FileExistsError):
+                    self.path.mkdir(0o700)
+            else:
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            with contextlib.suppress(FileNotFoundError):  # Its owner removed it, or one who found it unlocked.
+                self._lock = (self.path / LOCK).open("wb")
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if os.fstat(self._lock.fileno()).st_nlink:
+                    return
+                self._lock.close()
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
