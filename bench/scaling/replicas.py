@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import os
 import subprocess
 import threading
@@ -23,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentjet.compute.cluster.backend import REPLICA_PATH
+from agentjet.compute.cluster.guardian import places
 from agentjet.compute.cluster.hub import Hub, Peer
-from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, write_adapter
+from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, SharedFolder, write_adapter
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
@@ -82,6 +82,7 @@ class LocalReplica:
     def __init__(self, python: str, log_path: Path) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._folder = SharedFolder(places()[0])
         self._hub = Hub()
         self.do(self._hub.open())
         connected = self.do(self._expect())
@@ -103,12 +104,37 @@ class LocalReplica:
         self.process.wait(60)
         self.do(self._hub.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._folder.close()
 
     def do(self, work: Coroutine[Any, Any, Any], seconds: float = ANSWER_SECONDS) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
         self.do(self.peer.ask("load", POLICY, model, info, sampler, compute), START_SECONDS)
+
+    def publish(self, model: Any, version: int) -> Publication:
+        """Write a model's weights as a publication of this machine: those of its adapter, if it has one."""
+        path = self._folder.path / f"{version}-{os.urandom(8).hex()}.safetensors"
+        adapter = ""
+        if hasattr(model, "peft_config"):
+            adapter = write_adapter(model, None, path)
+        else:
+            tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+            weights = {name: one.contiguous() for name, one in model.state_dict().items() if name not in tied}
+            save_file(weights, path, metadata={"format": "pt"})
+        probe = np.random.default_rng(0).integers(3, model.config.vocab_size, PROBE_TOKENS).tolist()
+        after = raw_logprobs(model, probe)
+        return Publication(
+            version=version,
+            address="127.0.0.1:1",  # Nobody serves it: the replica links the file.
+            path=str(path),
+            num_bytes=path.stat().st_size,
+            digest="",
+            dtype=str(model.dtype).removeprefix("torch."),
+            probe_tokens=tuple(probe),
+            probe_logprobs=tuple(float(after[i, token]) for i, token in enumerate(probe[1:])),
+            adapter=adapter,
+        )
 
     def adopt(self, publication: Publication) -> list[float]:
         scores: list[float] = self.do(self.peer.ask("adopt", POLICY, publication))
@@ -166,37 +192,11 @@ def raw_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def publish(model: Any, folder: Path, version: int) -> Publication:
-    """Write a model's weights as a publication of this machine: those of its adapter, if it has one."""
-    path = folder / f"{version}-{os.urandom(4).hex()}.safetensors"
-    adapter = ""
-    if hasattr(model, "peft_config"):
-        adapter = write_adapter(model, None, path)
-    else:
-        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        weights = {name: one.contiguous() for name, one in model.state_dict().items() if name not in tied}
-        save_file(weights, path, metadata={"format": "pt"})
-    probe = np.random.default_rng(0).integers(3, model.config.vocab_size, PROBE_TOKENS).tolist()
-    after = raw_logprobs(model, probe)
-    scores = [float(after[i, token]) for i, token in enumerate(probe[1:])]
-    return Publication(
-        version=version,
-        address="127.0.0.1:1",
-        path=str(path),
-        num_bytes=path.stat().st_size,
-        digest=hashlib.sha256(path.read_bytes()).hexdigest(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        probe_tokens=tuple(probe),
-        probe_logprobs=tuple(scores),
-        adapter=adapter,
-    )
-
-
-def without_weight(publication: Publication, folder: Path, name: str) -> Publication:
+def without_weight(publication: Publication, name: str) -> Publication:
     """Returns a publication whose file lacks one weight."""
     from safetensors.torch import load_file
 
-    path = folder / "incomplete.safetensors"
+    path = Path(publication.path).with_name("incomplete.safetensors")
     weights = {other: one for other, one in load_file(publication.path).items() if other != name}
     save_file(weights, path)
     return dataclasses.replace(publication, path=str(path), num_bytes=path.stat().st_size)

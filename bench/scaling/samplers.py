@@ -29,7 +29,7 @@ from agentjet.compute.embedded.policy import Policy, locate_model, resolve_dtype
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
-from bench.scaling.replicas import SOURCE, START_SECONDS, Completed, LocalReplica, Wanted, publish
+from bench.scaling.replicas import SOURCE, START_SECONDS, Completed, LocalReplica, Wanted
 
 MODEL = "smollm2-135m"
 CONTEXT, MAX_CONCURRENT = 512, 64
@@ -46,7 +46,6 @@ class Running:
     policy: Policy
     published: Any
     """The same model without AgentJet's attention."""
-    folder: Path
     model: ModelConfig
     sampler: SamplerConfig
 
@@ -67,8 +66,8 @@ def running(python: str, dtype: str, *, lora_rank: int = 0) -> Iterator[Running]
         if lora_rank:
             adapter = PeftConfig(r=lora_rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
             published = get_peft_model(published, adapter)
-        replica.adopt(publish(published, Path(name), 0))
-        yield Running(replica, policy, published, Path(name), config, sampler)
+        replica.adopt(replica.publish(published, 0))
+        yield Running(replica, policy, published, config, sampler)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -110,7 +109,7 @@ def _pauses(world: Running, publishes: int) -> tuple[float, float, NDArray[np.fl
     params = SamplingParams(max_tokens=48 * (publishes + 1), piece_tokens=1)
     wanted = {i: Wanted(prompt, dataclasses.replace(params, seed=i)) for i, prompt in enumerate(prompts(8))}
     versions = range(1, publishes + 1)
-    publications = {40 * v: publish(world.published, world.folder, v) for v in versions}
+    publications = {40 * v: world.replica.publish(world.published, v) for v in versions}
     found: dict[int, Completed] = world.replica.sample(wanted, publications)
     tokens = [(np.array(one.times), np.array(one.versions)) for one in found.values()]
     first = {v: [at[of == v].min() for at, of in tokens] for v in versions}

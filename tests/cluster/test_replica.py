@@ -39,7 +39,6 @@ from bench.scaling.replicas import (
     Completed,
     LocalReplica,
     Wanted,
-    publish,
     raw_logprobs,
     sampler_python,
     without_weight,
@@ -69,13 +68,12 @@ class World:
 
     replica: LocalReplica
     info: ModelInfo
-    folder: Path
     models: dict[int, Any]
     version: int = 0
 
     def adopt(self, version: int) -> list[float]:
         self.version = version
-        return self.replica.adopt(publish(self.models[version], self.folder, version))
+        return self.replica.adopt(self.replica.publish(self.models[version], version))
 
     @property
     def model(self) -> Any:
@@ -100,7 +98,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             replica.sample(Wanted([5, 6], SamplingParams(max_tokens=2)))
         with pytest.raises(ComputeError, match="no weights yet"):
             replica.score([5, 6], 0)
-        made = World(replica, info, folder, models)
+        made = World(replica, info, models)
         made.adopt(0)
         yield made
 
@@ -229,7 +227,7 @@ def test_publishes_reach_running_completions_whole(world: World, suspends: bool)
     params = SamplingParams(max_tokens=400, seed=1)
     wanted = {i: Wanted(prompt(i, 20), replace(params, seed=i, piece_tokens=1 + 7 * (i % 2))) for i in range(4)}
     wanted[4] = Wanted(prompt(4, 20), replace(params, top_p=0.8, piece_tokens=3))
-    publications = {v: publish(world.models[v], world.folder, v) for v in (1, 2, 3)}
+    publications = {v: world.replica.publish(world.models[v], v) for v in (1, 2, 3)}
     ends = world.info.end_tokens
     found = world.replica.sample(wanted, {5 * v: publications[v] for v in publications}, suspends=suspends)
     world.version = 3
@@ -239,7 +237,7 @@ def test_publishes_reach_running_completions_whole(world: World, suspends: bool)
         assert one.tokens[-1] in ends or len(one.tokens) == 400
     assert len({version for one in found.values() for version in one.versions}) > 1
     for version in (1, 2, 3, 0):
-        after = publish(world.models[version], world.folder, version).probe_logprobs
+        after = world.replica.publish(world.models[version], version).probe_logprobs
         assert np.abs(np.array(world.adopt(version)) - after).max() <= TOLERANCE
     check(world, world.replica.sample(wanted[0]), wanted[0])
 
@@ -303,7 +301,7 @@ def test_weights_that_are_not_finite_fail_completions_only(world: World) -> None
     with torch.no_grad():
         for parameter in diverged.parameters():
             parameter.fill_(torch.nan)
-    assert not np.isfinite(world.replica.adopt(publish(diverged, world.folder, 8))).any()
+    assert not np.isfinite(world.replica.adopt(world.replica.publish(diverged, 8))).any()
     with pytest.raises(ComputeError, match="diverged"):
         world.replica.sample(Wanted(prompt(3, 8), SamplingParams(max_tokens=4)))
     world.adopt(0)
@@ -318,9 +316,9 @@ def test_z_a_publication_without_a_weight_ends_the_replica(world: World) -> None
     sockets = {Path(one.laddr) for process in family for one in process.net_connections("unix") if one.laddr}
     segments = {Path(one.path) for process in family for one in process.memory_maps() if "/dev/shm/" in one.path}
     assert len(family) >= 3 and segments and any(path.exists() for path in sockets)
-    whole = publish(world.model, world.folder, 9)
+    whole = world.replica.publish(world.model, 9)
     with pytest.raises(ComputeError, match="lack 1 parameters"):
-        world.replica.adopt(without_weight(whole, world.folder, "model.norm.weight"))
+        world.replica.adopt(without_weight(whole, "model.norm.weight"))
     assert world.replica.process.wait(60) != 0
     assert not psutil.wait_procs(family[1:], timeout=60)[1]
     assert not [path for path in sockets | segments if path.exists()]

@@ -23,7 +23,7 @@ from agentjet.compute.cluster.weights import ARCHITECTURES, publishes_adapter
 from agentjet.compute.embedded.model import load_policy
 from agentjet.config import ComputeConfig, LoraConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
-from bench.scaling.replicas import LocalReplica, Wanted, publish, sampler_python
+from bench.scaling.replicas import LocalReplica, Wanted, sampler_python
 from tests.cluster.test_replica import CONTEXT, TOLERANCE, World, check, prompt
 from tests.tiny import make_model
 
@@ -60,7 +60,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert PYTHON is not None
     with LocalReplica(PYTHON, folder / "log") as replica:
         replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), ComputeConfig())
-        made = World(replica, info, folder, models)
+        made = World(replica, info, models)
         made.adopt(0)
         yield made
 
@@ -99,7 +99,7 @@ def test_adapters_reach_running_completions_whole(world: World, suspends: bool) 
     params = SamplingParams(max_tokens=300, seed=1)
     wanted = {i: Wanted(prompt(i, 100), replace(params, seed=i, piece_tokens=1 + 7 * (i % 2))) for i in range(4)}
     wanted[4] = Wanted(prompt(4, 20), replace(params, top_p=0.8, piece_tokens=3))
-    publications = {v: publish(world.models[v], world.folder, v) for v in (1, 2, 3)}
+    publications = {v: world.replica.publish(world.models[v], v) for v in (1, 2, 3)}
     assert all(one.adapter and one.num_bytes < 100_000 for one in publications.values())
     found = world.replica.sample(wanted, {5 * v: publications[v] for v in publications}, suspends=suspends)
     world.version = 3
@@ -107,6 +107,6 @@ def test_adapters_reach_running_completions_whole(world: World, suspends: bool) 
         check(world, one, wanted[key])
     assert len({version for one in found.values() for version in one.versions}) > 1
     for version in (1, 2, 1, 0):
-        after = publish(world.models[version], world.folder, version).probe_logprobs
+        after = world.replica.publish(world.models[version], version).probe_logprobs
         assert np.abs(np.array(world.adopt(version)) - after).max() <= TOLERANCE
         check(world, world.replica.sample(wanted[0]), wanted[0])  # The same prompt: no key of the old adapter.
