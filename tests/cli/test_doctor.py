@@ -232,7 +232,7 @@ def test_a_host_of_another_machine_and_a_port_in_use(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         used = config.server.model_copy(update={"port": busy.getsockname()[1]})
         text = lines(config.model_copy(update={"server": used}), EIGHT)
-    assert "stop the server that runs there (`agentjet status`), or set server.port to another port" in text
+    assert "stop the server that runs there, or set server.port to another port" in text
 
 
 def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:

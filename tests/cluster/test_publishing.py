@@ -11,13 +11,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from agentjet.compute.cluster.probe import probe_failure
-from agentjet.errors import ComputeError
+from agentjet.compute.cluster.weights import PROBE_TOKENS
+from agentjet.errors import ComputeError, ConfigError
 from tests.cluster.fake_replica import POLICY, Hooks, publication
 from tests.cluster.nursery import ForkServer
 from tests.cluster.scene import SLOW, all_of, first, run, scene
@@ -224,10 +226,11 @@ def test_a_policy_fails_if_no_replica_passes_the_probe(server: ForkServer, versi
         async with scene(server, count, hooks=lambda number: Hooks(lies=(version,))) as on:
             if version:
                 await on.serve()
-            with pytest.raises(ComputeError, match=f"probe of version {version}: the largest error"):
+            kind = ComputeError if version else ConfigError  # A retry does not help those who never passed one.
+            with pytest.raises(kind, match=f"probe of version {version}: the largest error"):
                 await on.fleet.publish(publication(version))
             assert "failed the probe" in str(await on.fleet.failed)
-            with pytest.raises(ComputeError, match="probe"):
+            with pytest.raises(kind, match="probe" if version else r"set model.dtype = 'float32'"):
                 await on.complete()
 
     run(test())
@@ -249,6 +252,21 @@ def test_probe(dtype: str, change: Callable[[int], float], passes: bool) -> None
     found = [value + change(at) for at, value in enumerate(wanted.probe_logprobs)]
     assert (probe_failure(wanted, found) == "") == passes
     assert "instead of 63" in probe_failure(wanted, found[1:])
+
+
+@pytest.mark.parametrize("change", [0.02, 0.2])
+def test_a_replica_with_the_old_weights_in_16_bits(change: float) -> None:
+    """Both ends round. A change that is smaller than that cannot be told from it."""
+    chance = random.Random(0)
+    rounded = lambda values: tuple(value + chance.gauss(0, 0.09) for value in values)  # noqa: E731
+    old = tuple(chance.uniform(-25, -5) for _ in range(PROBE_TOKENS - 1))
+    new = tuple(value + chance.gauss(0, change) for value in old)
+    before = replace(publication(1), dtype="bfloat16", probe_logprobs=rounded(old))
+    wanted = replace(publication(2), dtype="bfloat16", probe_logprobs=rounded(new))
+    assert probe_failure(wanted, rounded(new), before) == ""
+    stale = "its log-probabilities are nearer to those of version 1" if change > 0.1 else ""
+    assert probe_failure(wanted, rounded(old), before) == stale
+    assert probe_failure(wanted, rounded(old)) == "", "alone, it is within the rounding"
 
 
 def test_weights_that_cannot_be_fetched(server: ForkServer) -> None:

@@ -85,8 +85,14 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
     free = len(machine.gpus) if machine.gpus else None
     for policy in settings.policy_names:
         compute = settings.compute_of(policy)
+        if not settings.model_of(policy).name:
+            yield Finding("problem", f"{policy}: model.name is empty: give a Hugging Face id or a local folder")
+            continue
         if compute.backend == "cluster":
             model = settings.model_of(policy)
+            if compute.colocated and (model.device == "cpu" or not machine.gpus):
+                text = "compute.colocated frees no memory, because CPUs compute: calls wait while a batch is learned"
+                yield Finding("note", f"{policy}: {text}")
             uses_gpus = model.device != "cpu" and not compute.address
             yield _counts(policy, compute, model, free if uses_gpus else None)
             if uses_gpus and free is not None:
@@ -148,7 +154,7 @@ def _ports(settings: ServeConfig) -> Iterator[Finding]:
             if port:
                 where, way_out = f"{where}, port {port}", f"{way_out}, or {section}.port to another port"
             if error.errno == errno.EADDRINUSE:
-                way_out = f"stop the server that runs there (`agentjet status`), or set {section}.port to another port"
+                way_out = f"stop the server that runs there, or set {section}.port to another port"
             yield Finding("problem", f"{where}: {error.strerror or error}; {way_out}")
 
 
@@ -211,7 +217,8 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     start = whole_model(settings.server.data_dir / "runs" / DEFAULT_RUN, model.name)
     folder = find_folder(model.name) if start is None else start
     if folder is None or not folder.is_dir():
-        yield Finding("note", f"{policy}: {model.name} is not on this machine yet, so its size is unknown")
+        text = f"{policy}: {model.name} is not on this machine yet, so its size is unknown"
+        yield Finding("note", f"{text}. `serve` downloads model.name from the Hugging Face hub")
         return
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -203,7 +203,7 @@ class Engine:
 
     async def _recover(self, error: Exception, *, lived: float) -> bool:
         """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started."""
-        log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied | Later) else error)
+        log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, AgentJetError) else error)
         self.num_hung += isinstance(error, WorkerHung)
         # The journal refuses writes for a while: the worker is not to blame.
         is_ours = not (isinstance(error, Later) or self.is_of_another_run(error))

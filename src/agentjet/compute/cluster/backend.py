@@ -256,7 +256,10 @@ class ClusterCompute:
         if hosted is None:
             raise ConfigError(f"the policy {policy} is not loaded, so it has no samplers to scale: start it first")
         if hosted.settings.colocated:
-            raise ConfigError("samplers cannot be scaled with compute.colocated: replicas share the GPUs of the ranks")
+            raise ConfigError(
+                "samplers cannot be scaled with compute.colocated: replicas share the GPUs of the ranks. Change "
+                "compute.samplers, and start the server again"
+            )
         most = await self._most_samplers(hosted)
         if bounds.least > most:
             size = hosted.settings.tensor_parallel

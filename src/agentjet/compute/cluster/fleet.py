@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentjet.compute.cluster.hub import Peer
-from agentjet.compute.cluster.probe import probe_error, probe_failure
+from agentjet.compute.cluster.probe import WAY_OUT, probe_error, probe_failure
 from agentjet.compute.cluster.routing import Load
 from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.embedded.backend import Watchdog
@@ -169,6 +169,8 @@ class Fleet:
         self._failed_probes = 0
         """Probes of the present publication that failed."""
         self._publication: Publication | None = None
+        self._before: Publication | None = None
+        """The publication before the present one."""
         self._serial = 0
         """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
         self._in_turns = False
@@ -199,7 +201,8 @@ class Fleet:
         """
         self.check()
         began = time.monotonic()
-        self._publication, self._serial, self._is_suspended = publication, self._serial + 1, False
+        self._before, self._publication = self._publication, publication
+        self._serial, self._is_suspended = self._serial + 1, False
         self._in_turns = in_turns
         self._failed_probes, self.pause_seconds, self.probe_error = 0, 0.0, 0.0
         serial = self._serial
@@ -432,12 +435,12 @@ class Fleet:
         except WorkerDied:
             raise
         except AgentJetError as error:
-            log.warning("%s did not adopt version %d: %s", replica.name, publication.version, error)
+            log.warning("%s did not adopt version %d, and tries it again: %s", replica.name, publication.version, error)
             replica.attempts, replica.problem = replica.attempts + 1, str(error)
             if replica.version is not None:
                 replica.verified.add(replica.version)
         else:
-            if reason := probe_failure(publication, logprobs):
+            if reason := probe_failure(publication, logprobs, self._before):
                 self._fail_probe(replica, f"failed the probe of version {publication.version}: {reason}")
                 return
             replica.publication, replica.serial, replica.is_suspended = publication, serial, False
@@ -460,7 +463,8 @@ class Fleet:
         if self._failed_probes < MAX_FAILED_PROBES or any(other.serial == self._serial for other in others):
             return
         if not others or self._failed_probes > self.count:
-            self._fail(ComputeError(f"{self._failed_probes} replicas in a row failed; the last: {replica.name} {why}"))
+            text = f"{self._failed_probes} replicas in a row failed; the last: {replica.name} {why}"
+            self._fail(ComputeError(text) if self.has_served else ConfigError(f"{text}. {WAY_OUT}"))
 
     async def _watch(self, replica: Replica, peer: Peer) -> None:
         """End the replica if it hangs."""

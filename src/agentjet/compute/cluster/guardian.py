@@ -58,6 +58,8 @@ def remove_abandoned() -> None:
     """Remove the folders of weights of processes that were killed: those that no process locks."""
     for place in places():
         for folder in place.glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError):  # Empty: its process was killed before it locked it.
+                folder.rmdir()
             with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -106,7 +107,7 @@ class Keeper:
         if self._lost:
             return f"ended because {self._lost}; see {self._log_path}"
         end = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
-        return f"{end}; see {self._log_path}{f': {last}' if last else ''}"
+        return f"{end}; see {self._log_path}{f': {last}' if last and code != 128 + signal.SIGKILL else ''}"
 
     def _end_with_parent(self, parent: int) -> None:
         while os.getppid() == parent:

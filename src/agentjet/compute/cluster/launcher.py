@@ -197,12 +197,17 @@ def create_log(path: Path) -> None:
 
 
 def end_of(code: int, log_path: Path) -> str:
-    """Returns the reason of a process that ended with this exit code of its guardian."""
+    """Returns the reason of a process that ended with this exit code of its guardian.
+
+    It quotes the last line of the log, except after SIGKILL, which comes from outside.
+    """
     number = -code if code < 0 else code - 128
     try:
         end = f"ended by {signal.Signals(number).name}"
     except ValueError:
         end = f"ended with exit code {code}"
+    if number == signal.SIGKILL:
+        return f"{end}; see {log_path}"
     line = next((line.strip()[:MAX_LINE] for line in reversed(_last_lines(log_path)) if line.strip()), "")
     return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
 
