@@ -26,6 +26,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentjet.compute.cluster.probe import probe_failure
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.grammars import Grammars, Guide
 from agentjet.compute.truncation import restrict
@@ -43,6 +44,7 @@ from bench.scaling.replicas import (
     sampler_python,
     without_weight,
 )
+from bench.scaling.samplers import running
 from tests.tiny import make_model
 
 PYTHON = sampler_python()
@@ -294,6 +296,22 @@ def test_a_cancelled_completion_ends(world: World) -> None:
         world.replica.do(first_piece())
     wanted = Wanted(prompt(2, 8), SamplingParams(max_tokens=10))
     check(world, world.replica.sample(wanted), wanted)
+
+
+def test_in_bfloat16_the_new_weights_pass_the_probe_and_old_ones_do_not() -> None:
+    """The bundled model, whose probe tokens have log-probabilities of -15. Weights differ by 2 % of their deviation."""
+    assert PYTHON is not None
+    with running(PYTHON, "bfloat16") as one:
+        old = one.replica.publish(one.published, 1)
+        scored = one.replica.adopt(old)
+        assert probe_failure(old, scored) == ""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in one.published.parameters():
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.02)
+        new = one.replica.publish(one.published, 2)
+        assert probe_failure(new, scored, old) != ""
+        assert probe_failure(new, one.replica.adopt(new), old) == ""
 
 
 def test_weights_that_are_not_finite_fail_completions_only(world: World) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from agentjet.compute.channel import Answer, Request
-from agentjet.compute.cluster import replica
+from agentjet.compute.cluster import guardian, replica
 from agentjet.compute.cluster.replica import Replica, start_vllm
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -114,9 +114,10 @@ class FakeLink:
         self.changed.set()
 
     async def until(self, count: int) -> list[Any]:
-        while len(self.sent) < count:
-            self.changed.clear()
-            await self.changed.wait()
+        async with asyncio.timeout(60):
+            while len(self.sent) < count:
+                self.changed.clear()
+                await self.changed.wait()
         return self.sent
 
 
@@ -153,7 +154,8 @@ class Scene:
         return self.ask("sample", id, np.array([5, 6], np.int32), SamplingParams(**{"max_tokens": 50, **params}), 0)
 
     def publication(self, version: int) -> Publication:
-        path = self.folder / f"{version}.safetensors"
+        path = self.folder / f"{guardian.PREFIX}rank-0" / f"{version}.safetensors"
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"weights")
         return Publication(version, "127.0.0.1:1", str(path), 7, "", "float32", (5, 6, 7), (-2.0, -2.0))
 
@@ -165,6 +167,11 @@ class Scene:
             await asyncio.sleep(0)
         for _ in range(5):
             await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guardian, "SHARED_MEMORY", tmp_path)
 
 
 @pytest.fixture(autouse=True)

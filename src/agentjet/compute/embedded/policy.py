@@ -56,7 +56,7 @@ def locate_model(name: str) -> str:
     Raises `ConfigError` for a name that is none of the three.
     """
     if name != BUNDLED:
-        if not Path(name).is_dir() and (name.count("/") != 1 or name[0] in "/.~"):
+        if not name or (not Path(name).is_dir() and (name.count("/") != 1 or name[0] in "/.~")):
             raise ConfigError(
                 f"model.name = {name!r} is neither a folder, nor a Hugging Face id (owner/name), "
                 f"nor the bundled {BUNDLED!r}"
@@ -147,6 +147,8 @@ def why_not_loaded(error: BaseException) -> str:
             "it needs custom code (auto_map), which AgentJet never runs: "
             "use a model and a tokenizer that transformers supports"
         )
+    if "connect to 'https://huggingface.co'" in str(error):
+        return f"{first_line(error)} Without the hub, give a folder with the model's files, or {BUNDLED!r}"
     return first_line(error)
 
 
