@@ -277,5 +277,7 @@ def test_the_shipped_packages() -> None:
 
 
 def test_a_model_folder_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"model\.name = '/no/such/model' is neither a folder nor a Hugging Face id"):
+    with pytest.raises(
+        ConfigError, match=r"model\.name = '/no/such/model' is neither a folder here, nor a Hugging Face id"
+    ):
         find_folder("/no/such/model")

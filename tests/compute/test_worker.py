@@ -273,5 +273,5 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(policy: Policy, tmp_path: Pa
 
 
 def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a folder, nor a Hugging Face id"):
+    with pytest.raises(ConfigError, match="neither a folder here, nor a Hugging Face id"):
         load_policy(config(tmp_path / "nowhere", tmp_path).model)

@@ -85,9 +85,6 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
     free = len(machine.gpus) if machine.gpus else None
     for policy in settings.policy_names:
         compute = settings.compute_of(policy)
-        if not settings.model_of(policy).name:
-            yield Finding("problem", f"{policy}: model.name is empty: give a Hugging Face id or a local folder")
-            continue
         if compute.backend == "cluster":
             model = settings.model_of(policy)
             if compute.colocated and (model.device == "cpu" or not machine.gpus):
@@ -101,7 +98,7 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             if settings.model_of(policy).device == "cuda" and free is None:
                 text = "model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'"
                 yield Finding("problem", f"{policy}: {text}")
-            if ignored := [name for name in _changed(compute) if name != "backend"]:
+            if ignored := compute.model_dump(exclude_defaults=True):
                 names = ", ".join(f"compute.{name}" for name in ignored)
                 yield Finding("note", f"{policy}: {names}: for compute.backend = 'cluster', and this one is 'embedded'")
         yield from _memory(settings, policy, machine)
@@ -150,11 +147,12 @@ def _ports(settings: ServeConfig) -> Iterator[Finding]:
         try:
             socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as error:
-            where, way_out = f"{section}.host = {host!r}", f"set {section}.host to an address of this machine"
-            if port:
-                where, way_out = f"{where}, port {port}", f"{way_out}, or {section}.port to another port"
-            if error.errno == errno.EADDRINUSE:
-                way_out = f"stop the server that runs there, or set {section}.port to another port"
+            where = f"{section}.host = {host!r}" + (f", port {port}" if port else "")
+            is_used = error.errno == errno.EADDRINUSE
+            way_out = (
+                "stop the server that runs there" if is_used else f"set {section}.host to an address of this machine"
+            )
+            way_out += f", or set {section}.port to another port" if port else ""
             yield Finding("problem", f"{where}: {error.strerror or error}; {way_out}")
 
 
@@ -172,12 +170,6 @@ def _ray_cluster(address: str, machine: Machine) -> Finding:
         start = "--head" if address == "auto" else f"--address={address}"
         return Finding("problem", f"compute.address = {address!r}: no Ray node runs here: run `ray start {start}`")
     return Finding("ok", f"compute.address = {address!r}: a Ray node runs on this machine")
-
-
-def _changed(compute: ComputeConfig) -> list[str]:
-    """Returns the names of the settings that are not the defaults."""
-    fields = type(compute).model_fields
-    return [name for name in fields if getattr(compute, name) != fields[name].get_default(call_default_factory=True)]
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
@@ -218,7 +210,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     folder = find_folder(model.name) if start is None else start
     if folder is None or not folder.is_dir():
         text = f"{policy}: {model.name} is not on this machine yet, so its size is unknown"
-        yield Finding("note", f"{text}. `serve` downloads model.name from the Hugging Face hub")
+        yield Finding("note", f"{text}. `serve` downloads it from the Hugging Face hub" if "/" in model.name else text)
         return
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -371,15 +363,13 @@ class _Fit:
 
 def find_folder(name: str) -> Path | None:
     """Returns the folder of a model on this machine, or None. Downloads nothing. Raises `ConfigError`."""
-    from agentjet.config.loader import cache_dir
-    from agentjet.errors import ConfigError
+    from agentjet.config.loader import cache_dir, check_model_name
 
+    check_model_name(name, "model.name =")
     if Path(name).is_dir():
         return Path(name)
-    if "/" not in name:
+    if "/" not in name:  # The bundled model.
         return next((path for path in sorted(cache_dir().glob(f"{name}-*")) if (path / "config.json").exists()), None)
-    if name.count("/") != 1 or name[0] in "/.~":
-        raise ConfigError(f"model.name = {name!r} is neither a folder nor a Hugging Face id (owner/name)")
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from agentjet.config.reference import sections, settings
-from agentjet.config.schema import ServeConfig
+from agentjet.config.schema import ModelConfig, ServeConfig
 from agentjet.errors import ConfigError
 from agentjet.section import Section
 
@@ -170,6 +170,16 @@ def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def cache_dir() -> Path:
     """Folder of unpacked models and tokenizers: `$XDG_CACHE_HOME/agentjet`, else `~/.cache/agentjet`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentjet"
+
+
+def check_model_name(name: str, label: str) -> None:
+    """Raises `ConfigError` for a model that no server could load. Does not ask the hub. `label` begins the error."""
+    bundled = ModelConfig().name
+    if (name and Path(name).is_dir()) or name == bundled or re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        return
+    raise ConfigError(
+        f"{label} {name!r} is neither a folder here, nor a Hugging Face id (owner/name), nor the bundled {bundled!r}"
+    )
 
 
 def first_mistake(error: ValueError) -> str:

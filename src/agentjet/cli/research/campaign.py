@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentjet.cli import example, load_example
-from agentjet.cli.research.study import AdminTokenFiles, Local, Servers, check_model
+from agentjet.cli.research.study import AdminTokenFiles, Local, Servers
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def start(
     the report is in the folder.
     """
     from agentjet.cli.research.execution import slots_of
+    from agentjet.config.loader import check_model_name
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.models import Budget
     from agentjet.research.campaign.subject_file import read_subject
@@ -86,7 +87,7 @@ def start(
         )
     proposers = proposers_of(out, llm, llm_model, llm_api, llm_key_file, papers, agent_cli, agent_env or [])
     slots = slots_of(server, admin_token_file, local)
-    check_model(read_subject(subject).model, f"{subject}: model =")
+    check_model_name(read_subject(subject).model, f"{subject}: model =")
     StudyFolder(out).make()
     if any(out.iterdir()) and not (out / "source.json").exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -87,7 +86,9 @@ def new(
 
 def fixed(subject: Subject) -> Subject:
     """Returns the subject with the hash of its code. Raises `ConfigError` for an error that every trial would have."""
-    check_model(subject.model)
+    from agentjet.config.loader import check_model_name
+
+    check_model_name(subject.model, "--model")
     shared = {task.id for task in subject.training_tasks()} & {task.id for task in subject.held_out_tasks()}
     if shared:
         raise ConfigError(
@@ -97,18 +98,6 @@ def fixed(subject: Subject) -> Subject:
     subject.load_arm_agent("")
     subject.load_evaluator()
     return subject.with_hashes()
-
-
-def check_model(name: str, option: str = "--model") -> None:
-    """Raises `ConfigError` for a model that no server could load. Does not ask the hub."""
-    from agentjet.config.schema import ModelConfig
-
-    bundled = ModelConfig().name
-    if Path(name).is_dir() or name == bundled or re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        return
-    raise ConfigError(
-        f"{option} {name!r} is neither a folder here, nor a Hugging Face id (owner/name), nor the bundled {bundled!r}"
-    )
 
 
 def overrides_of(overrides: list[str]) -> dict[str, Any]:

@@ -169,8 +169,6 @@ class Fleet:
         self._failed_probes = 0
         """Probes of the present publication that failed."""
         self._publication: Publication | None = None
-        self._before: Publication | None = None
-        """The publication before the present one."""
         self._serial = 0
         """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
         self._in_turns = False
@@ -201,8 +199,7 @@ class Fleet:
         """
         self.check()
         began = time.monotonic()
-        self._before, self._publication = self._publication, publication
-        self._serial, self._is_suspended = self._serial + 1, False
+        self._publication, self._serial, self._is_suspended = publication, self._serial + 1, False
         self._in_turns = in_turns
         self._failed_probes, self.pause_seconds, self.probe_error = 0, 0.0, 0.0
         serial = self._serial
@@ -440,7 +437,7 @@ class Fleet:
             if replica.version is not None:
                 replica.verified.add(replica.version)
         else:
-            if reason := probe_failure(publication, logprobs, self._before):
+            if reason := probe_failure(publication, logprobs, replica.publication):
                 self._fail_probe(replica, f"failed the probe of version {publication.version}: {reason}")
                 return
             replica.publication, replica.serial, replica.is_suspended = publication, serial, False

@@ -191,7 +191,7 @@ class LocalLauncher:
 
 
 def create_log(path: Path) -> None:
-    """Create the log of a process, unless it exists, which only this user can read."""
+    """Create an empty log that only this user can read, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(0o600)
 
@@ -206,9 +206,8 @@ def end_of(code: int, log_path: Path) -> str:
         end = f"ended by {signal.Signals(number).name}"
     except ValueError:
         end = f"ended with exit code {code}"
-    if number == signal.SIGKILL:
-        return f"{end}; see {log_path}"
-    line = next((line.strip()[:MAX_LINE] for line in reversed(_last_lines(log_path)) if line.strip()), "")
+    lines = [] if number == signal.SIGKILL else _last_lines(log_path)
+    line = next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
     return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
 
 

@@ -34,7 +34,7 @@ WAY_OUT = (
 def probe_failure(publication: Publication, logprobs: Sequence[float], before: Publication | None = None) -> str:
     """Returns the reason why a replica with these log-probabilities does not have the published weights, or ''.
 
-    `before` is the publication that the replicas had.
+    `before` is the publication that it had.
     """
     expected = publication.probe_logprobs
     if len(logprobs) != len(expected):

@@ -206,11 +206,11 @@ def _linked(publication: Publication) -> SharedFolder | None:
 
 def _downloaded_once(publication: Publication, name: str, secret: bytes) -> SharedFolder:
     """Returns a new folder with the file. One process of this machine at a time downloads it."""
-    turn = SharedFolder(places()[0], f"turn-{Path(publication.file_name).stem}")
+    lock = SharedFolder(places()[0], f"fetch-{publication.file_name}")
     try:
         return _linked(publication) or _downloaded(publication, name, secret)
     finally:
-        turn.close()
+        lock.close()
 
 
 def _downloaded(publication: Publication, name: str, secret: bytes) -> SharedFolder:

