@@ -5,7 +5,7 @@
 3. Importing the light packages loads neither torch nor transformers, and the client loads no library of the server. A
    fresh interpreter checks this, because libraries import other libraries.
 4. The gateway uses every method of the compute protocol.
-5. No file is longer than 500 lines, and no file is called utils.
+5. No file is longer than 900 lines, and no file is called utils.
 6. A child process imports nothing from the present working directory.
 """
 
@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "agentjet"
-MAX_LINES = 500
+MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"forward_backward", "optim_step"}
 """Operations that the gateway asks for through `operations.learn`."""
