@@ -16,6 +16,7 @@ import pytest
 from agentjet.errors import ConfigError, Later, NotFound
 from agentjet.protocol import EpisodeQuery, EvaluationRequest
 from agentjet.swarm import Journal
+from agentjet.swarm.journal import ADDED_COLUMNS
 from agentjet.swarm.records import find_episodes
 from agentjet.swarm.store import Store
 from tests.swarm.world import World
@@ -28,6 +29,37 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         Journal.open(path)
     first.close()
     Journal.open(path).close()
+
+
+def _drop_added_columns(path: Path) -> None:
+    """Make the file one of the first journals of its schema."""
+    with closing(sqlite3.connect(path)) as db, db:
+        for table, columns in ADDED_COLUMNS.items():
+            for column in columns:
+                db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+
+
+def test_columns_that_were_added_later_are_added_to_an_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal.open(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        fresh = {table: db.execute(f"PRAGMA table_info({table})").fetchall() for table in ADDED_COLUMNS}
+    _drop_added_columns(path)
+    Journal.open(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        assert {table: db.execute(f"PRAGMA table_info({table})").fetchall() for table in ADDED_COLUMNS} == fresh
+
+
+def test_a_reader_sees_null_in_columns_that_an_older_file_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal.open(path).close()
+    _drop_added_columns(path)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("INSERT INTO batches VALUES (0, '{}', NULL)")
+    before = path.read_bytes()
+    with closing(Journal.open_read_only(path)) as journal:
+        assert journal.file.db.execute("SELECT id, fingerprint FROM batches").fetchall() == [(0, None)]
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("version", ["6", "10", "'abc'"])

@@ -23,7 +23,7 @@ from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import EvaluationView, Event
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
-from agentjet.swarm.journal_file import JournalFile
+from agentjet.swarm.journal_file import AddedColumns, JournalFile
 from agentjet.swarm.origin import BRANCHED_FROM, Origin
 from agentjet.swarm.state import NOT_NEEDED_REASONS, Batch, Episode, Group, JobSettings, State
 from agentjet.types import Call, CheckpointStamp
@@ -115,6 +115,8 @@ CREATE TABLE events (
 );
 CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
 """
+ADDED_COLUMNS: AddedColumns = {"batches": {"fingerprint": "TEXT"}}
+"""Nullable columns that journals of schema 14 get when they are opened."""
 
 RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 """A call with the encoded bytes of each token of its suffix and of its completion."""
@@ -144,7 +146,7 @@ class Journal:
         Raises `ConfigError` if another process has it open, the disk refuses it, it has another schema, or it has
         other policies or another origin than `models`.
         """
-        journal = cls(JournalFile.open(path, SCHEMA))
+        journal = cls(JournalFile.open(path, SCHEMA, ADDED_COLUMNS))
         if models is None:
             return journal
         try:
@@ -161,7 +163,7 @@ class Journal:
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
         """See `JournalFile.open_read_only`."""
-        return cls(JournalFile.open_read_only(path))
+        return cls(JournalFile.open_read_only(path, ADDED_COLUMNS))
 
     @contextmanager
     def reading(self) -> Iterator[Self]:
@@ -342,7 +344,7 @@ class Journal:
     # ---- batches -------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch) -> None:
-        self.file.insert("batches", (batch.id, _BATCH.dump_json(batch).decode(), None))
+        self.file.insert("batches", (batch.id, _BATCH.dump_json(batch).decode(), None, None))
 
     def batches(self, start: int, stop: int | None = None) -> list[Batch]:
         """Batches from `start` on, before `stop`, in order, learned or not."""

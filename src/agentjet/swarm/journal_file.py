@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -28,6 +28,8 @@ writer restarts it at `LONGEST_LOG` pages, and then has almost nothing left to c
 """
 LONGEST_LOG = 16_384
 """Pages of 4 KiB."""
+AddedColumns = Mapping[str, Mapping[str, str]]
+"""Nullable columns that newer versions added to a schema: SQL types by table and column, in the order of addition."""
 DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
 """SQLite's primary error codes for a failing disk, as opposed to a damaged file."""
 
@@ -60,8 +62,9 @@ class JournalFile:
     # ---- the file ------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, path: Path, schema: str) -> Self:
-        """Open the file of a journal, or create it with the statements of `schema`.
+    def open(cls, path: Path, schema: str, added: AddedColumns) -> Self:
+        """Open the file of a journal, or create it with the statements of `schema`. A file without the `added` columns
+        gets them.
 
         Raises `ConfigError` if another process has it open, the disk refuses it, or it has another schema.
         """
@@ -82,6 +85,8 @@ class JournalFile:
                 version = f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')"
                 file.db.executescript(f"BEGIN IMMEDIATE; {schema} {version}; COMMIT;")
             file._check_schema()
+            for table, column, kind in file._missing(added):
+                file.db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
             return file
         except BaseException as error:
             os.close(lock) if file is None else file.close()
@@ -101,8 +106,9 @@ class JournalFile:
             raise
 
     @classmethod
-    def open_read_only(cls, path: Path) -> Self:
-        """Open an existing journal to read it, also beside a running server. Nothing in its folder changes.
+    def open_read_only(cls, path: Path, added: AddedColumns) -> Self:
+        """Open an existing journal to read it, also beside a running server. Nothing in its folder changes. Columns of
+        `added` that it lacks are read as NULL.
 
         Raises `ConfigError` if there is none, or if it has another schema.
         """
@@ -114,6 +120,7 @@ class JournalFile:
         file = cls(path, sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None))
         try:
             file._check_schema()
+            file._show_missing(added)
         except (ConfigError, sqlite3.DatabaseError) as error:
             file.close()
             if isinstance(error, ConfigError):
@@ -130,6 +137,23 @@ class JournalFile:
                 "wrote it, or begin a new server.data_dir with an export of its policy (`agentjet export`) as "
                 "model.name"
             )
+
+    def _missing(self, added: AddedColumns) -> list[tuple[str, str, str]]:
+        """The added columns that the file lacks: table, column and type."""
+        present = {table: {row[1] for row in self.db.execute(f"PRAGMA table_info({table})")} for table in added}
+        return [
+            (table, column, kind)
+            for table, columns in added.items()
+            for column, kind in columns.items()
+            if column not in present[table]
+        ]
+
+    def _show_missing(self, added: AddedColumns) -> None:
+        """A read-only file cannot be altered: a temporary view with the name of the table has the columns."""
+        missing = self._missing(added)
+        for table in dict.fromkeys(table for table, _, _ in missing):
+            nulls = ", ".join(f"NULL AS {column}" for owner, column, _ in missing if owner == table)
+            self.db.execute(f"CREATE TEMP VIEW {table} AS SELECT *, {nulls} FROM main.{table}")
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent. Later uses raise `Later`."""
