@@ -11,18 +11,25 @@ BRANCHING = ("llama", "qwen3", "gemma", "gemma3", "granite")
 """Full attention in every layer; q/k norms, scaled embeddings, norms whose weights start at 1, scaled logits."""
 MORE = ("qwen2", "phi3", "olmo2", "mixtral", "qwen3_moe")
 """More of the same, with biases, fused projections, other norms, and experts."""
-WRAPPERS = ("qwen3_vl", "qwen2_5_vl", "gemma3_vl", "llava", "mistral3", "smolvlm", "internvl")
+WRAPPERS = ("qwen3_vl", "qwen2_5_vl", "gemma3_vl", "llava", "mistral3", "smolvlm", "internvl", "qwen3_5", "llama4_vl")
 """Models that read images, too; text alone is sampled and learned."""
-ROWS = ("mistral", "gemma2", "gemma3_window", "gpt_oss", "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba")
+ROWS = (
+    *("mistral", "gemma2", "gemma3_window", "gpt_oss", "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba"),
+    *("llama4", "recurrent_gemma"),
+)
 """State that cannot branch: windows, soft caps, sinks, recurrences, convolutions, and mixtures."""
 
 
-def make_architecture(folder: Path, kind: str, *, seed: int = 0) -> Path:
-    """A model of any kind listed here, with weights large enough that attention is far from uniform."""
+def make_architecture(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> Path:
+    """A model of any kind listed here, with weights large enough that attention is far from uniform.
+
+    `changes` are settings of its config.
+    """
     import torch
     import transformers
 
     name, settings = _wrapper(kind) if kind in WRAPPERS else _config(kind)
+    settings |= changes
     vocabulary = {
         "vocab_size": tokenizer().get_vocab_size(),
         "bos_token_id": SPECIAL.index("<|endoftext|>"),
@@ -34,7 +41,7 @@ def make_architecture(folder: Path, kind: str, *, seed: int = 0) -> Path:
         config = getattr(transformers, f"{name}Config")(**settings)
         model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     else:
-        config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+        config_name = f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config"
         config = getattr(transformers, config_name)(**vocabulary, **settings)
         model_class = getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng():
@@ -82,6 +89,7 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
         "mamba_chunk_size": 16,
         "lm_head_multiplier": 0.4,
     }
+    of_llama4 = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
     of_gpt_oss = {"num_local_experts": 2, "num_experts_per_tok": 1}
     of_mamba = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4}
     of_bamba = {
@@ -107,6 +115,8 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
         "mistral": ("Mistral", {**heads, "sliding_window": 8}),
         "gpt_oss": ("GptOss", {**heads, "layer_types": ["full_attention"] * 2, **of_gpt_oss}),
         "mamba": ("Mamba", of_mamba),
+        "llama4": ("Llama4", {**heads, **of_llama4}),
+        "recurrent_gemma": ("RecurrentGemma", {**common, "num_hidden_layers": 3, "attention_window_size": 8}),
         "lfm2": ("Lfm2", {**common, "full_attn_idxs": [1]}),
         "qwen3_next": ("Qwen3Next", {**heads, **linear, **experts}),
         "bamba": ("Bamba", {**common, **of_bamba}),
@@ -155,6 +165,26 @@ def _wrapper(kind: str) -> tuple[str, dict[str, Any]]:
             {**vision, "model_type": "pixtral", "head_dim": 8},
         ),
         "smolvlm": ("SmolVLM", {"model_type": "llama"}, vision),
+        "qwen3_5": (
+            "Qwen3_5",
+            {
+                "rope_parameters": {**sections, "mrope_interleaved": True},
+                **{f"linear_num_{part}_heads": 2 for part in ("key", "value")},
+                **{f"linear_{part}_head_dim": 8 for part in ("key", "value")},
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            {**qwen, "patch_size": 4, "num_position_embeddings": 16},
+        ),
+        "llama4_vl": (
+            "Llama4",
+            {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1},
+            {
+                **vision,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        ),
         "internvl": (
             "InternVL",
             {"model_type": "qwen2"},

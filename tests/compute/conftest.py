@@ -31,6 +31,17 @@ def make_policy(folder: Path, *, dtype: str = "float32", rank: int = 0, offload:
     )
 
 
+def with_random_adapter(policy: Policy, seed: int) -> Policy:
+    """An adapter that changes the logits: a new one does not."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in policy.trainable().items():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    policy.end_tokens = frozenset()
+    return policy
+
+
 @pytest.fixture
 def policy(tiny_folder: Path) -> Policy:
     return make_policy(tiny_folder)

@@ -2,8 +2,9 @@
 
 1. each architecture loads, and the table is right about prefix sharing and adapters;
 2. wrappers that read images train their language model only, to the gradient of one row per call;
-3. an export of a wrapper keeps its other parts and its processor's files;
-4. the tokenizer is that of `transformers`, also if its class rebuilds the file.
+3. an export keeps every tensor of the original files, its class and its processor's files;
+4. an adapter samples, learns and is exported, or is refused; so is a model whose code fails;
+5. the tokenizer is that of `transformers`, also if its class rebuilds the file.
 """
 
 from __future__ import annotations
@@ -11,20 +12,27 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import Cache, LlamaForCausalLM
 
-from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.model import BaseModel, load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import ModelConfig
+from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.merging import merge_folders
+from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import build_forest
+from agentjet.types import SamplingParams
 from tests import tiny
 from tests.compute.architectures import BRANCHING, MORE, ROWS, WRAPPERS, make_architecture
 from tests.compute.baseline import Baseline, Double, episodes, learner_gradient, policy_gradient, relative
+from tests.compute.conftest import with_random_adapter
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -61,14 +69,150 @@ def test_a_wrapper_learns_its_language_model_only(tmp_path: Path) -> None:
     assert relative(gradient, baseline.gradient(policy_gradient())) <= 1e-9
 
 
-def test_an_exported_wrapper_is_whole(tmp_path: Path) -> None:
-    folder = make_architecture(tmp_path / "model", "gemma3_vl")
+def whole(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """All tensors of a folder, as the index names them if there is one, and its class."""
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"] if index.exists() else None
+    found: dict[str, torch.Tensor] = {}
+    for file in set(names.values()) if names else {"model.safetensors"}:
+        found |= load_file(folder / file)
+    assert names is None or names.keys() == found.keys()
+    return found, json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_exported_wrapper_is_whole(tmp_path: Path, kind: str, rank: int) -> None:
+    folder = make_architecture(tmp_path / "model", kind)
     (folder / "preprocessor_config.json").write_text("{}")
-    load(folder).save(tmp_path / "export", merged=True)
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
+    load(folder, rank=rank).save(tmp_path / "export", merged=True)
+    (before, own), (after, exported) = whole(folder), whole(tmp_path / "export")
+    assert exported == own
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     kept = {path.name for path in (tmp_path / "export").iterdir()}
     assert {"preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= kept
+    if rank:
+        load(folder, rank=rank).save(tmp_path / "adapter", merged=False)
+        merge_folders(tmp_path / "merged", [tmp_path / "adapter"], base=str(folder))
+    else:
+        merge_folders(tmp_path / "merged", [tmp_path / "export"], base=str(folder))
+    merged, class_name = whole(tmp_path / "merged")
+    assert class_name == own and merged.keys() == before.keys()
+
+
+@pytest.mark.parametrize("named", [None, "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "SomethingElse"])
+def test_the_config_names_the_class(tmp_path: Path, named: str | None) -> None:
+    folder = make_architecture(tmp_path / "model", "qwen3_5")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": named and [named]}
+    (folder / "config.json").write_text(json.dumps(config))
+    wanted = "Qwen3_5ForCausalLM" if named == "Qwen3_5ForCausalLM" else "Qwen3_5ForConditionalGeneration"
+    assert type(load(folder).model).__name__ == wanted
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_export_keeps_tensors_that_the_class_does_not_read(tmp_path: Path, shards: int) -> None:
+    """Heads for later tokens of Qwen3.5; a second copy of a tied matrix would be out of date."""
+    folder = make_architecture(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    tensors, _ = whole(folder)
+    more = {
+        "mtp.fc.weight": torch.arange(4.0).bfloat16(),
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+    }
+    if shards == 1:
+        save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        save_file(more, folder / "more.safetensors", metadata={"format": "pt"})
+        files = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(more, "more.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    policy = load(folder)
+    with torch.no_grad():
+        next(iter(policy.trainable().values())).add_(1)
+    policy.save(tmp_path / "export", merged=True)
+    after, _ = whole(tmp_path / "export")
+    assert after.keys() == {*tensors, "mtp.fc.weight"}
+    assert torch.equal(after["mtp.fc.weight"], more["mtp.fc.weight"])
+    again = load(tmp_path / "export").trainable()
+    assert all(torch.equal(p, again[name]) for name, p in policy.trainable().items())
+
+
+@pytest.mark.parametrize(
+    ("modules", "tied", "refused"),
+    [
+        ("q_proj,lm_head", True, "embed_tokens and lm_head share one matrix"),
+        ("embed_tokens,q_proj", True, "embed_tokens and lm_head share one matrix"),
+        ("nothing", True, "nothing"),
+        ("rotary_emb", True, "model.lora.target_modules"),
+        ("embed_tokens,q_proj", False, ""),
+        ("q_proj,lm_head", False, ""),
+        ("lm_head", False, ""),
+        ("embed_tokens", False, ""),
+    ],
+)
+def test_an_adapter_samples_learns_and_is_exported_or_refused(
+    tmp_path: Path, modules: str, tied: bool, refused: str
+) -> None:
+    base = BaseModel(
+        ModelConfig(
+            name=str(make_architecture(tmp_path / "model", "llama", tie_word_embeddings=tied)),
+            device="cpu",
+            dtype="float32",
+        )
+    )
+    lora = LoraConfig(rank=2, target_modules=modules)
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            base.adapted(lora)
+        return
+    policy = with_random_adapter(base.adapted(lora), 3)
+    sampler = ModelSampler(base.policy, 64, 8192)
+    sampler.submit(1, np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=3, temperature=1.0, seed=1), policy)
+    assert [token.logprob < 0 for token in sampler.step()] == [True]
+    gradient = learner_gradient(policy, build_forest(episodes(policy)), policy_gradient(), None)
+    assert float(gradient.abs().sum()) > 0
+    policy.save(tmp_path / "export", merged=True)
+    exported = load(tmp_path / "export")
+    ids = torch.arange(5, 15)[None]
+    with policy.attention("eager"), exported.attention("eager"), torch.no_grad():
+        ours, theirs = (p.model(input_ids=ids).logits for p in (policy, exported))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_an_adapter_that_text_does_not_reach_is_refused(tmp_path: Path) -> None:
+    """Otherwise it would be trained for ever and change nothing."""
+    folder = make_architecture(tmp_path / "model", "qwen3_vl")
+    lora = LoraConfig(rank=2, target_modules="qkv")
+    with pytest.raises(ConfigError, match=r"target_modules = 'qkv': the model does not .*; use 'all-linear', or name"):
+        load_policy(ModelConfig(name=str(folder), device="cpu", lora=lora))
+
+
+@pytest.mark.parametrize("error", [TypeError("forward() lacks pixel_values"), AttributeError("no last_hidden_state")])
+def test_a_model_whose_code_fails_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    folder = make_architecture(tmp_path / "model", "llama")
+
+    def forward(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(ConfigError, match=rf"\(llama\) cannot be trained: .*{error.args[0][-12:]}; use another model"):
+        load(folder)
+
+
+def test_a_cache_that_fails_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = load(make_architecture(tmp_path / "model", "recurrent_gemma"))
+
+    def lost(*_: Any) -> int:
+        raise ValueError("only LinearAttention layers")
+
+    monkeypatch.setattr(Cache, "get_seq_length", lost)
+    with caplog.at_level(logging.WARNING, "agentjet"):
+        sampler = ModelSampler(policy, 64, 8192)
+    assert "no usable cache between tokens (ValueError: only LinearAttention layers)" in caplog.text
+    sampler.submit(1, np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=3, temperature=1.0, seed=1), policy)
+    assert [sampler.step()[0].logprob < 0 for _ in range(3)] == [True] * 3
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
-from agentjet.compute.embedded.policy import TOKENIZER_FILES, first_line, load_pretrained, locate_model, why_not_loaded
+from agentjet.compute.embedded.policy import (
+    TOKENIZER_FILES,
+    first_line,
+    keep_other_tensors,
+    load_pretrained,
+    locate_model,
+    why_not_loaded,
+)
 from agentjet.errors import ConfigError
 
 CHANGED = 1e-5
@@ -93,6 +100,7 @@ def merge_folders(out: Path, folders: Sequence[Path], base: str = "", rescale: f
             for name, tensor in state.items():
                 tensor.copy_(merged[name])
         cast(Any, model).save_pretrained(out)
+        keep_other_tensors(place, out, model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the models cannot be merged: {why_not_loaded(error)}") from error
     for name in TOKENIZER_FILES:

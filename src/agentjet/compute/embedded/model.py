@@ -15,7 +15,8 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -40,11 +41,12 @@ from agentjet.compute.embedded.policy import (
     resolve_device,
     resolve_dtype,
     save_once,
+    text_decoder,
     tolerance,
     why_not_loaded,
 )
 from agentjet.config import LoraConfig, ModelConfig
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.rendering import template_for
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo
@@ -70,13 +72,15 @@ class BaseModel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
         dtype = resolve_dtype(config.dtype, device)
-        model = load_pretrained(config.name, folder, hf_config, dtype).to(device).eval()
-        _freeze_towers(model)
-        self._folder = folder
-        self.policy = Policy(model, make_model_info(config, folder, model), folder)
-        """The model without adapters."""
-        self.policy.logit_transform = find_logit_transform(self.policy)
+        with _refusing(f"model.name = {config.name!r} ({hf_config.model_type}) cannot be trained", "use another model"):
+            model = load_pretrained(config.name, folder, hf_config, dtype).to(device).eval()
+            _freeze_towers(model)
+            self._folder = folder
+            self.policy = Policy(model, make_model_info(config, folder, model), folder)
+            """The model without adapters."""
+            self.policy.logit_transform = find_logit_transform(self.policy)
         reason = prefix_sharing_obstacle(self.policy)
+        self._own_attention: str = cast(Any, self.policy.decoder.config)._attn_implementation
         if reason is None:
             cast(Any, self.policy.decoder.config)._attn_implementation = ATTENTION
             self.policy.info = dataclasses.replace(self.policy.info, shares_prefixes=True)
@@ -102,6 +106,11 @@ class BaseModel:
             torch.manual_seed(ADAPTER_SEED)
             policy = Policy(_with_adapters(modules, lora), self.policy.info, self._folder)
         policy.logit_transform = self.policy.logit_transform
+        with (
+            _refusing(f"model.lora.target_modules = {lora.target_modules!r}: an adapter there fails", OTHER_MODULES),
+            policy.attention(self._own_attention),
+        ):
+            _try_adapter(policy, lora.target_modules)
         policy.mixable_layers = mixable_layers(policy)
         return policy
 
@@ -114,6 +123,36 @@ class BaseModel:
             if theirs != ours:
                 return f"model.{key} = {theirs!r} differs from the {ours!r}"
         return ""
+
+
+@contextmanager
+def _refusing(what: str, way_out: str) -> Iterator[None]:
+    """Raises `ConfigError` for an error of a model's code inside the context.
+
+    Boundary: a model's code raises any error for an input that it does not expect, such as text without an image.
+    """
+    try:
+        yield
+    except (AgentJetError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {type(error).__name__}: {why_not_loaded(error)}; {way_out}") from error
+
+
+OTHER_MODULES = "use 'all-linear', or name other modules"
+
+
+def _try_adapter(policy: Policy, modules: str) -> None:
+    """Run a new adapter forward and backward once. Raises `ConfigError` if the model computes none of its weights."""
+    hidden = cast(Any, policy.decoder)(input_ids=probe_tokens(policy, PROBE_TRUNK)[None], use_cache=False)
+    total = policy.head(hidden.last_hidden_state[0]).float().logsumexp(-1).sum()
+    weights = list(policy.trainable().values())
+    if not total.requires_grad or not any(
+        x is not None for x in torch.autograd.grad(total, weights, allow_unused=True)
+    ):
+        raise ConfigError(
+            f"model.lora.target_modules = {modules!r}: the model does not compute an adapter there; {OTHER_MODULES}"
+        )
 
 
 def load_policy(config: ModelConfig) -> Policy:
@@ -151,7 +190,7 @@ WITHOUT_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"
 
 def _freeze_towers(model: Any) -> None:
     """Freeze the vision and audio parts of a wrapper: only the language model learns."""
-    learns = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
+    learns = {id(p) for part in (text_decoder(model), model.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in learns)
 
@@ -164,8 +203,10 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     targets: str | list[str] = "all-linear"
     excluded: list[str] = []
     if lora.target_modules == targets:
-        decoder = set(cast(Any, model).get_decoder().modules())
-        excluded = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part not in decoder]
+        linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        # Llama 4's router is a linear layer that returns a tuple.
+        plain = {part for part in text_decoder(model).modules() if type(part).forward is nn.Linear.forward}
+        excluded = [name for name, part in linear.items() if part not in plain]
         excluded += ["out_proj"] * (model.config.model_type in WITHOUT_OUT_PROJ)
     else:
         targets = [m.strip() for m in lora.target_modules.split(",")]
@@ -183,9 +224,27 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
         )
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules = {lora.target_modules!r}: {first_line(error)}") from error
+    _refuse_tied(adapted, lora)
     if experts := _experts_without_adapters(adapted):
         log.warning("routed experts get no adapter, their weights stay as they are: %s", ", ".join(experts))
     return cast(nn.Module, adapted.eval())
+
+
+def _refuse_tied(adapted: Any, lora: LoraConfig) -> None:
+    """Raises `ConfigError` if an adapter changes one end of a matrix that input and output embeddings share.
+
+    Merged weights would be two matrices, for which neither the config of an export nor a replica has a place.
+    """
+    base = adapted.get_base_model()
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    weights = [getattr(end, "base_layer", end).weight for end in ends]
+    if weights[0] is not weights[1] or not any(hasattr(end, "base_layer") for end in ends):
+        return
+    names = " and ".join(name.rpartition(".")[2] for name, part in base.named_modules() if part in ends)
+    raise ConfigError(
+        f"model.lora.target_modules = {lora.target_modules!r}: {names} share one matrix in this model "
+        "(tie_word_embeddings), so an adapter of one of them would change the other: leave them out"
+    )
 
 
 def _experts_without_adapters(adapted: nn.Module) -> list[str]:
@@ -217,6 +276,7 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
             "use an instruct model, or add chat_template.jinja to its folder"
         )
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context if context and context > 0 else None  # XLNet has -1.
     if context and config.context_length > context:
         raise ConfigError(
             f"model.context_length = {config.context_length} is above the {context} that {config.name!r} was made for"

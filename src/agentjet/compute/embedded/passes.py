@@ -50,7 +50,7 @@ class Pass(Protocol):
 
     def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
         """Do the backward pass of the last piece, from the gradient of its `hidden`; None if it has no target."""
-        if gradient is not None:
+        if gradient is not None and hidden.requires_grad:  # An adapter of the head alone ends above the decoder.
             hidden.backward(gradient)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
@@ -151,7 +151,7 @@ class _ForwardPass:
         found = [(self.hidden, self.hidden_gradient)]
         for layer, pair in self.computed.items():
             found += [(own, shared.grad) for own, shared in zip(pair, self.shared[layer], strict=True)]
-        roots = [(tensor, gradient) for tensor, gradient in found if gradient is not None]
+        roots = [(tensor, gradient) for tensor, gradient in found if gradient is not None and tensor.requires_grad]
         if roots:
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
 

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from agentjet.config import bfloat16_is_faster
@@ -73,8 +75,7 @@ def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) 
     Raises `ConfigError` for a model that does not generate text token by token, and for files that lack weights. The
     library would fill missing weights with random numbers. Tied weights and buffers do not count as missing.
     """
-    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    auto = next((kind for kind in kinds if type(hf_config) in kind._model_mapping), None)
+    auto = _auto_class(hf_config)
     if auto is None:
         raise ConfigError(
             f"model.name = {name!r} is of type {hf_config.model_type!r}, which is not a causal language model: "
@@ -89,6 +90,38 @@ def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) 
             "use files that hold the whole language model"
         )
     return model
+
+
+def _auto_class(hf_config: Any) -> Any:
+    """Returns the class of `transformers` that loads the class in `config.architectures`, or None.
+
+    Some configs have two classes: Qwen3.5's language model alone would lose its vision tower in every export. So a
+    config that names neither gets the wrapper, which holds everything.
+    """
+    kinds: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    found = {
+        kind._model_mapping[type(hf_config)].__name__: kind for kind in kinds if type(hf_config) in kind._model_mapping
+    }
+    named = [found[name] for name in hf_config.architectures or () if name in found]
+    return next(iter([*named, *found.values()]), None)
+
+
+def text_decoder(model: Any) -> nn.Module:
+    """Returns the module from token ids to the hidden states that the output embeddings multiply.
+
+    `get_decoder` is a guess by names: it returns Llama 4 itself, and the head of ModernBERT. So a guess counts only if
+    it holds the input embeddings and not the output embeddings; else the innermost model that does is taken. Raises
+    `ConfigError`.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for candidate in (model.get_decoder(), *reversed(inner)):
+        parts = set(candidate.modules())
+        if head is not None and embeddings in parts and head not in parts:
+            return cast(nn.Module, candidate)
+    raise ConfigError(
+        f"{type(model).__name__} has no decoder between its input and output embeddings: use another model"
+    )
 
 
 def _unpack_gguf(gguf: Path, target: Path) -> None:
@@ -176,8 +209,11 @@ class Policy:
         self._folder = folder
         self.info = info
         base: Any = cast(Any, model).get_base_model() if hasattr(model, "peft_config") else model
-        self.decoder: nn.Module = base.get_decoder()
+        self.decoder: nn.Module = text_decoder(base)
         self._head: nn.Module = cast(nn.Module, base.get_output_embeddings())
+        embeddings = base.get_input_embeddings()
+        self.vocabulary = len(cast(Tensor, getattr(embeddings, "base_layer", embeddings).weight))
+        """Number of token ids of the model."""
         self.logit_transform: LogitTransform = lambda logits: logits
         self.config: Any = base.config.get_text_config()
         self.end_tokens = frozenset(info.end_tokens)
@@ -200,11 +236,6 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return next(self.decoder.parameters()).device
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids of the model."""
-        return int(cast(Any, self.decoder).get_input_embeddings().num_embeddings)
 
     @property
     def has_adapters(self) -> bool:
@@ -252,11 +283,54 @@ class Policy:
         model.save_pretrained(path, state_dict=weights)
         if (config := path / "adapter_config.json").exists():
             _sort_modules(config)
+        else:
+            keep_other_tensors(self._folder, path, model)
         for name in TOKENIZER_FILES:
             if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(source, path / name)
         if not (path / "tokenizer.json").exists():
             shutil.copyfile(Path(self.info.tokenizer_path) / "tokenizer.json", path / "tokenizer.json")
+
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_WEIGHTS = "model-other.safetensors"
+
+
+def keep_other_tensors(source: str, export: Path, model: Any) -> None:
+    """Add the tensors of the original files that the model's class does not read, such as heads for later tokens."""
+    original, written = _tensor_files(source), _tensor_files(str(export))
+    # Older files store a tied matrix twice. Its second copy would be out of date.
+    tied = tuple(".".join(name.split(".")[-2:]) for name in model.all_tied_weights_keys)
+    other = {name: file for name, file in original.items() if name not in written and not name.endswith(tied or "/")}
+    if not other:
+        return
+    if not written.keys() <= original.keys():
+        log.warning("%s: %d tensors of other names in its files are not exported", source, len(other))
+        return
+    tensors: dict[str, Tensor] = {}
+    for file in set(other.values()):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name, place in other.items() if place == file}
+    save_file(tensors, export / OTHER_WEIGHTS, metadata={"format": "pt"})
+    index = export / WEIGHTS_INDEX
+    if not index.exists():
+        first = (export / WEIGHTS).rename(export / "model-00001-of-00001.safetensors")
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(written, first.name)}))
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(sorted(tensors), OTHER_WEIGHTS)
+    content["metadata"]["total_size"] = sum(path.stat().st_size for path in export.glob("*.safetensors"))
+    index.write_text(json.dumps(content, indent=2, sort_keys=True))
+
+
+def _tensor_files(folder: str) -> dict[str, str]:
+    """Returns the safetensors file of each tensor of a folder or hub id; empty if it has other files."""
+    if index := cached_file(folder, WEIGHTS_INDEX, _raise_exceptions_for_missing_entries=False):
+        files = json.loads(Path(index).read_text())["weight_map"]
+        return {name: str(Path(index).with_name(file)) for name, file in files.items()}
+    if file := cached_file(folder, WEIGHTS, _raise_exceptions_for_missing_entries=False):
+        with safe_open(file, "pt") as opened:
+            return dict.fromkeys(opened.keys(), str(file))
+    return {}
 
 
 def _sort_modules(path: Path) -> None:

@@ -27,7 +27,7 @@ from agentjet.compute.embedded.adapters import AdapterMixture
 from agentjet.compute.embedded.attention import AttentionPlan, flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
 from agentjet.compute.embedded.paged_attention import DecodeGraphs, step_plan
-from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
+from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.grammars import Grammars, Guide
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
@@ -344,15 +344,30 @@ def _state_name(policy: Policy) -> str | None:
     """
     accepted = inspect.signature(policy.decoder.forward).parameters
     name = next((name for name in ("cache_params", "past_key_values") if name in accepted), None)
-    if name is not None:
-        ids = probe_tokens(policy, PROBE_TOKENS)[None]
-        wanted = policy.head(_continued(policy, None, ids, None)[0]).float()
-        state, parts = None, []
+    reason = "it has none" if name is None else _cache_obstacle(policy, name)
+    if reason is None:
+        return name
+    log.warning(
+        "%s: no usable cache between tokens (%s); sampling computes each sequence again", policy.info.name, reason
+    )
+    return None
+
+
+def _cache_obstacle(policy: Policy, name: str) -> str | None:
+    """Returns the reason why a model's cache is not used; None if it is exact.
+
+    Boundary: any exception of the cache's code becomes a reason.
+    """
+    ids = probe_tokens(policy, PROBE_TOKENS)[None]
+    wanted = policy.head(_continued(policy, None, ids, None)[0]).float()
+    state, parts = None, []
+    try:
         for part in torch.split(ids, [PROBE_TOKENS // 2] + [1] * (PROBE_TOKENS // 2), 1):
             hidden, state = _continued(policy, name, part, state)
             parts.append(hidden)
-        difference = float((policy.head(torch.cat(parts, 1)).float() - wanted).abs().max())
-        if difference <= tolerance(policy.dtype, wanted):
-            return name
-    log.warning("%s: no usable cache between tokens; sampling computes each sequence again", policy.info.name)
-    return None
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    difference = float((policy.head(torch.cat(parts, 1)).float() - wanted).abs().max())
+    if difference <= tolerance(policy.dtype, wanted):
+        return None
+    return f"its logits differ by {difference:.3f} from those of a pass over all tokens"
