@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,20 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "cache").touch()
     with pytest.raises(ConfigError, match="cache/agentjet cannot be written: set XDG_CACHE_HOME to another place"):
         load(folder)
+
+
+def test_a_model_with_named_templates_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_architecture(tmp_path / "model", "llama")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}<tool_call>")
+    policy = load(folder)
+    assert policy.info.tool_format == "hermes"
+    policy.save(tmp_path / "export", merged=True)
+    assert load(tmp_path / "export").info == dataclasses.replace(policy.info, name=str(tmp_path / "export"))
+    shutil.rmtree(folder / "additional_chat_templates")
+    with caplog.at_level(logging.WARNING, "agentjet"):
+        load(folder)
+    assert "its chat template has no tools in a known format" in caplog.text
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:

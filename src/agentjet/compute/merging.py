@@ -14,7 +14,6 @@ weights first, because their matrices have no common meaning.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,10 +22,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.utils.hub import cached_file
 
 from agentjet.compute.embedded.policy import (
-    TOKENIZER_FILES,
+    copy_tokenizer_files,
     first_line,
     keep_other_tensors,
     load_pretrained,
@@ -103,9 +101,7 @@ def merge_folders(out: Path, folders: Sequence[Path], base: str = "", rescale: f
         keep_other_tensors(place, out, model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the models cannot be merged: {why_not_loaded(error)}") from error
-    for name in TOKENIZER_FILES:
-        if source := cached_file(place, name, _raise_exceptions_for_missing_entries=False):
-            shutil.copyfile(source, out / name)
+    copy_tokenizer_files(place, out)
     return shares
 
 

@@ -29,25 +29,41 @@ from agentjet.types import Conversation, Message, ToolCall
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def template_for(model_name: str, own_template: str) -> tuple[str, str]:
+SMOLLM2 = "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"
+"""SHA-256 of the chat template that all SmolLM2-Instruct models have."""
+
+
+def template_for(model_name: str, own_template: str | Mapping[str, str]) -> tuple[str, str]:
     """Returns the chat template (Jinja source) and the tool format of a model. `own_template` is that of its folder.
 
-    SmolLM2 gets a template of this package, because its own ignores tools; the rest is identical. Raises `ConfigError`
-    for a model without a template.
+    A model may have named templates. Then `tool_use` renders conversations with tools, and `default` the others: the rule
+    of `transformers`. SmolLM2's exact template is replaced by one of this package, because it ignores tools; the rest is
+    identical. Raises `ConfigError` for a model without a template.
     """
-    if _is_smollm2(model_name, own_template):
+    own = own_template if isinstance(own_template, str) else _of_names(model_name, own_template)
+    is_bundled = not own.strip() and Path(model_name).name.lower() == "smollm2-135m"
+    if is_bundled or hashlib.sha256(own.strip().encode()).hexdigest() == SMOLLM2:
         return (TEMPLATES / "smollm2.jinja").read_text(encoding="utf-8"), "hermes"
-    if not own_template.strip():
+    if not own.strip():
         raise ConfigError(
             f"model {model_name!r} has no chat template: train a chat model, or add chat_template.jinja to it"
         )
-    return own_template, _tool_format(own_template)
+    return own, _tool_format(own)
 
 
-def _is_smollm2(model_name: str, own_template: str) -> bool:
-    if not own_template.strip():
-        return Path(model_name).name.lower() == "smollm2-135m"
-    return "AI assistant named SmolLM, trained by Hugging Face" in own_template and "tools" not in own_template
+def _of_names(model_name: str, templates: Mapping[str, str]) -> str:
+    """Returns one template that renders as a model's named templates. Raises `ConfigError` without a default."""
+    if "default" not in templates:
+        names = ", ".join(map(repr, sorted(templates)))
+        raise ConfigError(
+            f"model {model_name!r} has chat templates named {names} and none named 'default': add the one to use as "
+            "chat_template.jinja to its folder"
+        )
+    if "tool_use" not in templates:
+        return templates["default"]
+    # Jinja drops the last newline of a source. The plus signs keep the other white space at the ends of the two.
+    with_tools, without = (templates[name].removesuffix("\n") for name in ("tool_use", "default"))
+    return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
 
 
 def _tool_format(template: str) -> str:

@@ -270,11 +270,8 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.name = {config.name!r} has no tokenizer: {why_not_loaded(error)}") from error
     template, tool_format = template_for(config.name, tokenizer.chat_template or "")
-    if not template:
-        raise ConfigError(
-            f"model.name = {config.name!r} has no chat template: "
-            "use an instruct model, or add chat_template.jinja to its folder"
-        )
+    if not tool_format:
+        log.warning("%s: its chat template has no tools in a known format: calls with tools are refused", config.name)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     context = context if context and context > 0 else None  # XLNet has -1.
     if context and config.context_length > context:

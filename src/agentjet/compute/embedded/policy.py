@@ -183,10 +183,19 @@ def why_not_loaded(error: BaseException) -> str:
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "additional_chat_templates/tool_use.jinja"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 """Files of a model's folder that an export copies unchanged: tokenizer, chat template, processor."""
+
+
+def copy_tokenizer_files(source: str, target: Path) -> None:
+    """Copy the files of `TOKENIZER_FILES` that a folder or hub id has."""
+    for name in TOKENIZER_FILES:
+        if file := cached_file(source, name, _raise_exceptions_for_missing_entries=False):
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target / name)
+
 
 LogitTransform = Callable[[Tensor], Tensor]
 """Maps the product of hidden states and output embeddings to logits: identity, a scale or a soft cap."""
@@ -285,9 +294,7 @@ class Policy:
             _sort_modules(config)
         else:
             keep_other_tensors(self._folder, path, model)
-        for name in TOKENIZER_FILES:
-            if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
-                shutil.copyfile(source, path / name)
+        copy_tokenizer_files(self._folder, path)
         if not (path / "tokenizer.json").exists():
             shutil.copyfile(Path(self.info.tokenizer_path) / "tokenizer.json", path / "tokenizer.json")
 
