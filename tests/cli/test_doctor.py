@@ -164,6 +164,36 @@ def test_only_visible_gpus_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert visible_gpu_memory() == ()
 
 
+def test_a_recipe_that_a_backend_cannot_run(model: Path) -> None:
+    config = settings(model).model_dump() | {"job": {"recipe": "ppo"}}
+    for backend, found in (("cluster", True), ("embedded", False)):
+        config["compute"]["backend"] = backend
+        text = lines(parse_config(config), LAPTOP)
+        assert ("problem job.recipe = 'ppo' needs values, and the cluster backend has none" in text) is found
+
+
+def test_more_samplers_than_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert "problem samplers = 9: at most 2 replicas fit the CPU cores" in lines(settings(model, samplers=9), LAPTOP)
+    assert "at most 2 replicas" not in lines(settings(model, samplers=2), LAPTOP)
+
+
+def test_shared_memory_of_a_container(model: Path) -> None:
+    container = replace(LAPTOP, shared_memory=64 << 20)
+    text = lines(settings(model), container)
+    assert "problem /dev/shm has 64 MiB free, and vLLM's replicas need 160 MiB: start" in text
+    assert "/dev/shm" not in lines(settings(model), replace(LAPTOP, shared_memory=1 << 30))
+    assert "/dev/shm" not in lines(settings(model, address="auto"), container), "other machines have the replicas"
+
+
+def test_the_bundled_model_is_on_this_machine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"server": {"port": 0, "data_dir": str(model)}})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    for spec, expected in ((object(), "ok policy: smollm2-135m is in the installed"), (None, "is not on this machine")):
+        monkeypatch.setattr("agentjet.cli.doctor.find_spec", lambda name, spec=spec: spec)
+        assert expected in lines(config, LAPTOP)
+
+
 def test_missing_packages(model: Path) -> None:
     bare = Machine(memory=10**12, versions={"torch": "2.13.0"})
     text = lines(settings(model, address="auto", sampler_python=""), bare)
@@ -198,7 +228,8 @@ def test_the_address_of_a_ray_cluster(model: Path) -> None:
     assert "no Ray node runs here: run `ray start --head`" in lines(settings(model, address="auto"), LAPTOP)
 
 
-def test_without_gpus_processes_share_the_memory(model: Path) -> None:
+def test_without_gpus_processes_share_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     (model / "config.json").write_text(json.dumps(SMOLLM2))
     text = lines(settings(model, samplers=50), LAPTOP)
     assert "problem policy: each of 50 replicas: 5.6 GB (weights 0.5, cache 3.0, workspace 2.1) of 0.4 GB" in text

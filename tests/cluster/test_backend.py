@@ -296,8 +296,8 @@ async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -
             raise ConfigError("vLLM does not hold this model")
 
         launcher.special = {"default/policy/replica-1": refuse}
-        await compute.add(POLICY, ModelConfig(), settings=settings())
         with pytest.raises(ConfigError, match="does not hold"):
+            await compute.add(POLICY, ModelConfig(), settings=settings())
             await compute.publish(POLICY, 0)
 
 
@@ -307,15 +307,51 @@ async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -
 async def test_a_program_that_runs_no_replica_is_refused(tmp_path: Path, program: str, says: str) -> None:
     async with cluster(tmp_path) as (compute, launcher):
         launcher.programs = LocalLauncher(list)
-        await compute.add(POLICY, ModelConfig(), settings=settings(sampler_python=program))
         with pytest.raises(ConfigError, match=rf"{says}.*compute\.sampler_python"):
+            await compute.add(POLICY, ModelConfig(), settings=settings(sampler_python=program))
             await compute.publish(POLICY, 0)
         await launcher.programs.close()
+
+
+async def test_replicas_that_cannot_start_end_a_start_at_once(tmp_path: Path) -> None:
+    """The ranks may load a model for minutes."""
+    async with cluster(tmp_path) as (compute, launcher):
+        loading = threading.Event()
+
+        def load(request: Request) -> Any:
+            return loading.wait(30) if request.op == "add" else launcher._rank(request)
+
+        launcher.special = {f"default/policy/rank-{rank}.1": load for rank in range(2)}
+        launcher.programs = LocalLauncher(list)
+        try:
+            with pytest.raises(ConfigError, match="exit code 0"):
+                await compute.add(POLICY, ModelConfig(), settings=settings(sampler_python="/bin/echo"))
+            assert not loading.is_set()
+        finally:
+            loading.set()
+            await launcher.programs.close()
+
+
+async def test_a_refusal_quotes_the_first_error_of_the_replica_s_log(tmp_path: Path) -> None:
+    cause = "RuntimeError: not enough shared memory: 160 MiB required, 64 MiB free"
+    async with cluster(tmp_path) as (compute, launcher):
+
+        def refuse(request: Request) -> Any:
+            log = compute._log_path("default/policy/replica-1")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(f"(EngineCore pid=8) ERROR 11-24 04:56:03 [core.py:1] {cause}\n")
+            raise ConfigError("vLLM cannot hold the model (RuntimeError: Engine core initialization failed)")
+
+        launcher.special = {"default/policy/replica-1": refuse}
+        with pytest.raises(ConfigError, match=r"shared memory in /dev/shm .*64 MiB free.*--shm-size"):
+            await compute.add(POLICY, ModelConfig(), settings=settings())
+            await compute.publish(POLICY, 0)
 
 
 @pytest.mark.parametrize(
     ("asked", "free", "message"),
     [
+        ({"samplers": 9}, None, "samplers = 9: at most 8 replicas fit the CPU cores of this machine, one for each"),
         ({"ranks": 4, "samplers": 4}, 6, "need 8 GPUs, and 6 are free; would fit: ranks = 4 with samplers = 2"),
         ({"ranks": 2, "samplers": 1, "tensor_parallel": 4}, 5, "would fit: ranks = 1 with samplers = 1"),
         ({"ranks": 1, "samplers": 1}, 1, "at least 2 are needed.*backend = 'embedded'"),
@@ -327,11 +363,16 @@ async def test_a_program_that_runs_no_replica_is_refused(tmp_path: Path, program
         ),
     ],
 )
-def test_too_few_gpus_are_refused_with_what_would_fit(asked: dict[str, int], free: int | None, message: str) -> None:
+def test_too_few_gpus_are_refused_with_what_would_fit(
+    asked: dict[str, int], free: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     with pytest.raises(ConfigError, match=message):
         check_gpus(POLICY, settings(**asked), free, ModelConfig())
     check_gpus(POLICY, settings(ranks=2, samplers=2), 4, ModelConfig())
     check_gpus(POLICY, settings(ranks=4, samplers=2, tensor_parallel=2, colocated=True), 4, ModelConfig())
+    check_gpus(POLICY, settings(samplers="1..9"), None, ModelConfig())
+    check_gpus(POLICY, settings(samplers=9, address="auto"), None, ModelConfig())
 
 
 async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ UNSUPPORTED = "RuntimeError: Unsupported CPU attention configuration: head_dim=1
              "Traceback (most recent call last):", WRAPPER],
             UNSUPPORTED,
         ),
+        (
+            [f"{CORE}pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+             f"{CORE}  Value error, Model architectures ['Foo'] are not supported. [type=value_error, input_value=1]",
+             f"{CORE}    For further information visit https://errors.pydantic.dev"],
+            "Value error, Model architectures ['Foo'] are not supported.",
+        ),
         (["Traceback:", "torch.OutOfMemoryError: CUDA out of memory  "], "torch.OutOfMemoryError: CUDA out of memory"),
         (["2026 INFO version 0: fetched", f"{CORE}EngineCore encountered a fatal error.", WRAPPER], ""),
         ([], ""),

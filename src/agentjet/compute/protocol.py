@@ -58,6 +58,13 @@ class Capabilities:
     """
 
 
+CAPABILITIES = {
+    "embedded": Capabilities(values=True, teachers=True),
+    "cluster": Capabilities(separate_samplers=True),
+}
+"""By the name of the backend."""
+
+
 def check_capabilities(
     capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
 ) -> None:

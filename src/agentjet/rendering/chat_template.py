@@ -36,8 +36,8 @@ SMOLLM2 = "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"
 def template_for(model_name: str, own_template: str | Mapping[str, str]) -> tuple[str, str]:
     """Returns the chat template (Jinja source) and the tool format of a model. `own_template` is that of its folder.
 
-    A model may have named templates. Then `tool_use` renders conversations with tools, and `default` the others: the rule
-    of `transformers`. SmolLM2's exact template is replaced by one of this package, because it ignores tools; the rest is
+    A model may have named templates. Then `tool_use` renders conversations with tools, and `default` the others: the
+    rule of `transformers`. SmolLM2's exact template ignores tools, so one of this package replaces it. The rest is
     identical. Raises `ConfigError` for a model without a template.
     """
     own = own_template if isinstance(own_template, str) else _of_names(model_name, own_template)

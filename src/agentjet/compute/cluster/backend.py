@@ -22,14 +22,14 @@ from typing import cast
 from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.keeper import Launch
-from agentjet.compute.cluster.launcher import Launcher, LocalLauncher, cause_of
+from agentjet.compute.cluster.launcher import Launcher, LocalLauncher, cause_of, with_cause
 from agentjet.compute.cluster.learner_group import LearnerGroup
 from agentjet.compute.cluster.meters import Autoscaler, StepMeter
 from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.site import Site, first_of
 from agentjet.compute.cluster.weights import Publication
-from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, PolicyRemoved, WorkerDied
@@ -123,7 +123,7 @@ class ClusterCompute:
         self._autoscaling: asyncio.Task[None] | None = None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
-        return Capabilities(separate_samplers=True)
+        return CAPABILITIES["cluster"]
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
@@ -148,11 +148,23 @@ class ClusterCompute:
         launch, timeout = partial(self._start_rank, policy, hosted), self._config.server.worker_timeout
         hosted.ranks = LearnerGroup(policy, names, launch, hosted.site, timeout=timeout)
         hosted.rank_state = STARTS
-        info = await hosted.ranks.start(model, settings)
+        info = await self._started(hosted, hosted.ranks)
         hosted.rank_state = ""
         if not hosted.info.done():
             hosted.info.set_result(info)
         return info
+
+    async def _started(self, hosted: HostedPolicy, ranks: LearnerGroup) -> ModelInfo:
+        """Returns the model of started ranks. Raises the error of replicas that cannot start at once."""
+        start = asyncio.create_task(ranks.start(hosted.model, hosted.settings))
+        try:
+            await first_of(start, hosted.fleet.failed)
+            if not start.done():
+                hosted.fleet.check()
+            return await start
+        finally:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
 
     async def remove(self, policy: PolicyId) -> None:
         if (hosted := self._policies.pop(policy, None)) is not None:
@@ -260,11 +272,7 @@ class ClusterCompute:
                 "samplers cannot be scaled with compute.colocated: replicas share the GPUs of the ranks. Change "
                 "compute.samplers, and start the server again"
             )
-        most = await self._most_samplers(hosted)
-        if bounds.least > most:
-            size = hosted.settings.tensor_parallel
-            places = f"the free GPUs, {size} for each" if hosted.gpus else "the CPU cores of this machine, one for each"
-            raise ConfigError(f"samplers = {bounds}: at most {most} replicas fit {places}")
+        check_samplers(bounds, await self._most_samplers(hosted), hosted.settings.tensor_parallel * hosted.gpus)
         hosted.autoscaler = Autoscaler(bounds, self._config.sampler.max_concurrent)
         hosted.fleet.scale(bounds.clamp(hosted.fleet.count))
 
@@ -313,7 +321,7 @@ class ClusterCompute:
         free = await self._free_gpus(hosted.site, hosted.settings.address) if hosted.gpus else None
         present = hosted.fleet.count
         if free is None:
-            return SamplerBounds.MAX if hosted.settings.address else max(present, os.cpu_count() or 1)
+            return max(present, most_on_cpus(hosted.settings))
         return present + free // hosted.settings.tensor_parallel
 
     async def _free_gpus(self, site: Site, address: str) -> int | None:
@@ -403,6 +411,9 @@ class ClusterCompute:
         except TimeoutError:
             peer.close()
             raise WorkerDied(f"{name} did not load for {LOAD_SECONDS:g} s; see {log_path}") from None
+        except ConfigError as error:
+            peer.close()
+            raise with_cause(error, cause_of(log_path, hosted.log_starts[name])) from None
         except BaseException:
             peer.close()
             raise
@@ -463,10 +474,22 @@ def gpus_needed(settings: ComputeConfig, ranks: int, samplers: int) -> int:
     return max(ranks, sampling) if settings.colocated else ranks + sampling
 
 
-def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
-    """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs than are free.
+def most_on_cpus(settings: ComputeConfig) -> int:
+    """Returns the most replicas without GPUs: one for each core, unless Ray places them on other machines."""
+    return SamplerBounds.MAX if settings.address else os.cpu_count() or 1
 
-    `free` is None without GPUs.
+
+def check_samplers(samplers: SamplerBounds, most: int, gpus: int) -> None:
+    """Raises `ConfigError` for more replicas than fit. `gpus` are those of each replica."""
+    if samplers.least > most:
+        places = f"the free GPUs, {gpus} for each" if gpus else "the CPU cores of this machine, one for each"
+        raise ConfigError(f"samplers = {samplers}: at most {most} replicas fit {places}")
+
+
+def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
+    """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs or cores than are free.
+
+    `free` is None without GPUs. A start and `agentjet doctor` check a policy so; a scale checks its samplers so.
     """
     if free is None:
         if model.device == "cuda":
@@ -475,6 +498,7 @@ def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, mode
             raise ConfigError(
                 f"compute.tensor_parallel = {settings.tensor_parallel} needs GPUs and there are none: set it to 1"
             )
+        check_samplers(settings.samplers, most_on_cpus(settings), gpus=0)
         return
     num_samplers = settings.samplers.least
     wanted = gpus_needed(settings, settings.ranks, num_samplers)

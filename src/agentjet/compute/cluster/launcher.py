@@ -31,6 +31,7 @@ MAX_LINE = 300
 """Characters of the log that the reason of an end quotes."""
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w+(?:Error|Exception): .*\S)")
 """The last line of a traceback, which vLLM writes behind the process, the time and the line of its code."""
+_PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?")
 _WRAPPER = "EngineDeadError"
 """An error that gives no cause: the engine of vLLM ended."""
 
@@ -216,8 +217,33 @@ def cause_of(log_path: Path, start: int) -> str:
 
     vLLM's processes share one log, and errors wrap others.
     """
-    found = (match[1] for line in _last_lines(log_path, start) if (match := _ERROR.match(line)) is not None)
-    return next((error[:MAX_LINE] for error in found if _WRAPPER not in error), "")
+    return reason_in(_last_lines(log_path, start))
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Returns the first error among the lines of a log or traceback, or "".
+
+    An error of pydantic has its reason below the line that counts the errors.
+    """
+    for number, line in enumerate(lines):
+        error = _ERROR.match(line)
+        if error is None or _WRAPPER in error[1]:
+            continue
+        below = [part for text in lines[number + 1 :] if (part := _PREFIX.sub("", text)).startswith("  ")]
+        if "validation error" in error[1] and below:
+            return below[0].strip().partition(" [type=")[0][:MAX_LINE]
+        return error[1][:MAX_LINE]
+    return ""
+
+
+def with_cause(error: ConfigError, cause: str) -> ConfigError:
+    """Returns the refusal of a replica with the first error of its log, and with the way out of that error."""
+    if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
+        return ConfigError(
+            f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
+            "with `docker run --shm-size=1g`, or as docs/cluster-howto.md shows for Kubernetes"
+        )
+    return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error
 
 
 def _last_lines(log_path: Path, start: int = 0) -> list[str]:

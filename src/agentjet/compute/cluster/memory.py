@@ -22,6 +22,9 @@ REPLICA_USABLE = 0.9
 REPLICA_EXTRA = 2 * 2**30
 """Bytes of a replica on CUDA beside weights and cache: context, graphs, workspace. An estimate."""
 
+SHARED_BYTES = 160 * 2**20
+"""Shared memory of a replica: the messages between vLLM's processes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:

@@ -16,6 +16,8 @@ import dataclasses
 import logging
 import os
 import socket
+import tempfile
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 
 # The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
 from agentjet.compute.cluster import vllm_worker
+from agentjet.compute.cluster.launcher import reason_in
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
 from agentjet.compute.cluster.weights import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.grammars import Grammars
@@ -120,6 +123,14 @@ class Sets:
         del unread[:start]
 
 
+def _innermost(error: BaseException) -> str:
+    """Returns the reason of the error that others wrap."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return reason_in(lines) or lines[0]
+
+
 class Engine:
     """vLLM with one model. The weights are random until the first `load`."""
 
@@ -151,6 +162,8 @@ class Engine:
 
         set_environment(model, compute)
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+        tempfile.gettempdir()  # This process keeps it: weights are looked for there.
+        os.environ["TMPDIR"] = str(folder)  # vLLM's processes leave `vllm_dist_*` behind.
         sets = Sets(folder)
         ours = {
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
@@ -168,10 +181,8 @@ class Engine:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
             sets.accept()
         except Exception as error:  # Boundary: vLLM raises many kinds.
-            first_line = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"model.name = {model.name!r}: vLLM cannot hold the model with these settings "
-                f"({type(error).__name__}: {first_line}); the log of the replica has the whole reason. "
+                f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({_innermost(error)}). "
                 "compute.backend = 'embedded' holds every model of transformers"
             ) from error
         finally:

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from agentjet.compute.channel import Channel
-from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
@@ -249,7 +249,7 @@ class EmbeddedCompute:
         return self._hosts[policy].pid if policy in self._hosts else None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
-        return Capabilities(values=True, teachers=True)
+        return CAPABILITIES["embedded"]
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
