@@ -39,7 +39,23 @@ def test_far_apart_is_finite() -> None:
 
 def test_bounds_that_exclude_one_are_refused() -> None:
     with pytest.raises(ValueError, match=r"correction_low = 1\.5 and correction_high = 2\.0 must lie"):
-        make_recipe({"correction": "icepop", "correction_low": 1.5})
+        make_recipe({"correction": "mis", "correction_low": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "bounds"),
+    [
+        ({"correction": "icepop"}, (0.5, 5.0)),  # arXiv 2510.18855
+        ({"correction": "icepop", "correction_high": 2.0}, (0.5, 2.0)),
+        ({"correction": "mis"}, (0.5, 2.0)),
+        ({"correction": "tis"}, (0.5, 2.0)),
+    ],
+)
+def test_bounds_are_as_published(parameters: dict[str, Any], bounds: tuple[float, float]) -> None:
+    recipe = make_recipe(parameters)
+    again = make_recipe(recipe.model_dump())
+    for one in (recipe, again):
+        assert (one.correction_low, one.correction_high) == bounds  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("level", "expected"), [("sequence", 1.188), ("geometric", 1.044009)])

@@ -139,5 +139,7 @@ def test_hc_grpo_and_its_bounds() -> None:
 
     assert rewards() == pytest.approx([0.707106, -0.707106]), "both costs are the largest one"
     assert rewards(costs={"ask": 0.001}, only_success=True) == pytest.approx([0.707106, -0.707106])
+    costs = recipe_of("hc_grpo").costs  # type: ignore[attr-defined]
+    assert costs["navigate"] > costs["ask"] > 10 * costs["get_memory"], "the order of arXiv 2512.18571"
     with pytest.raises(ValueError, match="greater than 0"):
         recipe_of("hc_grpo", costs={"ask": -1})

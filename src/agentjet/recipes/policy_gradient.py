@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +64,8 @@ class PolicyGradient(Recipe):
     correction_low: float = Field(0.5, ge=0)
     """Ratios below this bound are outliers (`icepop`, `mis`)."""
     correction_high: float = Field(2.0, gt=0)
-    """Ratios above this bound are reduced to it (`tis`) or are outliers (`icepop`, `mis`)."""
+    """Ratios above this bound are reduced to it (`tis`) or are outliers (`icepop`, `mis`). With `icepop` it is 5 unless
+    it is set, as published."""
     correction_level: Level = "token"
     """The ratio that is corrected: that of the token, or the product or the geometric mean over the token's sequence.
     Geometric means are close to 1 and need narrow bounds."""
@@ -310,6 +311,13 @@ class PolicyGradient(Recipe):
         if self.kl_in == "reward" and reason:
             raise ValueError(f"kl_in = 'reward': the recipe {self.name!r} {reason}; set kl_in to 'loss'")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _icepop_as_published(cls, values: Any) -> Any:
+        """IcePop keeps ratios from 0.5 to 5 (2510.18855)."""
+        is_icepop = isinstance(values, dict) and values.get("correction") == "icepop"
+        return {"correction_high": 5.0, **values} if is_icepop else values
 
     @model_validator(mode="after")
     def _correction_fits(self) -> Self:

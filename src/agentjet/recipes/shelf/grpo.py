@@ -12,7 +12,8 @@ class Grpo(PolicyGradient):
 
         A_i = (r_i - mean(r)) / (std(r) + 1e-6), with the sample standard deviation
 
-    Source: arXiv 2402.03300, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2402.03300, as verl computes it without its dual clip: `loss.dual_clip = 3` adds that. Confidence:
+    reproduced.
     Use: the default. Rewards of any scale; groups of two or more.
     Cost: one forward and one backward pass.
     """

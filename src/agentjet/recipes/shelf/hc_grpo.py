@@ -19,14 +19,15 @@ class HcGrpo(Grpo):
 
         r_i -= min(max_cost, sum over metrics of cost x number),  then GRPO
 
-    Source: the abstract of ESearch-R1; formula and costs are ours. Confidence: inspired by.
+    Source: arXiv 2512.18571 (ESearch-R1). The costs have its order: navigation, then questions, then memory, which is
+    far cheaper. Their numbers and the formula are ours. Confidence: inspired by.
     Use: agents that may ask people, search or move. Agents send the numbers as metrics with the reward; a missing one
     is 0. With costs below 1, every success is better than every failure.
     Cost: as GRPO.
     """
 
     name: str = "hc_grpo"
-    costs: dict[str, Annotated[float, Field(gt=0)]] = Field({"ask": 0.1, "get_memory": 0.02, "navigate": 0.01})
+    costs: dict[str, Annotated[float, Field(gt=0)]] = Field({"navigate": 0.1, "ask": 0.05, "get_memory": 0.002})
     """Cost of one action, by the metric that counts the actions. A given table replaces this one."""
     max_cost: float = Field(0.99, ge=0)
     """Largest cost of an episode."""
