@@ -440,3 +440,8 @@ class Call:
     """Support set of each completion token, packed by `timeline.support.pack_sets`."""
     untrained: str = ""
     """Name of the rule of `job.side_calls` that excludes the call from training, or ''."""
+
+    @property
+    def after(self) -> str | None:
+        """The newest call whose response the request contains."""
+        return self.ask.after

@@ -318,6 +318,7 @@ async def test_some_transcripts_outlive_checkpoints_and_a_restart(tmp_path: Path
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
         await run.batch()
     async with running(tmp_path / "d") as run:
+        await run.until(lambda: not run.gateway.swarm.store.unneeded())
         trees = [EpisodeTree.model_validate_json(await run.gateway.reader.episode(one)) for one in (failed.id, *ids)]
     assert [tree.kept for tree in trees] == ["journal", "journal", "gone", "gone", *["journal"] * 3]
     assert [bool(tree.calls) for tree in trees] == [tree.kept == "journal" for tree in trees]

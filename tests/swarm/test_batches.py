@@ -266,6 +266,7 @@ def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
     world.finish(evaluated, 1.0)
     kept = world.swarm.episode(first.episode_ids[0])
     world.swarm.batches.checkpointed(2)
+    world.prune()
     assert world.journal.calls(kept.id) == world.journal.calls(lost.id) == world.journal.calls(evaluated.id) == []
     assert len(world.journal.calls(live.id)) == 1
     assert world.swarm.episode(kept.id) == kept and kept.num_tokens == 2

@@ -142,6 +142,7 @@ def changes(world: World) -> Iterator[Callable[[], object]]:
     yield lambda: world.swarm.batches.learned(batch, {"policy/entropy": 0.25})
     yield lambda: world.swarm.batches.record_checkpoint(CheckpointStamp(1, "d1"))
     yield lambda: world.swarm.batches.checkpointed(1)
+    yield world.prune
     yield lambda: begun.append(first("b", task_set="s"))
     yield lambda: begun.append(first("b", task_set="s"))
     yield lambda: world.abort(begun[3])
@@ -249,6 +250,8 @@ class History:
 
     def checkpoint(self, back: int) -> None:
         self.world.swarm.batches.checkpointed(max(0, self.world.swarm.policy_version - back))
+        for rows in self.world.swarm.store.unneeded()[: back + 1]:  # The server may stop between two slices.
+            self.world.swarm.store.prune(rows)
 
     def restart(self) -> None:
         before = self.state()

@@ -34,10 +34,8 @@ def learned(world: World, *groups: tuple[float, ...]) -> list[list[Episode]]:
 
 def kept(world: World) -> list[str]:
     """The episodes with calls after a prune that covers all learned batches, in the order they began."""
-    store = world.swarm.store
-    with store.transaction():
-        store.state.durable_version = store.policy_version
-        store.prune()
+    world.swarm.batches.checkpointed(world.swarm.policy_version)
+    world.prune()
     rows = world.journal.file.db.execute("SELECT DISTINCT episode_id FROM calls ORDER BY seq")
     return [episode_id for (episode_id,) in rows]
 

@@ -4,15 +4,19 @@ failed sync is never forgotten.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from agentjet.errors import Later
-from agentjet.swarm import Journal
+from agentjet.swarm import Journal, journal_file
 from agentjet.swarm.journal_file import CHECKPOINT_EVERY
+
+
+def write(journal: Journal, size: int = 4000) -> None:
+    with journal.file.transaction():
+        journal.add_event("state", 0.0, {"text": "x" * size})
 
 
 def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
@@ -20,8 +24,7 @@ def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
     journal.file.defer_commits()
     before = journal.path.stat().st_size
     for _ in range(CHECKPOINT_EVERY):
-        with journal.file.transaction():
-            journal.add_event("state", 0.0, {"text": "x" * 4000})
+        write(journal)
         journal.file.commit()
         with journal.file.transaction():  # Open while the other connection moves what is committed.
             journal.file.sync()
@@ -31,17 +34,36 @@ def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentjet.swarm.journal_file.LONGEST_LOG", 50)
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_log_begins_anew_and_no_commit_copies_more_than_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    """`is_busy`: changes come while the thread waits for the disk, so that the thread alone can never restart it."""
+    monkeypatch.setattr(journal_file, "LONGEST_LOG", 200)
+    monkeypatch.setattr(journal_file, "CHECKPOINT_EVERY", 16)
     journal = Journal.open(tmp_path / "journal.sqlite")
     journal.file.defer_commits()
-    for _ in range(200):
-        with journal.file.transaction():
-            journal.add_event("state", 0.0, {"text": "x" * 4000})
+    copy_log, pages, own = journal_file._copy_log, [0], []
+
+    def counting(connection: sqlite3.Connection) -> tuple[int, bool]:
+        length, is_copied = copy_log(connection)
+        if connection is journal.file.db:
+            own.append(length - pages[-1])
+        pages.append(length)
+        return length, is_copied
+
+    monkeypatch.setattr(journal_file, "_copy_log", counting)
+    for _ in range(800):
+        write(journal)
         journal.file.commit()
+        if is_busy:
+            write(journal)
         journal.file.sync()
-    assert os.stat(f"{journal.path}-wal").st_size < 70 * 4200
-    assert len(journal.events(0, 1000)) == 200
+    assert max(pages) < 300 and bool(own) == is_busy
+    assert all(0 < copied <= 16 for copied in own), "the pages of one commit"
+    journal.file.commit()
+    assert len(journal.events(0, 2000)) == 800 * (1 + is_busy)
+    assert journal.file.db.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
     journal.close()
 
 

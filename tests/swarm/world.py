@@ -84,6 +84,13 @@ class World:
         self.swarm.record_call(call, [b"p"] * len(call.suffix), [f"é{token}".encode() for token in tokens])
         return call
 
+    def prune(self) -> int:
+        """Delete what the journal need not keep, as a server does. Returns the number of slices."""
+        slices = self.swarm.store.unneeded()
+        for rows in slices:
+            self.swarm.store.prune(rows)
+        return len(slices)
+
     def play(self, group: str, *rewards: float, **request: Any) -> list[Episode]:
         """Episodes of a group that each make one call and finish with the given rewards."""
         begun = [self.begin(group, **request) for _ in rewards]

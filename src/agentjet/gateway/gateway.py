@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -157,7 +158,8 @@ class Gateway:
         self.versions = PolicyVersions(parts, self.engine)
         self._calls = CallPath(parts, self.engine, clock=clock)
         self.overview = Overview(parts, self.engine, self.reader, clock, partial(self.waiting_for, names_silent=False))
-        self._lease_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """Those of a started run."""
         self.closing = False
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class Gateway:
         if self.swarm.job_notice:
             log.warning("run %s: %s", self.run, self.swarm.job_notice)
         self.engine.start()
-        self._lease_task = asyncio.create_task(self._check_leases())
+        self._tasks = [asyncio.create_task(work) for work in (self._check_leases(), self._prune_journal())]
 
     async def ready(self) -> None:
         """Waits until the policies are up. Raises the error of a failed start: `ConfigError` for an unusable model."""
@@ -186,10 +188,10 @@ class Gateway:
         try:
             await self.drain()
         finally:  # The journal is released even if the worker fails to end.
-            if self._lease_task is not None:
-                self._lease_task.cancel()
-                await asyncio.wait([self._lease_task])
-                self._lease_task = None
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks = []
             self._calls.close()
             await self._commits.close()
             await self.reader.close()
@@ -478,3 +480,23 @@ class Gateway:
                 if repr(error) != logged:
                     log.exception("leases could not be checked; retrying every %g s", LEASE_CHECK_SECONDS)
                 logged = repr(error)
+
+    async def _prune_journal(self) -> None:
+        """Deletes what the journal need not keep, in slices. Other requests go on between them. The next time deletes
+        the rows that a stop or a full disk leaves.
+        """
+        observability.run.set(self.run)
+        store = self.swarm.store
+        store.is_prune_due = True  # An earlier server may have been stopped between two slices.
+        while True:
+            await self.changed.until(lambda: store.is_prune_due)
+            store.is_prune_due = False
+            try:
+                for rows in await asyncio.to_thread(store.unneeded):
+                    store.prune(rows)
+                    await self.durable()
+            except Later as later:  # The journal has logged it.
+                store.is_prune_due = True
+                await asyncio.sleep(later.retry_after)
+            except sqlite3.Error:
+                log.exception("the journal could not be pruned; the next checkpoint tries again")

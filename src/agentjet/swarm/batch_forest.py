@@ -292,13 +292,14 @@ def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict
 
 
 def turns_of(journal: Journal, episode_id: str) -> dict[str, list[str]]:
-    """The ids of the calls of each role that train, in order. A turn is a place in such a list."""
-    trees = load_trees(journal, episode_id)
-    orphaned = find_orphans(journal, episode_id, trees)
-    return {
-        role: [call.id for call in tree.calls if not call.untrained and call.id not in orphaned and call.completion]
-        for role, tree in trees.items()
-    }
+    """The ids of the calls of each role that train, in order. A turn is a place in such a list. No call is parsed."""
+    calls = journal.call_facts(episode_id)
+    orphaned = orphans(calls, journal.undelivered(episode_id))
+    turns: dict[str, list[str]] = {call.role: [] for call in calls}
+    for call in calls:
+        if call.num_tokens and not call.untrained and call.id not in orphaned:
+            turns[call.role].append(call.id)
+    return turns
 
 
 def is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[str], *, of_turns: bool) -> bool:

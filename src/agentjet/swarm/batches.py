@@ -207,14 +207,14 @@ class Batches:
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def checkpointed(self, policy_version: int) -> None:
-        """Prune what only checkpoints before `policy_version` would replay.
+        """Record that only checkpoints before `policy_version` would replay earlier batches, whose calls may go.
 
         Pass the *oldest* checkpoint that is kept, so that recovery can use it.
         """
         if policy_version > self._store.state.durable_version:
             with self._store.transaction():
                 self._store.state.durable_version = policy_version
-                self._store.prune()
+            self._store.is_prune_due = True
 
     def from_version(self, policy_version: int) -> list[Batch]:
         """The batches that a worker at `policy_version` has yet to learn, in order, with the pending batch.

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import FinishRequest
-from agentjet.swarm.batch_forest import load_trees, turns_of
+from agentjet.swarm.batch_forest import turns_of
 from agentjet.swarm.journal import Journal
 
 
@@ -23,7 +23,6 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
     if not (request.by_call or request.by_turn):
         return {}
     turns = turns_of(journal, episode_id)
-    trees = load_trees(journal, episode_id)
     given: dict[str, float] = {}
     for role, rewards in request.by_turn.items():
         if role not in turns:
@@ -35,12 +34,12 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
                 "by_turn",
             )
         given |= dict(zip(turns[role], rewards, strict=False))
-    calls = {call.id for tree in trees.values() for call in tree.calls}
+    calls = [call.id for call in journal.call_facts(episode_id)]
     for name, reward in _without_prefixes(request.by_call).items():
         if name not in calls:
             raise _refused(f"by_call[{name!r}]: the episode has no such call; give the `id` of an answer", "by_call")
         given[name] = reward
-    return {call.id: given[call.id] for tree in trees.values() for call in tree.calls if call.id in given}
+    return {call: given[call] for call in calls if call in given}
 
 
 def digest(request: FinishRequest) -> str:

@@ -1,10 +1,13 @@
 """`Journal`: the SQLite file that holds every fact that must survive a crash. One writer at a time.
 
 The journal stores and finds; the rules are elsewhere. Each episode and each group has one row with its present value.
-Times are Unix seconds. Bodies are JSON. Retention, by `prune`: calls that neither a replay nor a kept transcript needs,
-idempotency keys older than `IDEMPOTENCY_SECONDS`, all events except the newest `EVENTS_KEPT`, evaluations and
+Times are Unix seconds. Bodies are JSON. Retention, by `unneeded`: calls that neither a replay nor a kept transcript
+needs, idempotency keys older than `IDEMPOTENCY_SECONDS`, all events except the newest `EVENTS_KEPT`, evaluations and
 rollbacks, and all settled episodes except the newest `EPISODES_KEPT` are deleted, and statistics of tasks except those
 of the newest `TASKS_KEPT` groups. Batches, operations and metrics are kept.
+
+The body of a call may have megabytes. Facts about calls that the event loop needs are columns next to it, and an index
+holds them all, so that they are read without the bodies.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -36,6 +39,9 @@ _OF_REASON = " OR ".join(f"body ->> 'reason' GLOB '{start}:*'" for start in NOT_
 IS_NOT_NEEDED = f"(status = 'aborted' AND ({_OF_REASON}))"
 """SQL of `Episode.is_not_needed`."""
 TASKS_KEPT = 1_000_000
+SLICE_ROWS = 100
+SLICE_BYTES = 2 * 2**20
+"""Most rows, and most bytes of calls, that one transaction deletes: a few milliseconds. A single row may exceed it."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -75,7 +81,6 @@ CREATE TABLE calls (
     undelivered INTEGER NOT NULL,
     body TEXT NOT NULL
 );
-CREATE INDEX calls_of_episode ON calls (episode_id, seq);
 
 CREATE TABLE transcripts (
     seq INTEGER PRIMARY KEY,
@@ -115,8 +120,26 @@ CREATE TABLE events (
 );
 CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
 """
-ADDED_COLUMNS: AddedColumns = {"batches": {"fingerprint": "TEXT"}}
-"""Nullable columns that journals of schema 14 get when they are opened."""
+ADDED_COLUMNS: AddedColumns = {
+    "batches": {"fingerprint": "TEXT"},
+    "calls": {
+        "role": "TEXT",
+        "after_call": "TEXT",
+        "retry_of": "TEXT",
+        "untrained": "TEXT",
+        "num_tokens": "INTEGER",
+        "num_bytes": "INTEGER",
+    },
+}
+"""Nullable columns that journals of schema 14 get when they are opened. A call of before has no role."""
+INDEXES = """
+CREATE INDEX IF NOT EXISTS facts_of_calls ON calls
+    (episode_id, seq, id, undelivered, role, after_call, retry_of, untrained, num_tokens, num_bytes);
+CREATE INDEX IF NOT EXISTS idempotency_by_age ON idempotency (created);
+DROP INDEX IF EXISTS calls_of_episode;
+"""
+"""Indexes of the added columns, and those that older journals lack or have instead."""
+_NUM_BYTES = "COALESCE(num_bytes, LENGTH(CAST(body AS BLOB)))"
 
 RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 """A call with the encoded bytes of each token of its suffix and of its completion."""
@@ -125,6 +148,34 @@ _CALL = TypeAdapter[RecordedCall](
 )
 _EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
 _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
+
+
+class CallFacts(NamedTuple):
+    """The facts about a call that decide if it trains: see `Call`."""
+
+    id: str
+    role: str
+    after: str | None
+    retry_of: str | None
+    untrained: str
+    num_tokens: int
+    """Length of the completion."""
+
+    @classmethod
+    def of(cls, call: Call) -> Self:
+        return cls(call.id, call.role, call.after, call.retry_of, call.untrained, len(call.completion))
+
+
+class Slice(NamedTuple):
+    """Rows of one table that one transaction deletes."""
+
+    table: str
+    condition: str
+    """SQL of one row."""
+    keys: Sequence[tuple[Any, ...]]
+    """The values of the condition, of each row."""
+    num_bytes: int = 0
+    """Size of the deleted calls."""
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -146,7 +197,7 @@ class Journal:
         Raises `ConfigError` if another process has it open, the disk refuses it, it has another schema, or it has
         other policies or another origin than `models`.
         """
-        journal = cls(JournalFile.open(path, SCHEMA, ADDED_COLUMNS))
+        journal = cls(JournalFile.open(path, SCHEMA, ADDED_COLUMNS, INDEXES))
         if models is None:
             return journal
         try:
@@ -313,13 +364,28 @@ class Journal:
     # ---- calls ---------------------------------------------------------------------------------------------
 
     def add_call(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
-        body = _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion))).decode()
-        self.file.insert("calls", (None, call.id, call.episode_id, False, body))
+        body = _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion)))
+        call_id, *facts = CallFacts.of(call)
+        self._db.execute(
+            "INSERT INTO calls (id, episode_id, undelivered, body, role, after_call, retry_of, untrained, num_tokens, "
+            "num_bytes) VALUES (?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?)",
+            (call_id, call.episode_id, body.decode(), *facts, len(body)),
+        )
 
     def calls(self, episode_id: str) -> list[RecordedCall]:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""
         rows = self._db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
         return [_CALL.validate_json(body) for (body,) in rows]
+
+    def call_facts(self, episode_id: str) -> list[CallFacts]:
+        """Facts about an episode's calls, in the order they were recorded. Parses only calls of an older version."""
+        rows = self._db.execute(
+            "SELECT id, role, after_call, retry_of, untrained, num_tokens FROM calls WHERE episode_id = ? ORDER BY seq",
+            (episode_id,),
+        ).fetchall()
+        if any(row[1] is None for row in rows):
+            return [CallFacts.of(call) for call, *_ in self.calls(episode_id)]
+        return [CallFacts(*row) for row in rows]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
@@ -336,7 +402,7 @@ class Journal:
         """
         self._db.execute(
             "INSERT OR REPLACE INTO transcripts (episode_id, reason, most, num_bytes) "
-            "SELECT episode_id, ?, ?, SUM(LENGTH(CAST(body AS BLOB))) FROM calls WHERE episode_id = ? "
+            f"SELECT episode_id, ?, ?, SUM({_NUM_BYTES}) FROM calls WHERE episode_id = ? "
             "GROUP BY episode_id",
             (reason, most, episode_id),
         )
@@ -448,31 +514,67 @@ class Journal:
         """Number of the newest event, 0 before the first."""
         return int(self._one("SELECT MAX(seq) FROM events") or 0)
 
-    def prune(self, state: State, now: float, transcript_bytes: int) -> None:
-        """Delete what the retention rule above does not keep. Kept transcripts have at most `transcript_bytes`."""
-        self._db.execute(
-            "DELETE FROM transcripts WHERE seq IN (SELECT seq FROM (SELECT seq, most, "
-            "ROW_NUMBER() OVER (PARTITION BY reason ORDER BY seq DESC) AS place FROM transcripts) WHERE place > most)"
+    # ---- retention -----------------------------------------------------------------------------------------
+
+    def unneeded(self, state: State, now: float, transcript_bytes: int) -> list[Slice]:
+        """The rows that the retention rule above does not keep, in slices; kept transcripts have at most
+        `transcript_bytes`. Reads only, so that another thread may do it.
+
+        A row that is not needed once is never needed again, so the slices stay right while the run goes on. A crash
+        between two of them leaves rows to the next time: transcripts go before their calls, later calls before earlier
+        ones, so that no call lacks the one that it continues.
+        """
+        displaced = self._db.execute(_DISPLACED, {"limit": transcript_bytes}).fetchall()
+        values = {"durable": state.durable_version, "displaced": json.dumps([seq for seq, _ in displaced])}
+        slices = [*_sliced("transcripts", displaced), *_sliced("calls", self._db.execute(_UNNEEDED_CALLS, values))]
+        old_keys = self._db.execute(
+            "SELECT scope, key, 0 FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,)
         )
-        # One large transcript does not displace all others.
-        self._db.execute("DELETE FROM transcripts WHERE num_bytes > ?", (transcript_bytes // 2,))
-        self._db.execute(
-            "DELETE FROM transcripts WHERE seq IN (SELECT seq FROM (SELECT seq, "
-            "SUM(num_bytes) OVER (ORDER BY seq DESC) AS total FROM transcripts) WHERE total > ?)",
-            (transcript_bytes,),
-        )
-        replayed = json.dumps([e for batch in self.batches(state.durable_version) for e in batch.episode_ids])
-        self._db.execute(
-            "DELETE FROM calls WHERE episode_id IN (SELECT DISTINCT episode_id FROM calls "
-            "EXCEPT SELECT id FROM episodes WHERE NOT settled EXCEPT SELECT value FROM json_each(?) "
-            "EXCEPT SELECT episode_id FROM transcripts)",
-            (replayed,),
-        )
-        self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
-        self._db.execute(
-            "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ? "
-            "AND kind NOT IN ('evaluation', 'rollback')",
-            (EVENTS_KEPT,),
-        )
-        self._db.execute("DELETE FROM episodes WHERE settled AND seq <= ?", (state.num_episodes - EPISODES_KEPT,))
-        self._db.execute("DELETE FROM tasks WHERE seq <= (SELECT MAX(seq) FROM tasks) - ?", (TASKS_KEPT,))
+        slices += _sliced("idempotency", old_keys, "scope = ? AND key = ?")
+        limits = {
+            "events": ("kind NOT IN ('evaluation', 'rollback')", self.last_event() - EVENTS_KEPT),
+            "episodes": ("settled", state.num_episodes - EPISODES_KEPT),
+            "tasks": ("TRUE", (self._one("SELECT MAX(seq) FROM tasks") or 0) - TASKS_KEPT),
+        }
+        for table, (condition, limit) in limits.items():
+            rows = self._db.execute(f"SELECT seq, 0 FROM {table} WHERE seq <= ? AND {condition}", (limit,))
+            slices += _sliced(table, rows)
+        return slices
+
+    def delete(self, rows: Slice) -> None:
+        self._db.executemany(f"DELETE FROM {rows.table} WHERE {rows.condition}", rows.keys)
+
+
+_DISPLACED = """
+WITH placed AS (
+    SELECT seq, most, num_bytes, ROW_NUMBER() OVER (PARTITION BY reason ORDER BY seq DESC) AS place FROM transcripts
+), totals AS (
+    SELECT seq, SUM(num_bytes) OVER (ORDER BY seq DESC) AS total FROM placed
+    WHERE place <= most AND num_bytes <= :limit / 2
+)
+SELECT seq, 0 FROM transcripts WHERE seq NOT IN (SELECT seq FROM totals WHERE total <= :limit)
+"""
+"""The transcripts that newer ones of their reason, or of all, displace. A large one does not displace all others."""
+_UNNEEDED_CALLS = f"""
+SELECT seq, {_NUM_BYTES} FROM calls WHERE episode_id IN (
+    SELECT DISTINCT episode_id FROM calls
+    EXCEPT SELECT id FROM episodes WHERE NOT settled
+    EXCEPT SELECT member.value FROM batches, json_each(batches.body, '$.groups') AS members,
+        json_each(members.value) AS member WHERE batches.id >= :durable
+    EXCEPT SELECT episode_id FROM transcripts WHERE seq NOT IN (SELECT value FROM json_each(:displaced))
+) ORDER BY episode_id, seq DESC
+"""
+
+
+def _sliced(table: str, rows: Iterable[Sequence[Any]], condition: str = "seq = ?") -> Iterator[Slice]:
+    """Slices of rows, which are a key and the size in bytes."""
+    keys: list[tuple[Any, ...]] = []
+    num_bytes = 0
+    for *key, size in rows:
+        if len(keys) == SLICE_ROWS or (keys and num_bytes + size > SLICE_BYTES):
+            yield Slice(table, condition, keys, num_bytes)
+            keys, num_bytes = [], 0
+        keys.append(tuple(key))
+        num_bytes += size
+    if keys:
+        yield Slice(table, condition, keys, num_bytes)

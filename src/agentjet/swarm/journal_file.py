@@ -13,7 +13,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -22,12 +22,10 @@ from agentjet.errors import ConfigError, Later
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 14
-CHECKPOINT_EVERY = 256
-"""Syncs between two checkpoints. A checkpoint in their thread cannot restart the log while the writer uses it. The
-writer restarts it at `LONGEST_LOG` pages, and then has almost nothing left to copy.
-"""
+CHECKPOINT_EVERY = 64
+"""Syncs between two checkpoints. A checkpoint in their thread cannot restart the log while the writer uses it."""
 LONGEST_LOG = 16_384
-"""Pages of 4 KiB."""
+"""Pages of 4 KiB from which each sync makes a checkpoint, until the writer has restarted the log."""
 AddedColumns = Mapping[str, Mapping[str, str]]
 """Nullable columns that newer versions added to a schema: SQL types by table and column, in the order of addition."""
 DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
@@ -54,6 +52,10 @@ class JournalFile:
         self._log = -1
         """The write-ahead log, once commits are deferred."""
         self._num_syncs = 0
+        self._is_long = False
+        """True if the log had `LONGEST_LOG` pages at its newest checkpoint."""
+        self._can_restart = False
+        """True if the log is long and all of it was copied."""
         self._lost: sqlite3.OperationalError | None = None
         """Why SQLite undid transactions that no `commit` has committed yet."""
         self._distrusted: BaseException | None = None
@@ -62,9 +64,9 @@ class JournalFile:
     # ---- the file ------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, path: Path, schema: str, added: AddedColumns) -> Self:
+    def open(cls, path: Path, schema: str, added: AddedColumns, indexes: str) -> Self:
         """Open the file of a journal, or create it with the statements of `schema`. A file without the `added` columns
-        gets them.
+        gets them. The statements `indexes` run each time.
 
         Raises `ConfigError` if another process has it open, the disk refuses it, or it has another schema.
         """
@@ -81,12 +83,15 @@ class JournalFile:
             file = cls(path, sqlite3.connect(path, isolation_level=None, check_same_thread=False), lock)
             file.db.execute("PRAGMA journal_mode = WAL")
             file.db.execute("PRAGMA synchronous = FULL")
+            # Debian's SQLite overwrites deleted pages by default and so writes each of them: 36 s for 1 GB of calls.
+            file.db.execute("PRAGMA secure_delete = OFF")
             if not file.db.execute("SELECT 1 FROM sqlite_master").fetchone():
                 version = f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')"
                 file.db.executescript(f"BEGIN IMMEDIATE; {schema} {version}; COMMIT;")
             file._check_schema()
             for table, column, kind in file._missing(added):
                 file.db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+            file.db.executescript(f"BEGIN IMMEDIATE; {indexes} COMMIT;")
             return file
         except BaseException as error:
             os.close(lock) if file is None else file.close()
@@ -170,7 +175,7 @@ class JournalFile:
     def defer_commits(self) -> None:
         """From here on `commit` commits transactions, and `sync` has them on disk, so that many share one wait."""
         self.db.execute("PRAGMA synchronous = NORMAL")
-        self.db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG}")
+        self.db.execute("PRAGMA wal_autocheckpoint = 0")  # A checkpoint within a commit would hold the event loop.
         self._log = os.open(f"{self.path}-wal", os.O_RDONLY)
         self.sync()  # Commits of a killed server may not be synced, and reading acknowledges them.
 
@@ -226,6 +231,8 @@ class JournalFile:
         if self.refusal:
             log.warning("the journal %s is written again", self.path)
             self.refusal = ""
+        if self._can_restart:
+            self._restart_log()
 
     def sync(self) -> None:
         """Return once the committed changes are on disk. May be called from another thread.
@@ -239,19 +246,29 @@ class JournalFile:
         except OSError as error:
             raise self.refuse_writes(error) from error
         self._num_syncs += 1
-        if self._num_syncs % CHECKPOINT_EVERY == 0:
+        if self._is_long or self._num_syncs % CHECKPOINT_EVERY == 0:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
         """Copy pages that no reader needs from the log into the database file. After a failure they stay in the log."""
         try:
-            connection = sqlite3.connect(self.path, isolation_level=None)
-            try:
-                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            finally:
-                connection.close()
+            with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
+                length, is_copied = _copy_log(connection)
         except sqlite3.OperationalError as error:
             log.warning("the journal's write-ahead log could not be checkpointed: %s", error)
+            return
+        self._is_long = length >= LONGEST_LOG
+        self._can_restart = self._is_long and is_copied
+
+    def _restart_log(self) -> None:
+        """Copy the newest commit, so that the next transaction begins the log again. Only the writer can do that, and
+        only between two transactions.
+        """
+        self._is_long = self._can_restart = False
+        try:
+            _copy_log(self.db)
+        except sqlite3.OperationalError as error:
+            log.warning("the journal's write-ahead log could not be restarted: %s", error)
 
     # ---- refusals ------------------------------------------------------------------------------------------
 
@@ -311,6 +328,12 @@ class JournalFile:
         """Insert a row. Returns its number."""
         marks = ", ".join("?" * len(values))
         return int(self.db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
+
+
+def _copy_log(connection: sqlite3.Connection) -> tuple[int, bool]:
+    """Copies the log as far as no reader needs it. Returns its pages, and True if all of them were copied."""
+    is_busy, length, copied = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    return length, not is_busy and length == copied
 
 
 def _unwritable(path: Path, why: str) -> ConfigError:

@@ -18,14 +18,14 @@ from typing import Any
 from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event, Request
-from agentjet.swarm.journal import Journal
+from agentjet.swarm.journal import Journal, Slice
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree
 
 RECENT_STEPS = 50
 """Batches over which the shares and rewards of task sets are computed."""
 PRUNE_EVERY = 2000
-"""Episodes after which the journal is pruned without a checkpoint."""
+"""Episodes after which rows are deleted from the journal without a checkpoint."""
 MAX_CLIENTS_SHOWN = 256
 KEPT_PER_REASON = 50
 """Transcripts that are kept of the newest episodes that ended for a reason and train nothing."""
@@ -60,6 +60,8 @@ class Store:
         """Called with each event after it is on disk."""
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
+        self.is_prune_due = False
+        """True if the journal may have many rows that the run needs no more. `unneeded` finds them."""
         self.transcript_bytes = 0
         """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
         self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
@@ -202,11 +204,19 @@ class Store:
             self.episodes[episode.id] = episode
         self.journal.put_episode(episode)
         if before is None and episode.seq % PRUNE_EVERY == 0:
-            self.prune()
+            self.is_prune_due = True
 
-    def prune(self) -> None:
-        """Delete from the journal what neither a replay nor a kept transcript needs."""
-        self.journal.prune(self.state, self._clock(), self.transcript_bytes)
+    def unneeded(self) -> list[Slice]:
+        """The rows of the journal that the run needs no more: see `Journal.unneeded`. May run in another thread; it
+        reads committed rows only.
+        """
+        with self.journal.reading() as journal:
+            return journal.unneeded(self.state, self._clock(), self.transcript_bytes)
+
+    def prune(self, rows: Slice) -> None:
+        """Delete one slice of `unneeded`."""
+        with self.transaction():
+            self.journal.delete(rows)
 
     def _keep_transcript(self, episode: Episode) -> None:
         """Keep the calls of the newest episodes of each reason not to train, and of the newest evaluation of a task."""

@@ -21,12 +21,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, chain
-from typing import Literal
+from typing import Literal, Protocol
 
 from agentjet.timeline.identity import Identities, Identity, Schemas, answer_key, context_hash, schemas_of, tools_key
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Fork, Message, NewContext
 
 OrphanReason = Literal["retry", "undelivered", "side"]
+
+
+class Linked(Protocol):
+    """The part of a `Call` that decides if it is an orphan."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def after(self) -> str | None: ...
+    @property
+    def retry_of(self) -> str | None: ...
+    @property
+    def untrained(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,15 +316,15 @@ def new_context(conversation: Conversation, known: Mapping[int, Call], fingerpri
     return NewContext(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
 
 
-def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, OrphanReason]:
+def orphans(calls: Sequence[Linked], undelivered: Collection[str]) -> dict[str, OrphanReason]:
     """Returns the calls that are counted but not trained: answers that did not arrive, and side calls.
 
     Among a request and its retries, the answers that the agent sent back are trained: they arrived, even if the
     transport reported a failure. If it sent none back, the last delivered answer is trained.
     """
-    sent_back = {call.ask.after for call in calls}
+    sent_back = {call.after for call in calls}
     first: dict[str, str] = {}
-    tries: dict[str, list[Call]] = {}
+    tries: dict[str, list[Linked]] = {}
     for call in calls:
         first[call.id] = first.get(call.retry_of, call.retry_of) if call.retry_of is not None else call.id
         tries.setdefault(first[call.id], []).append(call)
