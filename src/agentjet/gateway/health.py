@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf, log
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
@@ -180,6 +180,10 @@ def newest(facts: Facts, metric: str) -> float:
     return sum(step.get(metric, 0.0) for step in facts.steps[-NEWEST:])
 
 
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def exceeds(count: float, total: float, usual: float) -> bool:
     """True if chance hardly explains `count` of `total` at a probability of `usual` (Chernoff's bound)."""
     if total <= 0 or count <= usual * total:
@@ -260,9 +264,9 @@ def clients(facts: Facts) -> Finding | None:
 
 # ---- episodes ------------------------------------------------------------------------------------------------------
 
-DROPPED = "groups/dropped"
-"""Metric of all dropped groups; its name with `_REASON` has those of one reason."""
-SILENT_LIMITS = ((60.0, 5.0), (300.0, 15.0))
+DROPPED = "groups/dropped_"
+"""Start of the metrics of dropped groups. The reason follows."""
+SILENT_LIMITS = ((60.0, 8.0), (300.0, 15.0))
 """Seconds without a call, and multiples of the longest duration, from which an episode is `warn`, and `bad`."""
 SILENT_UNKNOWN = 300.0
 """The same, and at most `warn`, as long as no duration is known."""
@@ -357,8 +361,8 @@ def groups(facts: Facts) -> Finding | None:
     text = f"{wasted / num:.0%} of the groups teach nothing: all rewards of a group are equal"
     newest_step = judged[-1]
     if newest_step.get("reward/std") == 0.0 and REWARD in newest_step:
-        mean = newest_step[REWARD]
-        text += f". In the newest step every reward is {mean:.3g}: check a few answers and their rewards by hand"
+        every = f"every reward is {newest_step[REWARD]:.3g}"
+        text += f". In the newest step {every}: check a few answers and their rewards by hand"
     if num >= NEWEST and wasted == num:
         return Finding("bad", text)
     is_sure = wasted >= TEACHES_NOTHING * num and exceeds(wasted * size, num * size, USUAL_EQUAL)
@@ -382,16 +386,14 @@ def _bounds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return most, min((step[REWARD] for step in steps if REWARD in step), default=0.0)
 
 
-MEANT = ("surplus", "rolled_back")
-"""Reasons for which groups are dropped on purpose: spare ones, and those that the operator undid."""
+MEANT = ("surplus", "rolled_back", "zero_variance")
+"""Reasons for which groups are dropped on purpose: spare ones, those that the operator undid, and those without
+variance that the recipe replaces, as at the end of a solved run.
+"""
 
 
-CHOSEN = "zero_variance"
-"""The reason of recipes that drop groups without variance. They choose that."""
 DROPPING, USUAL_DROPPED = 0.5, 0.2
 """Share of dropped groups at which the rule warns, and the share that is usual."""
-WASTING, USUAL_WASTED = 0.85, 0.6
-"""The same for groups that the recipe drops."""
 
 
 def dropped(facts: Facts) -> Finding | None:
@@ -399,18 +401,14 @@ def dropped(facts: Facts) -> Finding | None:
         return None
     counts: dict[str, float] = {}
     for step in facts.steps[-NEWEST:]:
-        for name, value in step.items():
-            if name.startswith(f"{DROPPED}_") and (reason := name.removeprefix(f"{DROPPED}_")) not in MEANT:
-                counts[reason] = counts.get(reason, 0.0) + value
-    trained = facts.job.batch_size * len(facts.steps[-NEWEST:])
-    chosen = counts.get(CHOSEN, 0.0)
-    lost = sum(counts.values()) - chosen
-    main = max(counts, key=lambda name: counts[name]) if any(counts.values()) else ""
-    num = lost + chosen
-    text = f"{num:.0f} of {num + trained:.0f} groups were dropped" + (f", most of them as {main}" if main else "")
-    is_lost = lost >= DROPPING * (lost + trained) and exceeds(lost, lost + trained, USUAL_DROPPED)
-    is_wasted = chosen >= WASTING * (chosen + trained) and exceeds(chosen, chosen + trained, USUAL_WASTED)
-    return Finding("warn" if is_lost or is_wasted else "ok", text)
+        for name in [name for name in step if name.startswith(DROPPED)]:
+            if (reason := name.removeprefix(DROPPED)) not in MEANT:
+                counts[reason] = counts.get(reason, 0.0) + step[name]
+    lost, trained = sum(counts.values()), facts.job.batch_size * len(facts.steps[-NEWEST:])
+    main = max(counts, key=lambda name: counts[name]) if lost else ""
+    text = f"{lost:.0f} of {lost + trained:.0f} groups were dropped" + (f", most of them as {main}" if main else "")
+    is_sure = lost >= DROPPING * (lost + trained) and exceeds(lost, lost + trained, USUAL_DROPPED)
+    return Finding("warn" if is_sure else "ok", text)
 
 
 def shares(count: float, total: float, usual: float, limits: tuple[float, float]) -> Level:
@@ -486,7 +484,7 @@ def truncated(facts: Facts) -> Finding | None:
     judged = [step for step in facts.steps[-NEWEST:] if "completion/truncated" in step]
     if not judged:
         return None
-    share = fmean(step["completion/truncated"] for step in judged)
+    share = mean([step["completion/truncated"] for step in judged])
     calls = sum(step.get("batch/episodes", 1.0) * step.get("episode/num_turns", 1.0) for step in judged)
     level = shares(share * calls, calls, 0.05, (0.15, 0.5))
     return Finding(level, f"{share:.0%} of the answers were cut at {cutting_limit(judged, facts.job)}")
@@ -608,7 +606,7 @@ def entropy(facts: Facts) -> Finding | None:
 
 
 def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[str, str]) -> Finding:
-    early, late = fmean(values[:NEWEST]), fmean(values[-NEWEST:])
+    early, late = mean(values[:NEWEST]), mean(values[-NEWEST:])
     text = f"the mean entropy of {NEWEST} steps went from {early:.3g} to {late:.3g} nats a token in {len(values)} steps"
     if len(values) < 2 * NEWEST or late >= early / 2:
         return Finding("ok", text)

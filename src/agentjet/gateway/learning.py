@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import exp, inf, log1p, sqrt
+from operator import mul
 from typing import NamedTuple
-
-import numpy as np
 
 from agentjet.protocol import Answer, EvaluationView, LearningView
 
@@ -27,6 +26,7 @@ CERTAIN = 4.5
 """Standard deviations from which a difference is stated. `bench.alarms` chose it."""
 MOST_CORRELATED = 0.6
 """Highest correlation of neighbouring steps that widens the error. Higher ones are trends."""
+ROUNDING = 1e-12
 SCORES = (1, 2, 3)
 """Numbers of newest held-out scores whose mean is compared with that of as many earlier ones."""
 ORDER: tuple[Answer, ...] = ("falls", "yes", "learned", "no")
@@ -82,7 +82,7 @@ def _judge(rewards: tuple[float, ...], early: tuple[float, ...], fallen: str) ->
     slope, low, high = trend(rewards[-WINDOW:])
     late = rewards[-BLOCK:]
     shown = f"{slope:+.2g} a step ({low:+.2g} to {high:+.2g}) over the newest {num}"
-    path = f"reward {np.mean(early):.2g} at first, {np.mean(late):.2g} now"
+    path = f"reward {_mean(early):.2g} at first, {_mean(late):.2g} now"
     answer: Answer = "no"
     text = f"No sign of it: {shown}; {path}"
     if low > 0 and fallen:
@@ -103,15 +103,15 @@ def _judge(rewards: tuple[float, ...], early: tuple[float, ...], fallen: str) ->
 def trend(rewards: tuple[float, ...]) -> Trend:
     """Returns the trend of 3 rewards or more."""
     num = len(rewards)
-    times = np.arange(num) - (num - 1) / 2
-    squares = float(times @ times)
-    values = np.array(rewards, np.float64)
-    slope = float(times @ values) / squares
-    residuals = values - values.mean() - slope * times
-    total = float(residuals @ residuals)
-    if total <= 1e-20 * float(values @ values):
-        return Trend(slope, slope, slope) if abs(slope) > 1e-12 else Trend(0.0, 0.0, 0.0)
-    correlation = min(max(float(residuals[1:] @ residuals[:-1]) / total, 0.0), MOST_CORRELATED)
+    times = [time - (num - 1) / 2 for time in range(num)]
+    squares, mean = num * (num * num - 1) / 12, _mean(rewards)
+    slope = sum(map(mul, times, rewards)) / squares
+    residuals = [reward - mean - slope * time for reward, time in zip(rewards, times, strict=True)]
+    total = sum(map(mul, residuals, residuals))
+    if total <= ROUNDING * sum(map(mul, rewards, rewards)):
+        slope = slope if abs(slope) > ROUNDING else 0.0
+        return Trend(slope, slope, slope)
+    correlation = min(max(sum(map(mul, residuals[1:], residuals)) / total, 0.0), MOST_CORRELATED)
     error = sqrt(total / (num - 2) / squares * (1 + correlation) / (1 - correlation))
     width = _quantile(CERTAIN, num - 2) * error
     return Trend(slope, slope - width, slope + width)
@@ -120,14 +120,22 @@ def trend(rewards: tuple[float, ...]) -> Trend:
 @lru_cache(maxsize=64)
 def rise(early: tuple[float, ...], late: tuple[float, ...]) -> float:
     """Returns the standard deviations by which the mean of `late` is above that of `early`, both of 2 or more."""
-    a, b = np.array(early, np.float64), np.array(late, np.float64)
-    if min(len(a), len(b)) < 2:
+    if min(len(early), len(late)) < 2:
         return 0.0
-    difference = float(b.mean() - a.mean())
-    error = sqrt(float(a.var(ddof=1)) / len(a) + float(b.var(ddof=1)) / len(b))
-    if error <= 1e-12:
-        return inf if difference > 1e-12 else 0.0
-    return _normal(difference / error, len(a) + len(b) - 2)
+    difference = _mean(late) - _mean(early)
+    error = sqrt(_variance(early) / len(early) + _variance(late) / len(late))
+    if error <= ROUNDING:
+        return inf if difference > ROUNDING else 0.0
+    return _normal(difference / error, len(early) + len(late) - 2)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return sum([(value - mean) ** 2 for value in values]) / (len(values) - 1)
 
 
 def _normal(t: float, freedom: int) -> float:

@@ -17,7 +17,7 @@ from agentjet.gateway.learning import REWARD
 
 COMPARED = 5
 """Steps before the fall whose answers are compared with those since."""
-UNLIKELY = 1e-5
+UNLIKELY = 1e-4
 """Probability below which chance is ruled out. It is small because one looks after every step of a run."""
 CHANGES = (("completion/tokens", 2.0, "tokens an answer"), ("policy/entropy", 4.0, "nats of entropy a token"))
 """Metrics, and the ratio at which each shows a broken policy. Sound runs have at most half of it: see the
