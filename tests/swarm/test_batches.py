@@ -174,6 +174,8 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
     assert metrics == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
+        "reward/max": 1.0,
+        "groups/at_best": 0.0,
         "reward/x/mean": 0.5,
         "batch/share/x": 1.0,
         "episode/num_turns": 1.5,

@@ -264,8 +264,8 @@ def clients(facts: Facts) -> Finding | None:
 
 # ---- episodes ------------------------------------------------------------------------------------------------------
 
-DROPPED = "groups/dropped_"
-"""Start of the metrics of dropped groups. The reason follows."""
+DROPPED = "groups/dropped"
+"""Metric of all dropped groups; its name with `_REASON` has those of one reason."""
 SILENT_LIMITS = ((60.0, 8.0), (300.0, 15.0))
 """Seconds without a call, and multiples of the longest duration, from which an episode is `warn`, and `bad`."""
 SILENT_UNKNOWN = 300.0
@@ -401,8 +401,8 @@ def dropped(facts: Facts) -> Finding | None:
         return None
     counts: dict[str, float] = {}
     for step in facts.steps[-NEWEST:]:
-        for name in [name for name in step if name.startswith(DROPPED)]:
-            if (reason := name.removeprefix(DROPPED)) not in MEANT:
+        for name in [name for name in step if name.startswith(DROPPED) and name != DROPPED]:
+            if (reason := name.removeprefix(f"{DROPPED}_")) not in MEANT:
                 counts[reason] = counts.get(reason, 0.0) + step[name]
     lost, trained = sum(counts.values()), facts.job.batch_size * len(facts.steps[-NEWEST:])
     main = max(counts, key=lambda name: counts[name]) if lost else ""

@@ -30,7 +30,7 @@ ROUNDING = 1e-12
 SCORES = (1, 2, 3)
 """Numbers of newest held-out scores whose mean is compared with that of as many earlier ones."""
 ORDER: tuple[Answer, ...] = ("falls", "yes", "learned", "no")
-"""Of several policies the first answer of these is the answer of the run."""
+"""The answer of a run with several policies is the first of these that one of them has."""
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -48,8 +48,8 @@ def learning(
 ) -> LearningView:
     """Returns the answer for the newest steps of a run, the newest last. `first` are the run's first steps.
 
-    A rising training reward is not called learning if the held-out score fell clearly. Policies with rewards of their
-    own are judged apart.
+    A rising training reward is not called learning if the held-out score fell clearly. Each policy that has its
+    own rewards is judged alone.
     """
     fallen = held_out_fall(evaluations)
     found = {
