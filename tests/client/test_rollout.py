@@ -82,7 +82,9 @@ def test_steps_that_could_teach_nothing_are_reported_once(capsys: pytest.Capture
         report = swarm.train(lambda task, episode: 0.0, TASKS, steps=5, concurrency=4)
         shown = capsys.readouterr().out
         assert shown.count("batches in a row could teach nothing") == 1
-        assert "reward 0 x 2: 'Two.'" in shown and "job.max_tokens: 50% of the answers were cut off" in shown
+        assert (
+            "reward 0 x 2: 'Two.'" in shown and "the limit of answers: 50% of them were cut at job.max_tokens" in shown
+        )
         assert "5 of these steps could teach nothing" in str(report)
         rewards = itertools.cycle([0.0, 1.0])
         report = swarm.train(lambda task, episode: next(rewards), TASKS, steps=5, concurrency=1)

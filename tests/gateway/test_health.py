@@ -7,22 +7,39 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
-from agentjet.config import JobConfig
-from agentjet.gateway.health import RULES, TEXT, Facts, ServerFacts, SilentEpisode, health, remedies
+from agentjet.cli.main import app
+from agentjet.config import JobConfig, OptimizerConfig
+from agentjet.gateway.health import (
+    RULES,
+    STATED,
+    TEXT,
+    CodeCounts,
+    Facts,
+    Refill,
+    ServerFacts,
+    SilentEpisode,
+    health,
+    remedies,
+)
 from agentjet.gateway.overview import health_of
-from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, HealthRuleView, ZeroVariance
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, HealthRuleView, ZeroVariance, flatten
+from bench import alarms
 from tests.fakes import running, saying
 from tests.gateway.test_learning import evaluation
 
 pytestmark = pytest.mark.anyio
 JOB = JobConfig(batch_size=4)
-STUCK = SilentEpisode("ep_1", "t1", "c", 50.0)
+ENDING = JobConfig(optimizer=OptimizerConfig(schedule="linear", total_steps=8))
+STUCK = SilentEpisode("ep_1", "t1", "c", 100.0)
+MENDED = CodeCounts("v2", 20, 0)
 UP = ServerFacts("sampling", client_seconds=3.0)
 Steps = list[dict[str, float]]
 
@@ -44,6 +61,7 @@ def fallen(num: int, **metrics: float) -> Steps:
 WEAK_METRICS = {"reward__mean": 0.0625, "reward__std": 0.24, "groups__zero_variance": 0.75}
 WEAK = same(1, **WEAK_METRICS, completion__tokens=11.8, policy__entropy=1.63)
 """One success in 16 episodes: chance alone may bring none in the next batches."""
+SOLVED = same(6, reward__mean=1.0, reward__std=0.0, reward__max=1.0, groups__zero_variance=1.0, groups__at_best=1.0)
 SOUND = same(6, reward__mean=0.5, reward__std=0.5, groups__zero_variance=0.0)
 
 
@@ -91,10 +109,17 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     (
         "update",
-        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.1)),
+        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.1), policies=("a", "b")),
         "bad",
         "b: the newest 5 steps",
-        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.0)),
+        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.0), policies=("a", "b")),
+    ),
+    (
+        "update",
+        Facts(same(1, weights__sampler=0.0, optim__lr=0.0), ENDING, [9]),
+        "bad",
+        "the schedule ended at step 8 (job.optimizer.total_steps)",
+        Facts(same(1, weights__sampler=1.0, optim__lr=1e-6), ENDING, [7]),
     ),
     (
         "mismatch",
@@ -149,55 +174,49 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     (
         "reward",
-        Facts([*WEAK, *fallen(3)], JOB, range(1, 5)),
-        "warn",
+        Facts([*SOUND, *fallen(3)], JOB, range(1, 10)),
+        "bad",
         "all are 0 since",
-        Facts(fallen(6), JOB, range(1, 7)),
+        Facts([*WEAK, *fallen(3)], JOB, range(1, 5)),
     ),
     (
         "reward",
+        Facts(
+            [*(one | {"code/v1/reward_mean": 0.5} for one in SOUND), *fallen(1, code__v2__reward_mean=0.0)],
+            JOB,
+            range(1, 8),
+        ),
+        "bad",
+        "the agent's code changed to v2: does the new code, a tool or a reward function fail? Or did the "
+        "update of step 6 break",
         Facts(
             [*same(3, **WEAK_METRICS, code__v1__reward_mean=0.06), *fallen(1, code__v2__reward_mean=0.0)],
             JOB,
             range(1, 5),
         ),
-        "bad",
-        "the agent's code changed to v2: does the new code, a tool or a reward function fail? Or did the "
-        "update of step 3 break",
-        Facts(
-            [*same(3, **WEAK_METRICS, code__v1__reward_mean=0.06), *fallen(1, code__v1__reward_mean=0.0)],
-            JOB,
-            range(1, 5),
-        ),
     ),
+    ("groups", Facts(fallen(5), JOB), "bad", "In the newest step every reward is 0", Facts(SOUND, JOB)),
     (
         "groups",
-        Facts(fallen(2)),
-        "bad",
-        "In the newest step every reward is 0",
-        Facts(SOUND),
-    ),
-    (
-        "groups",
-        Facts(same(groups__zero_variance=0.6)),
+        Facts(same(20, groups__zero_variance=0.9), JOB),
         "warn",
-        "60%",
-        Facts(same(groups__zero_variance=0.3)),
+        "90%",
+        Facts(same(20, groups__zero_variance=0.7), JOB),
     ),
-    ("groups", Facts(each("groups/zero_variance", 0, 0, 1, 1, 1)), "bad", "60%", Facts()),
+    ("groups", Facts(SOLVED, JOB), "bad", "every reward is 1", Facts(SOLVED, JOB, first=same(1, reward__mean=0.2))),
     (
         "silent",
-        Facts(silent=STUCK, usual_seconds=12.0),
+        Facts(silent=STUCK, longest_seconds=12.0),
         "warn",
-        "episode ep_1 of task t1, client c, has made no call for 50 s; whole episodes usually take 12 s: does a tool",
-        Facts(silent=STUCK, usual_seconds=20.0),
+        "episode ep_1 of task t1, client c, has made no call for 1 min 40 s; whole episodes took at most 12 s: does a ",
+        Facts(silent=STUCK, longest_seconds=25.0),
     ),
     (
         "silent",
-        Facts(silent=STUCK._replace(seconds=960.0), usual_seconds=12.0),
+        Facts(silent=STUCK._replace(seconds=960.0), longest_seconds=12.0),
         "bad",
         "16 min",
-        Facts(silent=STUCK._replace(seconds=25.0), usual_seconds=0.1),
+        Facts(silent=STUCK._replace(seconds=55.0), longest_seconds=0.1),
     ),
     (
         "silent",
@@ -206,48 +225,101 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         "no episode has finished yet",
         Facts(silent=STUCK),
     ),
-    ("episodes", Facts(finished=2, lost=6, reason="Timeout"), "bad", "most often: Timeout", Facts(finished=20, lost=1)),
+    (
+        "silent",
+        Facts(job=JOB, silent=STUCK._replace(unheard=70.0, expires_in=50.0), longest_seconds=50.0),
+        "warn",
+        "sent no heartbeat for 1 min 10 s: its client is gone. The episode ends without a reward in 50 s",
+        Facts(job=JOB, silent=STUCK._replace(unheard=40.0), longest_seconds=50.0),
+    ),
+    ("episodes", Facts(finished=2, lost=8, reason="Timeout"), "bad", "most often: Timeout", Facts(finished=2, lost=4)),
     (
         "episodes",
-        Facts(same(batch__episodes=8.0, episodes__aborted=2.0)),
+        Facts(same(batch__episodes=64.0, episodes__aborted=20.0)),
         "warn",
-        "10 of 50",
-        Facts(same(batch__episodes=8.0, episodes__aborted=0.0)),
+        "100 of 420",
+        Facts(same(batch__episodes=64.0, episodes__aborted=7.0)),
     ),
     (
         "episodes",
-        Facts(same(batch__episodes=8.0, episodes__aborted=4.0)),
+        Facts(same(batch__episodes=16.0, episodes__aborted=16.0)),
         "bad",
-        "20 of 60",
-        Facts(same(batch__episodes=8.0, episodes__surplus=4.0)),
+        "80 of 160",
+        Facts(same(batch__episodes=16.0, episodes__surplus=16.0)),
+    ),
+    (
+        "episodes",
+        Facts(finished=2, lost=8, reason="E", failing_code="v2", newest_code=CodeCounts("v2", 2, 8)),
+        "bad",
+        "all of code version v2: E",
+        Facts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED),
+    ),
+    (
+        "refill",
+        Facts(refill=Refill(1, "c", 97.4), reason="ToolError"),
+        "warn",
+        "the batch waits because episodes failed (ToolError): 1 group has too few members, and no member is live. "
+        "Client c can begin another one; the group closes in 97 s. Mend the agent; a lower job.lease_seconds",
+        Facts(),
     ),
     (
         "dropped",
-        Facts(same(groups__dropped_zero_variance=4.0, groups__dropped_stale=1.0), JOB),
+        Facts(same(groups__dropped_stale=7.0, groups__dropped_zero_variance=9.0), JOB),
         "warn",
-        "most of them as zero_variance",
-        Facts(same(groups__dropped_stale=1.0), JOB),
+        "35 of 55 groups were dropped, most of them as stale",
+        Facts(same(groups__dropped_stale=1.0, groups__dropped_zero_variance=40.0), JOB),
     ),
     (
         "truncated",
-        Facts(same(completion__truncated=0.25), JobConfig(max_tokens=32)),
+        Facts(same(completion__truncated=0.25, batch__episodes=64.0), JobConfig(max_tokens=32)),
         "warn",
         "25% of the answers were cut at job.max_tokens = 32",
-        Facts(same(completion__truncated=0.02)),
+        Facts(same(completion__truncated=0.08, batch__episodes=64.0)),
+    ),
+    (
+        "truncated",
+        Facts(
+            same(completion__truncated=0.45, overridden__max_tokens=0.45, overridden__limit=12.0, batch__episodes=64.0),
+            JOB,
+        ),
+        "warn",
+        "45% of the answers were cut at max_tokens = 12 of the agent's own requests, not at job.max_tokens = 256",
+        Facts(same(completion__truncated=0.0, batch__episodes=64.0)),
+    ),
+    (
+        "truncated",
+        Facts(same(completion__truncated=0.45, overridden__max_tokens=0.4, batch__episodes=64.0), JOB),
+        "warn",
+        "or at the end of the context, not at job.max_tokens = 256",
+        Facts(),
     ),
     (
         "refused",
-        Facts(same(batch__episodes=8.0, batch__unscorable=1.0)),
+        Facts(same(batch__episodes=64.0, batch__unscorable=8.0)),
         "warn",
         "12%",
-        Facts(same(batch__episodes=8.0, batch__unscorable=0.0)),
+        Facts(same(batch__episodes=64.0, batch__unscorable=2.0)),
+    ),
+    (
+        "images",
+        Facts(same(batch__episodes=8.0, batch__omitted=2.0)),
+        "warn",
+        'in 10 of 40 episodes images, documents, audio or video were left out, because job.images = "omit"',
+        Facts(same(batch__episodes=8.0)),
+    ),
+    (
+        "tools",
+        Facts(same(tools__offered=48.0, tools__called=0.0)),
+        "warn",
+        "tools were offered in 240 calls, and none was called",
+        Facts([*same(tools__offered=48.0, tools__called=0.0), *same(1, tools__offered=9.0, tools__called=1.0)]),
     ),
     (
         "delivery",
-        Facts(same(forest__orphan_tokens=30.0, batch__sampled_tokens=70.0)),
+        Facts(same(forest__orphan_tokens=30.0, batch__sampled_tokens=70.0, batch__episodes=16.0)),
         "warn",
         "30%",
-        Facts(same(forest__orphan_tokens=1.0, batch__sampled_tokens=70.0)),
+        Facts(same(forest__orphan_tokens=1.0, batch__sampled_tokens=70.0, batch__episodes=16.0)),
     ),
     ("drift", Facts(same(forest__drift=1.0)), "bad", "damaged", Facts(same(forest__drift=0.0))),
     (
@@ -283,13 +355,67 @@ def test_every_rule_is_tripped_and_explained() -> None:
     assert "see `docs/recipes.md`" in remedies()["entropy"]
 
 
+def test_each_remedy_names_settings_commands_and_files_that_exist() -> None:
+    """A remedy that names a setting of the past changes nothing."""
+    settings = {key for key, _ in flatten(JobConfig().model_dump(), "job.")} | {"model.dtype", "model.name"}
+    root = Path(__file__).parents[2]
+    texts = [*remedies().values()]
+    for facts in (case[1] for case in TRIPS):
+        texts += [one.text for one in health(facts).rules if one.level != "ok"]
+    named = {name.rstrip(".") for text in texts for name in re.findall(r"\b(?:job|model)\.[a-z_.]+", text)}
+    assert named and named <= settings, named - settings
+    commands = {tuple(words.split()) for text in texts for words in re.findall(r"agentjet ((?:[a-z]+ ?)+)", text)}
+    known = subcommands()
+    assert commands and all(any(words[:n] in known for n in (1, 2)) for words in commands), commands
+    files = {path for text in texts for path in re.findall(r"`(docs/[\w./-]+)`", text)}
+    assert files and all((root / path).is_file() for path in files)
+
+
+def subcommands() -> set[tuple[str, ...]]:
+    """The words of each command without subcommands."""
+    tree = typer.main.get_command(app)
+    found: set[tuple[str, ...]] = set()
+    for name, command in getattr(tree, "commands", {}).items():
+        nested = getattr(command, "commands", {})
+        found |= {(name, inner) for inner in nested} if nested else {(name,)}
+    return found
+
+
+def test_failures_of_an_older_code_version_are_named() -> None:
+    found = rule(Facts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED), "episodes")
+    assert found is not None and "all of code version v1: E. Of the newest code version v2, 0 of 20 did" in found.text
+
+
+def test_a_solved_run_is_called_solved() -> None:
+    facts = Facts(SOLVED, JOB, first=same(1, reward__mean=0.2))
+    found = rule(facts, "groups")
+    assert found is not None and found.level == "ok"
+    assert found.text == "the run is solved: 100% of the groups are solved: each of their rewards is 1"
+
+
+def test_the_measured_rates_are_those_of_the_page_and_within_the_bounds() -> None:
+    result = json.loads(alarms.RESULT.read_text())
+    assert alarms.with_table(TEXT.read_text(encoding="utf-8"), result) == TEXT.read_text(encoding="utf-8")
+    assert list(result["rules"]) == alarms.estimates() == list(alarms.DAMAGES), "each estimate is measured"
+    assert set(result["stated"]) == STATED <= set(RULES)
+    assert {name: one["damage"] for name, one in result["rules"].items()} == {
+        name: one.text for name, one in alarms.DAMAGES.items()
+    }
+    assert result["false_alarms_worst"] <= 0.02 and result["power_worst"] >= 0.9 and result["runs_of_each_kind"] >= 2000
+
+
+def test_few_simulated_runs_agree_with_the_measured_rates() -> None:
+    assert all(rate <= 0.1 for rate in alarms.false_alarms("flat", 20).values())
+    assert alarms.power("reward", 10) >= 0.9
+
+
 def test_a_run_without_facts_has_no_findings() -> None:
     assert health(Facts()).rules == [] and health(Facts()).learning.answer == "too_early"
 
 
 def test_the_worst_policy_is_named_and_metrics_of_clients_are_not_judged() -> None:
     step = {"planner/optim/skipped_steps": 0.0, "coder/optim/skipped_steps": 1.0, "agent/forest/drift": 1.0}
-    found = rule(Facts([step] * 5), "gradient")
+    found = rule(Facts([step] * 5, policies=("planner", "coder")), "gradient")
     assert found is not None and found.level == "bad" and found.text.startswith("coder: ")
     assert rule(Facts([step] * 5), "drift") is None
 
@@ -317,6 +443,10 @@ async def test_the_picture_of_the_present_batch(tmp_path: Path) -> None:
         found = await run.gateway.overview.waiting()
         waits = run.gateway.status().waiting_for
         assert f"{live.id} of task a, client c, is silent for 30 s (does a tool hang?): its lease has" in waits
+        run.clock.advance(30)
+        gone = f"{live.id} of task a, client c, is silent for 1 min (its client is gone: no heartbeat for 1 min): its"
+        assert gone in run.gateway.status().waiting_for
+        run.clock.advance(-30)
         assert found.text == waits.partition("; ")[0] and "rewards" in found.text, "the cells have the silence"
         assert (found.needed, found.places, found.num_groups) == (2, 2, 2)
         first, second = found.groups
@@ -337,12 +467,12 @@ async def test_an_episode_whose_client_sends_heartbeats_only_is_named(tmp_path: 
     async with running(tmp_path, saying(lambda prompt: "hi"), job={"group_size": 3}) as run:
         await run.episode(0.5, task="a")
         live = await run.gateway.begin(BeginRequest(task_id="a", client_id="c", wait=5))
-        for _ in range(2):
+        for _ in range(3):
             run.clock.advance(30)
             await run.gateway.heartbeat(live.id)
         found = {one.name: one for one in (await run.gateway.overview.health()).rules}
     assert found["silent"].level == "warn"
-    assert found["silent"].text.startswith(f"episode {live.id} of task a, client c, has made no call for 1 min;")
+    assert found["silent"].text.startswith(f"episode {live.id} of task a, client c, has made no call for 1 min")
 
 
 async def test_reasons_are_those_of_earlier_batches_too_and_alike_if_only_numbers_differ(tmp_path: Path) -> None:

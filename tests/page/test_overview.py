@@ -32,7 +32,7 @@ def test_batches_that_teach_nothing_are_shown_with_advice(tab: Tab, site: Site) 
     expect(panel).to_contain_text("4 batches in a row could teach nothing")
     expect(panel).to_contain_text("For example task sum-1: 8 + 9")
     expect(panel.get_by_role("listitem").first).to_have_text("reward 0, 3 times: <b>17</b>")
-    expect(panel).to_contain_text("job.max_tokens: 25% of the answers were cut off")
+    expect(panel).to_contain_text("the limit of answers: 25% of them were cut at job.max_tokens")
     expect(panel).to_contain_text("the reward: the answers differ")
     assert wrong_facts(page, lambda route: status if route == "/status" else site.get(route))[1] == []
     assert unexpected_elements(page) == []

@@ -60,12 +60,64 @@ def test_what_is_empty_needs_no_rule() -> None:
     for dialect in DIALECTS:
         if dialect.path in bodies:
             body = dialect.request.model_validate({"model": "policy"} | bodies[dialect.path])
-            assert list(request_notes(body, dialect.keys)) == []
+            assert list(request_notes(body, dialect.keys, "refuse")) == []
 
 
 async def view(served: Served, episode: dict[str, Any]) -> EpisodeTree:
     response = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
     return EpisodeTree.model_validate(response.json())
+
+
+UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]},
+        f"messages.0.content.0 is of type '{kind}'",
+    )
+    for kind in ("image_url", "input_audio", "video_url", "file")
+] + [
+    (
+        "/v1/messages",
+        {"max_tokens": 8, "messages": [*HELLO, {"role": "user", "content": [{"type": "text", "text": "?"}, block]}]},
+        f"messages.1.content.1{place} is of type 'image'",
+    )
+    for block, place in (
+        ({"type": "image", "source": {"type": "url", "url": "u"}}, ""),
+        ({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}, ".content.0"),
+    )
+] + [
+    (
+        "/v1/responses",
+        {"input": [*HELLO, item]},
+        f"input.1.{key}.0 is of type 'input_image'",
+    )
+    for key, item in (
+        ("content", {"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}),
+        ("output", {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}),
+    )
+]  # fmt: skip
+
+
+async def test_unreadable_parts_are_refused_by_name_in_every_dialect(tmp_path: Path) -> None:
+    """Two images would become one context, and a 200 would not show that."""
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        headers = {"Authorization": f"Bearer {episode['api_key']}"}
+        paths = [*UNREADABLE, ("/v1/messages/count_tokens", *UNREADABLE[4][1:])]
+        for path, body, words in paths:
+            body = {name: value for name, value in body.items() if "count" not in path or name != "max_tokens"}
+            response = await served.http.post(path, json={"model": "policy", **body}, headers=headers)
+            assert response.status_code == 400, (path, response.text)
+            assert words in response.text and "job.images = 'omit'" in response.text, (path, response.text)
+        demonstration = {
+            "task_id": "t",
+            "messages": [*UNREADABLE[0][1]["messages"], {"role": "assistant", "content": "x"}],
+        }
+        response = await served.http.post("/swarm/v1/sft", json={"demonstrations": [demonstration]})
+        assert response.status_code == 400 and "t: messages.0.content.0 is of type 'image_url'" in response.text
+        shown = await view(served, episode)
+        assert not shown.calls and shown.refused["unsupported_content: messages[].content[]"] == 5
+        assert shown.unscorable
 
 
 async def test_notes_of_chat_completions(tmp_path: Path) -> None:
@@ -80,7 +132,7 @@ async def test_notes_of_chat_completions(tmp_path: Path) -> None:
         {"role": "assistant", "content": "x", "reasoning": "y", "reasoning_details": [{}], "thinking_blocks": []},
         *HELLO,
     ]
-    async with serving(tmp_path / "d") as served:
+    async with serving(tmp_path / "d", job={"images": "omit"}) as served:
         episode = await served.begin()
         client = served.openai(episode)
         for _ in range(2):
@@ -113,7 +165,7 @@ async def test_notes_of_messages(tmp_path: Path) -> None:
         },
     }  # fmt: skip
     card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
-    async with serving(tmp_path / "d", card=card) as served:
+    async with serving(tmp_path / "d", card=card, job={"images": "omit"}) as served:
         episode = await served.begin()
         await ask(served.anthropic(episode), **body)
         shown = await view(served, episode)
@@ -137,7 +189,7 @@ async def test_notes_of_responses(tmp_path: Path) -> None:
         "include": ["web_search_call.results"],
         "extra_body": {"client_metadata": {"a": "b"}},
     }
-    async with serving(tmp_path / "d") as served:
+    async with serving(tmp_path / "d", job={"images": "omit"}) as served:
         episode = await served.begin()
         await served.openai(episode).responses.create(model="policy", **body)
         shown = await view(served, episode)

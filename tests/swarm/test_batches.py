@@ -13,7 +13,7 @@ from agentjet.swarm import Batch
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
-from agentjet.types import CheckpointStamp
+from agentjet.types import CheckpointStamp, Message, NewContext, ToolCall
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -174,6 +174,8 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
     assert metrics == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
+        "reward/max": 1.0,
+        "groups/at_best": 0.0,
         "reward/x/mean": 0.5,
         "batch/share/x": 1.0,
         "episode/num_turns": 1.5,
@@ -213,6 +215,8 @@ def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make
     world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["groups/zero_variance"], metrics["completion/truncated"]) == (0.5, 0.25)
+    assert (metrics["groups/at_best"], metrics["reward/max"]) == (0.5, 1.0)
+    assert "tools/offered" not in metrics and "batch/omitted" not in metrics
 
 
 def test_calls_that_set_what_the_job_sets_are_counted(make_world: Make) -> None:
@@ -226,6 +230,23 @@ def test_calls_that_set_what_the_job_sets_are_counted(make_world: Make) -> None:
     world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["overridden/temperature"], metrics["overridden/max_tokens"]) == (0.25, 0.25)
+    assert metrics["overridden/limit"] == 2.0
+
+
+def test_calls_that_offer_tools_and_omitted_images_are_counted(make_world: Make) -> None:
+    world = make_world(batch_size=1, group_size=2)
+    offer = NewContext(tools=({"type": "function", "function": {"name": "add", "parameters": {}}},))
+    for number in range(2):
+        episode = world.begin("g")
+        first = world.call(episode, 7, ask=offer, response=Message("assistant", "7"))
+        used = Message("assistant", tool_calls=(ToolCall("c", "add", "{}"),)) if number else Message("assistant", "8")
+        world.call(episode, 8, parent=first, kept=3, ask=NewContext(after=first.id), response=used)
+        world.swarm.note(episode.id, noted=["image omitted"] * number)
+        world.finish(episode, float(number))
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {})
+    assert (metrics["tools/offered"], metrics["tools/called"], metrics["batch/omitted"]) == (4.0, 1.0, 1.0)
 
 
 def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:

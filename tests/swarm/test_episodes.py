@@ -123,11 +123,11 @@ def test_only_calls_end_the_silence_of_an_episode(world: World) -> None:
         world.now += LEASE / 2
         for live in queries.live():
             world.swarm.heartbeat(live.id)
-    assert queries.silence(episode) == (150.0, LEASE, MAX_SECONDS - 155)
+    assert queries.silence(episode) == (150.0, LEASE, MAX_SECONDS - 155, 0.0)
     other = queries.most_silent()
     assert other is not None and other.group == "other" and queries.silence(other).seconds == 155.0
     with world.swarm.calling(other.id):
-        assert queries.silence(other) == (0.0, MAX_SECONDS - 155, MAX_SECONDS - 155)
+        assert queries.silence(other) == (0.0, MAX_SECONDS - 155, MAX_SECONDS - 155, 0.0)
         assert queries.most_silent() == world.swarm.episode(episode.id)
         assert (
             f"; {episode.id} of task stuck, client me, is silent for 2 min 30 s (does a tool hang?): its lease has "

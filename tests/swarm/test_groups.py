@@ -260,7 +260,8 @@ def test_it_says_whose_refill_it_waits_for_and_how_long(make_world: Make) -> Non
     world.play("a", 0, 1, client_id="me")
     world.now += 10
     said = world.swarm.queries.waiting_for()
-    assert said.startswith("a refill of group 'a' of client 'me', which has 2 of 3 episodes and closes in 90 s: ")
+    assert said.startswith("a refill of group 'a' of client 'me', which has 2 of 3 episodes and closes in 90 s (")
+    assert "lower job.lease_seconds to close it sooner" in said
     assert "0 of 2 groups are complete" in said
     world.play("b", 1, client_id="you")
     world.now += 1

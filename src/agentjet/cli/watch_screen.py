@@ -99,7 +99,7 @@ def learning(look: Look) -> Text:
     from rich.text import Text
 
     answer = look.health.learning
-    style = {"yes": "green", "falls": "bold red"}.get(answer.answer, "")
+    style = {"yes": "green", "learned": "green", "falls": "bold red"}.get(answer.answer, "")
     text = Text(one_line(answer.text), style)
     rewards = [value for value in look.steps.metrics.get("reward/mean", []) if value is not None]
     return text.append(f"  {sparkline(rewards[-SHOWN_STEPS:])}", "cyan") if rewards else text

@@ -141,6 +141,9 @@ class JobConfig(Section):
     """Sampling temperature of calls that do not set one."""
     max_tokens: Int64 = Field(256, ge=1)
     """Maximum completion length, in tokens, of calls that do not set one."""
+    images: Literal["refuse", "omit"] = "refuse"
+    """Images, documents, audio and video in requests, which the policy cannot read. `refuse`: the request is refused.
+    `omit`: a text replaces each one, and the episode counts the requests."""
     history: Literal["template", "as_sampled"] = "template"
     """Earlier assistant turns in a prompt: as the chat template rewrites them, or exactly as they were sampled."""
     lease_seconds: float = Field(120.0, gt=0)

@@ -1,8 +1,10 @@
 """The health of a run: one table of rules, `RULES`, which the page, `agentjet watch` and `agentjet status` share.
 
 A rule judges the newest steps, the present batch or the server. It returns a finding, or None without facts. In a run
-with named policies a rule on a metric of a policy reports the worst policy. Thresholds mark what is worth a look; they
-are not tests.
+with named policies a rule on a metric of a policy reports the worst policy.
+
+A rule of `STATED` states a fact. Each other rule is an estimate: `python -m bench.alarms` measures its false alarms in
+whole healthy runs, and its power at the smallest damage that its documentation names.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf, log
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
-from agentjet.gateway.learning import REWARD, held_out_fall, learning
+from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_metrics, rise
 from agentjet.gateway.observability import divergence
 from agentjet.gateway.reward_fall import find_fall
-from agentjet.protocol import REPORTED_BATCHES, EvaluationView, HealthRuleView, HealthView, Level, duration
-from agentjet.types import EngineState
+from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
+from agentjet.types import SOLE_POLICY, EngineState
 
 PAGE = "docs/health.md"
 TEXT = Path(__file__).with_name("health.md")
 """The page's original, which `make docs` copies."""
 NEWEST = 5
 """Steps that most rules judge."""
+UNLIKELY = 1e-5
+"""Probability below which chance is ruled out. It is small because one looks after every step of a run."""
 LOST = ("episodes/aborted", "episodes/expired")
 """Metrics of episodes that ended without a reward, without those that were not needed."""
 SEVERITY: tuple[Level, ...] = ("ok", "warn", "bad")
@@ -58,6 +63,28 @@ class SilentEpisode(NamedTuple):
     task_id: str
     client_id: str
     seconds: float
+    unheard: float = 0.0
+    """Seconds since a call or a heartbeat of it."""
+    expires_in: float = 0.0
+    """Seconds until its lease ends."""
+
+
+class CodeCounts(NamedTuple):
+    """Outcomes of the episodes of the newest code version."""
+
+    version: str
+    finished: int
+    lost: int
+
+
+class Refill(NamedTuple):
+    """The groups of the present batch that lost members and wait for other ones."""
+
+    num_groups: int
+    client_id: str
+    """The client of the group that closes first."""
+    seconds: float
+    """Until that group closes without a new member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +108,17 @@ class Facts:
     checkpoints: Sequence[int] | None = None
     """Policy versions of the checkpoints; None if they are not known."""
     silent: SilentEpisode | None = None
-    usual_seconds: float | None = None
-    """The median duration of the newest finished training episodes; None before the first."""
+    longest_seconds: float | None = None
+    """The longest duration of the newest finished training episodes; None before the first."""
+    newest_code: CodeCounts | None = None
+    """The code version used last, if there are others."""
+    failing_code: str = ""
+    """The code version of all episodes with `reason`, or '' for several."""
+    refill: Refill | None = None
+    first: Sequence[Mapping[str, float]] = ()
+    """Metrics of the run's first steps; empty if they are not known."""
+    policies: Sequence[str] = ()
+    """The policies that the settings name."""
     server: ServerFacts | None = None
 
     @property
@@ -126,7 +162,7 @@ def health(facts: Facts) -> HealthView:
         for name, finding in found.items()
         if finding is not None
     ]
-    return HealthView(learning=learning(facts.steps, facts.evaluations), rules=rules)
+    return HealthView(learning=learning(facts.steps, facts.evaluations, facts.first, facts.policies), rules=rules)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
@@ -134,16 +170,30 @@ def health(facts: Facts) -> HealthView:
 
 def values_of(facts: Facts, metric: str) -> dict[str, list[float]]:
     """Values of a metric over all known steps, by the policy in front of its name, or by '' without one."""
-    found: dict[str, list[float]] = {}
-    for step in facts.steps:
-        for name, value in step.items():
-            policy, is_it, rest = name.partition(metric)
-            if is_it and not rest and not policy.startswith("agent/"):  # Clients choose the names after `agent/`.
-                found.setdefault(policy.rstrip("/"), []).append(value)
-    return found
+    names = {policy: f"{policy}/{metric}" if policy else metric for policy in ("", *facts.policies)}
+    found = {policy: [step[name] for step in facts.steps if name in step] for policy, name in names.items()}
+    return {policy: values for policy, values in found.items() if values}
 
 
-def worst(findings: Mapping[str, Finding | None]) -> Finding | None:
+def newest(facts: Facts, metric: str) -> float:
+    """Sum of a metric of the batch over the newest steps."""
+    return sum(step.get(metric, 0.0) for step in facts.steps[-NEWEST:])
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def exceeds(count: float, total: float, usual: float) -> bool:
+    """True if chance hardly explains `count` of `total` at a probability of `usual` (Chernoff's bound)."""
+    if total <= 0 or count <= usual * total:
+        return False
+    share = min(count / total, 1.0)
+    rest = (1 - share) * log((1 - share) / (1 - usual)) if share < 1 else 0.0
+    return total * (share * log(share / usual) + rest) >= -log(UNLIKELY)
+
+
+def worst(findings: Mapping[str, Finding | None] | Mapping[str, Finding]) -> Finding | None:
     """Returns the worst finding, with its policy if there are several."""
     known = {policy: finding for policy, finding in findings.items() if finding is not None}
     if not known:
@@ -156,6 +206,10 @@ def worst(findings: Mapping[str, Finding | None]) -> Finding | None:
 def of_each_policy(metric: str, judge: Callable[[list[float], Facts], Finding | None]) -> Judge:
     """A rule on the values of a metric, applied to each policy."""
     return lambda facts: worst({policy: judge(values, facts) for policy, values in values_of(facts, metric).items()})
+
+
+def _name(policy: str, metric: str) -> str:
+    return f"{policy}/{metric}" if policy else metric
 
 
 def graded(share: float, warn: float, bad: float) -> Level:
@@ -212,102 +266,198 @@ def clients(facts: Facts) -> Finding | None:
 
 DROPPED = "groups/dropped"
 """Metric of all dropped groups; its name with `_REASON` has those of one reason."""
-SILENT_LIMITS = ((30.0, 3.0), (300.0, 10.0))
-"""Seconds without a call, and multiples of the usual duration, from which an episode is `warn`, and `bad`."""
-SILENT_UNKNOWN = 60.0
-"""The same as long as the usual duration is not known."""
-FEWEST_EPISODES = 4
-"""Ended episodes of the present batch from which their outcomes are judged."""
+SILENT_LIMITS = ((60.0, 8.0), (300.0, 15.0))
+"""Seconds without a call, and multiples of the longest duration, from which an episode is `warn`, and `bad`."""
+SILENT_UNKNOWN = 300.0
+"""The same, and at most `warn`, as long as no duration is known."""
+GONE_SECONDS = 30.0
+"""Seconds without a call or a heartbeat from which a client may be gone."""
+FAILING, USUAL_FAILING = 0.3, 0.1
+"""Share of lost episodes at which the rule is bad, and the share that is usual."""
 
 
 def silent(facts: Facts) -> Finding | None:
-    """Judges the time without a call by the usual duration of a whole episode. It warns at most if that is unknown."""
+    """Compares the time without a call with the longest of the newest whole episodes. It warns at most if that is
+    unknown. An episode without heartbeats is a fact.
+    """
     if facts.silent is None:
         return None
-    seconds, usual = facts.silent.seconds, facts.usual_seconds
-    if usual is None:
-        level: Level = "warn" if seconds >= SILENT_UNKNOWN else "ok"
+    one, longest = facts.silent, facts.longest_seconds
+    lease = facts.job.lease_seconds if facts.job is not None else inf
+    is_gone = one.unheard >= max(GONE_SECONDS, lease / 2)
+    if longest is None:
+        level: Level = "warn" if one.seconds >= SILENT_UNKNOWN else "ok"
     else:
-        level = graded(seconds, *(max(least, times * usual) for least, times in SILENT_LIMITS))
-    if level == "ok":
-        return Finding("ok", f"the longest time since a call of a live episode is {duration(seconds)}")
-    known = "no episode has finished yet" if usual is None else f"whole episodes usually take {duration(usual)}"
-    return Finding(
-        level,
-        f"episode {facts.silent.id} of task {facts.silent.task_id}, client {facts.silent.client_id}, has made no call "
-        f"for {duration(seconds)}; {known}: does a tool hang?",
-    )
+        level = graded(one.seconds, *(max(least, times * longest) for least, times in SILENT_LIMITS))
+    if level == "ok" and not is_gone:
+        return Finding("ok", f"the longest time since a call of a live episode is {duration(one.seconds)}")
+    text = f"episode {one.id} of task {one.task_id}, client {one.client_id}, has made no call for"
+    if is_gone:
+        text += f" {duration(one.seconds)}, and sent no heartbeat for {duration(one.unheard)}: its client is gone. The"
+        return Finding(
+            "warn", f"{text} episode ends without a reward in {duration(one.expires_in)}, and its place is free"
+        )
+    known = "no episode has finished yet" if longest is None else f"whole episodes took at most {duration(longest)}"
+    return Finding(level, f"{text} {duration(one.seconds)}; {known}: does a tool hang?")
 
 
 def episodes(facts: Facts) -> Finding | None:
-    """Judges the newest batches and the present one; the present one alone if it loses half of its episodes, because
-    such a batch may never end.
+    """Judges the present batch, which may never end, then the newest batches with it.
+
+    Failures of an older code version do not count against the newest one.
     """
     came, gone, where = facts.finished, facts.lost, "this batch"
-    if came + gone < FEWEST_EPISODES or gone < came:
-        came += round(sum(step.get("batch/episodes", 0.0) for step in facts.steps[-NEWEST:]))
-        gone = facts.num_lost
+    if not exceeds(gone, came + gone, USUAL_FAILING):
+        came, gone = came + round(newest(facts, "batch/episodes")), facts.num_lost
         where = "this batch and the newest ones"
-    if came + gone < FEWEST_EPISODES:
+    if not came + gone:
         return None
     text = f"{gone} of {came + gone} episodes of {where} ended without a reward"
     by = f", all of client {facts.failing_client}" if facts.failing_client else ""
-    why = f"; most often{by}: {facts.reason}" if gone and facts.reason else ""
-    return Finding(graded(gone / (came + gone), 0.1, 0.3), text + why)
+    code = f", all of code version {facts.failing_code}" if facts.failing_code else ""
+    text += f"; most often{by}{code}: {facts.reason}" if gone and facts.reason else ""
+    level: Level = "ok"
+    if exceeds(gone, came + gone, USUAL_FAILING):
+        level = "bad" if gone / (came + gone) >= FAILING else "warn"
+    if level != "ok" and (newer := facts.newest_code) is not None and facts.failing_code not in ("", newer.version):
+        ended = newer.finished + newer.lost
+        if not exceeds(newer.lost, ended, USUAL_FAILING):
+            return Finding("ok", f"{text}. Of the newest code version {newer.version}, {newer.lost} of {ended} did")
+    return Finding(level, text)
+
+
+def refill(facts: Facts) -> Finding | None:
+    one = facts.refill
+    if one is None:
+        return None
+    groups = "1 group has" if one.num_groups == 1 else f"{one.num_groups} groups have"
+    why = f" ({facts.reason})" if facts.reason else ""
+    return Finding(
+        "warn",
+        f"the batch waits because episodes failed{why}: {groups} too few members, and no member is live. Client "
+        f"{one.client_id} can begin another one; the group closes in {one.seconds:.0f} s. Mend the agent; a lower "
+        "job.lease_seconds shortens the wait, and job.spare_episodes replaces failures in advance",
+    )
+
+
+TEACHES_NOTHING, USUAL_EQUAL = 0.8, 0.5
+"""Share of groups without variance at which the rule warns, and the share that may be usual."""
 
 
 def groups(facts: Facts) -> Finding | None:
-    values = values_of(facts, "groups/zero_variance").get("", [])[-NEWEST:]
-    if not values:
+    """Groups in which every reward is the highest of the run are solved, if others had lower rewards."""
+    known = [step for step in facts.steps if "groups/zero_variance" in step]
+    if not known:
         return None
-    text = f"{fmean(values):.0%} of the groups teach nothing: all rewards of a group are equal"
-    newest = facts.steps[-1]
-    if newest.get("reward/std") == 0.0:
-        mean = newest[REWARD]
-        text += f". In the newest step every reward is {mean:.3g}: check a few answers and their rewards by hand"
-    return Finding("bad" if values[-3:] == [1.0] * 3 else graded(fmean(values), 0.5, 0.9), text)
+    size = facts.job.batch_size if facts.job is not None else 1
+    judged = known[-max(NEWEST, -(-JUDGED_GROUPS // size)) :]
+    most, least = _bounds([*facts.first, *facts.steps])
+    solved = sum(step.get("groups/at_best", 0.0) for step in judged if most > least and step.get("reward/max") == most)
+    equal, num = sum(step["groups/zero_variance"] for step in judged), len(judged)
+    wasted = max(0.0, equal - solved)
+    if solved > num / 2 and wasted < num / 2:
+        word = "the run is solved: " if solved == num else ""
+        return Finding("ok", f"{word}{solved / num:.0%} of the groups are solved: each of their rewards is {most:.3g}")
+    text = f"{wasted / num:.0%} of the groups teach nothing: all rewards of a group are equal"
+    newest_step = judged[-1]
+    if newest_step.get("reward/std") == 0.0 and REWARD in newest_step:
+        every = f"every reward is {newest_step[REWARD]:.3g}"
+        text += f". In the newest step {every}: check a few answers and their rewards by hand"
+    if num >= NEWEST and wasted == num:
+        return Finding("bad", text)
+    is_sure = wasted >= TEACHES_NOTHING * num and exceeds(wasted * size, num * size, USUAL_EQUAL)
+    return Finding("warn" if is_sure else "ok", text)
 
 
-MEANT = ("surplus", "rolled_back")
-"""Reasons for which groups are dropped on purpose: spare ones, and those that the operator undid."""
+def is_solved(facts: Facts) -> bool:
+    """True if each reward of the newest step is the highest of the run, and there were lower ones."""
+    most, least = _bounds([*facts.first, *facts.steps])
+    newest_step = facts.steps[-1] if facts.steps else {}
+    return most > least and newest_step.get(REWARD) == newest_step.get("reward/max", -inf) == most
+
+
+JUDGED_GROUPS = 40
+"""Groups that the rule `groups` needs: more than the newest steps, if batches are small."""
+
+
+def _bounds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """The highest reward, and the lowest mean reward, of these steps."""
+    most = max((step["reward/max"] for step in steps if "reward/max" in step), default=0.0)
+    return most, min((step[REWARD] for step in steps if REWARD in step), default=0.0)
+
+
+MEANT = ("surplus", "rolled_back", "zero_variance")
+"""Reasons for which groups are dropped on purpose: spare ones, those that the operator undid, and those without
+variance that the recipe replaces, as at the end of a solved run.
+"""
+
+
+DROPPING, USUAL_DROPPED = 0.5, 0.2
+"""Share of dropped groups at which the rule warns, and the share that is usual."""
 
 
 def dropped(facts: Facts) -> Finding | None:
-    newest = facts.steps[-NEWEST:]
-    counts: dict[str, float] = {}
-    for step in newest:
-        for name, value in step.items():
-            total, is_it, reason = name.partition(f"{DROPPED}_")
-            if is_it and not total and reason not in MEANT:
-                counts[reason] = counts.get(reason, 0.0) + value
-    if not newest or facts.job is None:
+    if not facts.steps or facts.job is None:
         return None
-    lost, trained = sum(counts.values()), facts.job.batch_size * len(newest)
-    share = lost / (lost + trained)
+    counts: dict[str, float] = {}
+    for step in facts.steps[-NEWEST:]:
+        for name in [name for name in step if name.startswith(DROPPED) and name != DROPPED]:
+            if (reason := name.removeprefix(f"{DROPPED}_")) not in MEANT:
+                counts[reason] = counts.get(reason, 0.0) + step[name]
+    lost, trained = sum(counts.values()), facts.job.batch_size * len(facts.steps[-NEWEST:])
     main = max(counts, key=lambda name: counts[name]) if lost else ""
     text = f"{lost:.0f} of {lost + trained:.0f} groups were dropped" + (f", most of them as {main}" if main else "")
-    return Finding(graded(share, 0.34, 0.75), text)
+    is_sure = lost >= DROPPING * (lost + trained) and exceeds(lost, lost + trained, USUAL_DROPPED)
+    return Finding("warn" if is_sure else "ok", text)
+
+
+def shares(count: float, total: float, usual: float, limits: tuple[float, float]) -> Level:
+    """Level of a share: at least a limit, and beyond chance at the usual share."""
+    return graded(count / total, *limits) if exceeds(count, total, usual) else "ok"
 
 
 def refused(facts: Facts) -> Finding | None:
-    newest = [step for step in facts.steps[-NEWEST:] if "batch/unscorable" in step]
-    num = sum(step.get("batch/episodes", 0.0) for step in newest)
+    if not any("batch/unscorable" in step for step in facts.steps[-NEWEST:]):
+        return None
+    num, count = newest(facts, "batch/episodes"), newest(facts, "batch/unscorable")
     if not num:
         return None
-    share = sum(step["batch/unscorable"] for step in newest) / num
-    text = f"requests were refused in {share:.0%} of the episodes, whose rewards may judge the refusals"
-    return Finding(graded(share, 0.05, 0.5), text)
+    text = f"requests were refused in {count / num:.0%} of the episodes, whose rewards may judge the refusals"
+    return Finding(shares(count, num, 0.01, (0.1, 0.5)), text)
+
+
+def images(facts: Facts) -> Finding | None:
+    if not (count := newest(facts, "batch/omitted")):
+        return None
+    return Finding(
+        "warn",
+        f"in {count:.0f} of {newest(facts, 'batch/episodes'):.0f} episodes images, documents, audio or video were left "
+        'out, because job.images = "omit": prompts that differ only in them are the same to the policy',
+    )
+
+
+FEWEST_OFFERS = 200
+"""Calls with tools from which none called is worth a look."""
+
+
+def tools(facts: Facts) -> Finding | None:
+    offered, called = (sum(step.get(f"tools/{name}", 0.0) for step in facts.steps) for name in ("offered", "called"))
+    if not offered:
+        return None
+    if called or offered < FEWEST_OFFERS:
+        return Finding("ok", f"tools were called in {called:.0f} of the {offered:.0f} calls that offered them")
+    return Finding("warn", f"tools were offered in {offered:.0f} calls, and none was called")
 
 
 def reward(facts: Facts) -> Finding | None:
     """Judges rewards that were higher and are now all the same, as after an update that broke the policy."""
-    newest = next((step[REWARD] for step in reversed(facts.steps) if REWARD in step), None)
-    if newest is None:
+    now = next((step[REWARD] for step in reversed(facts.steps) if REWARD in step), None)
+    if now is None:
         return None
     fall = find_fall(facts.steps, facts.job.batch_size if facts.job is not None else 0)
     if fall is None:
-        return Finding("ok", f"the newest mean reward is {newest:.3g}")
-    if fall.is_chance and fall.num_steps < REPORTED_BATCHES:
+        return Finding("ok", f"the newest mean reward is {now:.3g}")
+    if fall.is_chance:
         return Finding("ok", f"all rewards of the newest step are {fall.now:.3g}; they were up to {fall.highest:.3g}")
     last = facts.versions[fall.last]
     question = f"did the update of step {last} break the policy? Lower job.optimizer.lr and {_way_back(facts, last)}"
@@ -316,7 +466,7 @@ def reward(facts: Facts) -> Finding | None:
     else:
         question += "; or did the agent, its tools or its rewards change then?"
     text = f"rewards were up to {fall.highest:.3g} until step {last}, and all are {fall.now:.3g} since"
-    return Finding("warn" if fall.is_chance else "bad", f"{'; '.join([text, *fall.signs])}: {question}")
+    return Finding("bad", f"{'; '.join([text, *fall.signs])}: {question}")
 
 
 def _way_back(facts: Facts, step: int) -> str:
@@ -329,19 +479,41 @@ def _way_back(facts: Facts, step: int) -> str:
     return "start again, because no checkpoint is older than that step"
 
 
-def truncated(values: list[float], facts: Facts) -> Finding | None:
-    share = fmean(values[-NEWEST:])
-    limit = f" = {facts.job.max_tokens}" if facts.job is not None else ""
-    return Finding(graded(share, 0.1, 0.5), f"{share:.0%} of the answers were cut at job.max_tokens{limit}")
+def truncated(facts: Facts) -> Finding | None:
+    """Names the limit that cut most of the answers: that of the job, or the agents' own."""
+    judged = [step for step in facts.steps[-NEWEST:] if "completion/truncated" in step]
+    if not judged:
+        return None
+    share = mean([step["completion/truncated"] for step in judged])
+    calls = sum(step.get("batch/episodes", 1.0) * step.get("episode/num_turns", 1.0) for step in judged)
+    level = shares(share * calls, calls, 0.05, (0.15, 0.5))
+    return Finding(level, f"{share:.0%} of the answers were cut at {cutting_limit(judged, facts.job)}")
+
+
+def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -> str:
+    """A phrase for the limit that cut most answers of these steps, and for who set it."""
+    cut, own = (
+        sum(step.get(name, 0.0) for step in steps) for name in ("completion/truncated", "overridden/max_tokens")
+    )
+    given = f" = {job.max_tokens}" if job is not None else ""
+    if 2 * own <= cut:
+        return f"job.max_tokens{given}"
+    known = {step["overridden/limit"] for step in steps if "overridden/limit" in step}
+    limit = (
+        f"max_tokens = {known.pop():.0f} of the agent's own requests"
+        if len(known) == 1
+        else ("limits of the agent's own requests (max_tokens), or at the end of the context")
+    )
+    return f"{limit}, not at job.max_tokens{given}"
 
 
 def held_out(facts: Facts) -> Finding | None:
     if not facts.evaluations:
         return None
-    newest = facts.evaluations[-1]
+    last = facts.evaluations[-1]
     if fallen := held_out_fall(facts.evaluations):
         return Finding("bad", fallen)
-    return Finding("ok", f"held-out score {newest.score:.3g} at version {newest.policy_version}")
+    return Finding("ok", f"held-out score {last.score:.3g} at version {last.policy_version}")
 
 
 # ---- learning ------------------------------------------------------------------------------------------------------
@@ -363,17 +535,31 @@ def weights(facts: Facts) -> Finding | None:
 
 
 def update(facts: Facts) -> Finding | None:
-    """Steps that teach a policy nothing do not count."""
-    found: dict[str, Finding | None] = {}
+    """Steps that teach a policy nothing do not count. A schedule that has ended is the first cause to name."""
+    found: dict[str, Finding] = {}
     for policy in values_of(facts, "weights/sampler"):
-        changes, gradient = (f"{policy}/{name}".lstrip("/") for name in ("weights/sampler", "optim/grad_norm"))
-        taught = [step for step in facts.steps if step.get(gradient, 1.0) and step.get("groups/zero_variance") != 1.0]
-        newest = [step[changes] for step in taught if changes in step][-NEWEST:]
-        found[policy] = Finding("ok", "the steps change the weights that sample")
-        if len(newest) == NEWEST and not any(newest):
+        changes, norm = _name(policy, "weights/sampler"), _name(policy, "optim/grad_norm")
+        taught = [step for step in facts.steps if step.get(norm, 1.0) and step.get("groups/zero_variance") != 1.0]
+        newest_ones = [step[changes] for step in taught if changes in step][-NEWEST:]
+        found[policy] = _schedule_end(facts, policy) or Finding("ok", "the steps change the weights that sample")
+        if found[policy].level == "ok" and len(newest_ones) == NEWEST and not any(newest_ones):
             text = f"the newest {NEWEST} steps with a gradient changed not one bit of the weights that sample"
             found[policy] = Finding("bad", f"{text}: is job.optimizer.lr too low?")
     return worst(found)
+
+
+def _schedule_end(facts: Facts, policy: str) -> Finding | None:
+    if facts.job is None or facts.steps[-1].get(_name(policy, "optim/lr")) != 0:
+        return None
+    optimizer = facts.job.optimizer_of(policy or SOLE_POLICY)
+    if optimizer.schedule == "constant":
+        return None
+    key = f"job.optimizers.{policy}" if policy in facts.job.optimizers else "job.optimizer"
+    return Finding(
+        "bad",
+        f"the schedule ended at step {optimizer.total_steps} ({key}.total_steps): the learning rate is 0, and further "
+        "steps change nothing. Raise it, or end the run with job.max_steps",
+    )
 
 
 def gradient(facts: Facts) -> Finding | None:
@@ -394,7 +580,8 @@ def _skipped(newest: list[float]) -> Finding | None:
 
 
 def _norms(values: list[float]) -> Finding:
-    usual = median(values[:-1]) if len(values) >= FEWEST_NORMS else values[-1]
+    earlier = [value for value in values[:-1] if value > 0]  # A batch without variance has the norm 0.
+    usual = median(earlier) if len(earlier) >= FEWEST_NORMS else values[-1]
     if values[-1] > JUMP * usual > 0:
         return Finding("warn", f"the gradient norm is {values[-1]:.3g}, {values[-1] / usual:.0f} times its median")
     return Finding("ok", f"the gradient is finite, its norm {values[-1]:.3g}")
@@ -407,24 +594,45 @@ def mismatch(values: list[float], facts: Facts) -> Finding | None:
     return Finding(graded(usual, bound, 10 * bound), text)
 
 
-def entropy(values: list[float], facts: Facts) -> Finding | None:
-    """An entropy that falls while the reward rises is learning."""
-    early, late = fmean(values[:NEWEST]), fmean(values[-NEWEST:])
+def entropy(facts: Facts) -> Finding | None:
+    """An entropy that falls while the reward rises, or that fell while it rose, is learning."""
+    metrics = reward_metrics(facts.steps, facts.policies)
+    return worst(
+        {
+            policy: _entropy(values, facts, policy, metrics)
+            for policy, values in values_of(facts, "policy/entropy").items()
+        }
+    )
+
+
+def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[str, str]) -> Finding:
+    early, late = mean(values[:NEWEST]), mean(values[-NEWEST:])
     text = f"the mean entropy of {NEWEST} steps went from {early:.3g} to {late:.3g} nats a token in {len(values)} steps"
-    has_collapsed = len(values) >= 2 * NEWEST and late < early / 2
-    if has_collapsed and learning(facts.steps, facts.evaluations).answer != "yes":
-        return Finding("warn", f"{text}, and the reward does not rise")
-    return Finding("ok", text)
+    if len(values) < 2 * NEWEST or late >= early / 2:
+        return Finding("ok", text)
+    metric = metrics.get(policy, REWARD)
+    rewards = [step[metric] for step in (*facts.first, *facts.steps) if metric in step]
+    half = min(len(rewards) // 2, 2 * NEWEST)
+    has_risen = half > 1 and rise(tuple(rewards[:half]), tuple(rewards[-half:])) >= LIKELY
+    return Finding("ok", text) if has_risen else Finding("warn", f"{text}, and the reward did not rise")
+
+
+LIKELY = 1.0
+"""Standard deviations from which a rise of the reward excuses a fall of the entropy."""
 
 
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 
-def delivery(values: list[float], facts: Facts) -> Finding | None:
-    orphans = sum(values[-NEWEST:])
-    trained = sum(sum(sampled[-NEWEST:]) for sampled in values_of(facts, "batch/sampled_tokens").values())
-    share = orphans / (orphans + trained) if orphans else 0.0
-    return Finding(graded(share, 0.1, 0.5), f"{share:.0%} of the sampled tokens did not reach their agents")
+def delivery(facts: Facts) -> Finding | None:
+    names = ["", *facts.policies]
+    if not any(_name(policy, "forest/orphan_tokens") in step for step in facts.steps[-NEWEST:] for policy in names):
+        return None
+    orphans = sum(newest(facts, _name(policy, "forest/orphan_tokens")) for policy in names)
+    total = orphans + newest(facts, "batch/sampled_tokens")
+    num, share = newest(facts, "batch/episodes"), orphans / total if total else 0.0
+    level = shares(share * num, num, 0.03, (0.1, 0.5)) if num else "ok"  # The tokens of an episode are lost together.
+    return Finding(level, f"{share:.0%} of the sampled tokens did not reach their agents")
 
 
 def drift(values: list[float], facts: Facts) -> Finding | None:
@@ -441,16 +649,22 @@ RULES: Mapping[str, Judge] = {
     "gradient": gradient,
     "update": update,
     "mismatch": of_each_policy("policy/mismatch_kl", mismatch),
-    "entropy": of_each_policy("policy/entropy", entropy),
+    "entropy": entropy,
     "reward": reward,
     "groups": groups,
     "silent": silent,
     "episodes": episodes,
+    "refill": refill,
     "dropped": dropped,
-    "truncated": of_each_policy("completion/truncated", truncated),
+    "truncated": truncated,
     "refused": refused,
-    "delivery": of_each_policy("forest/orphan_tokens", delivery),
+    "images": images,
+    "tools": tools,
+    "delivery": delivery,
     "drift": of_each_policy("forest/drift", drift),
     "held_out": held_out,
 }
 """The rules, causes before their consequences. Each name is the anchor of a section in the documentation."""
+
+STATED = frozenset(("engine", "disk", "clients", "weights", "update", "refill", "images", "tools", "drift"))
+"""The rules that state a fact. The other ones are estimates."""

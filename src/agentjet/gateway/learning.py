@@ -1,55 +1,88 @@
-"""The answer to "is it learning?": the trend of the training reward, with an interval.
+"""The answer to "is it learning?": the trend of the training reward, and the newest held-out scores.
 
-The slope is that of a least-squares line through `reward/mean` of the newest steps. Its interval comes from a
-moving-block bootstrap of the residuals (Künsch, Annals of Statistics 17, 1989; circular blocks: Politis and Romano,
-1992), because the rewards of neighbouring steps are correlated. Blocks of few steps give intervals that are too narrow:
-they are scaled by Student's t, the degrees of freedom, and `WIDENED`, which was chosen by simulation.
-
-The interval is that of one look. If one looks at every step of a long run, chance shows a rise more often.
+The slope is that of a least-squares line through the rewards of the newest steps. Its error is widened by the
+correlation of neighbouring residuals. A rise or a fall is stated at `CERTAIN` standard deviations: one looks after
+every step of a run, and a whole flat run must not show either one by chance. `python -m bench.alarms` measures that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
+from math import exp, inf, log1p, sqrt
+from operator import mul
+from typing import NamedTuple
 
 from agentjet.protocol import Answer, EvaluationView, LearningView
 
 REWARD = "reward/mean"
-WINDOW = 20
+WINDOW = 30
 """Newest steps that the trend is computed from."""
 FEWEST = 8
 """Steps below which it is too early."""
-BLOCK = 3
-DRAWS = 1000
-WIDENED = 1.5
-"""With it, flat rewards whose neighbours correlate by 0.3 are called rising in at most 5 % of the looks."""
-T_975 = (2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101)
-"""Student's 97.5 % quantile for 6 to 18 degrees of freedom."""
-NORMAL_975 = 1.96
-FEW = 5
-"""Steps whose mean is shown as the beginning and as the end."""
+BLOCK = 10
+"""Steps whose mean is the beginning, and the end."""
+CERTAIN = 4.5
+"""Standard deviations from which a difference is stated. `bench.alarms` chose it."""
+MOST_CORRELATED = 0.6
+"""Highest correlation of neighbouring steps that widens the error. Higher ones are trends."""
+ROUNDING = 1e-12
+SCORES = (1, 2, 3)
+"""Numbers of newest held-out scores whose mean is compared with that of as many earlier ones."""
+ORDER: tuple[Answer, ...] = ("falls", "yes", "learned", "no")
+"""The answer of a run with several policies is the first of these that one of them has."""
+
+Steps = Sequence[Mapping[str, float]]
 
 
-def learning(steps: Sequence[Mapping[str, float]], evaluations: Sequence[EvaluationView] = ()) -> LearningView:
-    """Returns the answer for the newest steps of a run, the newest last.
+class Trend(NamedTuple):
+    """Slope per step, and the ends of its interval at `CERTAIN` standard deviations."""
 
-    A rising training reward is not called learning if the held-out score fell clearly.
+    slope: float
+    low: float
+    high: float
+
+
+def learning(
+    steps: Steps, evaluations: Sequence[EvaluationView] = (), first: Steps = (), policies: Sequence[str] = ()
+) -> LearningView:
+    """Returns the answer for the newest steps of a run, the newest last. `first` are the run's first steps.
+
+    A rising training reward is not called learning if the held-out score fell clearly. Each policy that has its
+    own rewards is judged alone.
     """
-    rewards = [step[REWARD] for step in steps if REWARD in step]
-    newest = tuple(rewards[-WINDOW:])
-    num = len(newest)
+    fallen = held_out_fall(evaluations)
+    found = {
+        policy: _judge(_rewards(steps, metric), _rewards(first or steps, metric)[:BLOCK], fallen)
+        for policy, metric in reward_metrics(steps, policies).items()
+    }
+    if len(found) == 1:
+        return next(iter(found.values()))
+    main = min(found.values(), key=lambda one: ORDER.index(one.answer) if one.answer in ORDER else len(ORDER))
+    return main.model_copy(update={"text": "; ".join(f"{policy}: {one.text}" for policy, one in found.items())})
+
+
+def reward_metrics(steps: Steps, policies: Sequence[str]) -> dict[str, str]:
+    """Returns the metric of the rewards of each policy; of '' alone if the policies have the same rewards."""
+    own = {policy: f"{policy}/{REWARD}" for policy in policies}
+    if any(step.get(metric) != step.get(REWARD) for step in steps for metric in own.values()):
+        return own
+    return {"": REWARD}
+
+
+def _rewards(steps: Steps, metric: str) -> tuple[float, ...]:
+    return tuple(step[metric] for step in steps if metric in step)
+
+
+def _judge(rewards: tuple[float, ...], early: tuple[float, ...], fallen: str) -> LearningView:
+    num = min(len(rewards), WINDOW)
     if num < FEWEST:
         wanted = f"{num} of the {FEWEST} steps with rewards that a trend needs"
         return LearningView(answer="too_early", num_steps=num, text=f"Too early: {wanted}")
-    slope, low, high = trend(newest)
-    shown = f"{slope:+.2g} a step (95 % {low:+.2g} to {high:+.2g}) over the newest {num}"
-    first, last = np.mean(rewards[:FEW]), np.mean(rewards[-FEW:])
-    path = f"reward {first:.2g} to {last:.2g} (means of {FEW}) in {len(rewards)} steps"
-    fallen = held_out_fall(evaluations)
+    slope, low, high = trend(rewards[-WINDOW:])
+    late = rewards[-BLOCK:]
+    shown = f"{slope:+.2g} a step ({low:+.2g} to {high:+.2g}) over the newest {num}"
+    path = f"reward {_mean(early):.2g} at first, {_mean(late):.2g} now"
     answer: Answer = "no"
     text = f"No sign of it: {shown}; {path}"
     if low > 0 and fallen:
@@ -58,44 +91,86 @@ def learning(steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluat
         answer, text = "yes", f"Yes: {shown}; {path}"
     elif high < 0:
         answer, text = "falls", f"It falls: {shown}; {path}"
+    elif len(late) == BLOCK and rise(early, late) >= CERTAIN:
+        if fallen:
+            text = f"No: {path}, but {fallen}"
+        else:
+            answer, text = "learned", f"It has learned: {path}. The newest {num} steps do not show a further rise"
     return LearningView(answer=answer, num_steps=num, slope=slope, low=low, high=high, text=text)
 
 
 @lru_cache(maxsize=64)
-def trend(rewards: tuple[float, ...]) -> tuple[float, float, float]:
-    """Slope per step of 8 to 20 rewards, with the ends of its 95 % interval. The interval is deterministic."""
+def trend(rewards: tuple[float, ...]) -> Trend:
+    """Returns the trend of 3 rewards or more."""
     num = len(rewards)
-    times = np.arange(num) - (num - 1) / 2
-    weights = times / (times @ times)
-    values = np.array(rewards, np.float64)
-    slope = float(weights @ values)
-    residuals = values - values.mean() - slope * times
-    errors = residuals[_blocks(num)] @ weights
-    scale = WIDENED * np.sqrt(num / (num - 2)) * T_975[num - FEWEST] / NORMAL_975
-    below, above = np.quantile(errors, [0.025, 0.975])
-    return slope, float(slope - scale * above), float(slope - scale * below)
+    times = [time - (num - 1) / 2 for time in range(num)]
+    squares, mean = num * (num * num - 1) / 12, _mean(rewards)
+    slope = sum(map(mul, times, rewards)) / squares
+    residuals = [reward - mean - slope * time for reward, time in zip(rewards, times, strict=True)]
+    total = sum(map(mul, residuals, residuals))
+    if total <= ROUNDING * sum(map(mul, rewards, rewards)):
+        slope = slope if abs(slope) > ROUNDING else 0.0
+        return Trend(slope, slope, slope)
+    correlation = min(max(sum(map(mul, residuals[1:], residuals)) / total, 0.0), MOST_CORRELATED)
+    error = sqrt(total / (num - 2) / squares * (1 + correlation) / (1 - correlation))
+    width = _quantile(CERTAIN, num - 2) * error
+    return Trend(slope, slope - width, slope + width)
+
+
+@lru_cache(maxsize=64)
+def rise(early: tuple[float, ...], late: tuple[float, ...]) -> float:
+    """Returns the standard deviations by which the mean of `late` is above that of `early`, both of 2 or more."""
+    if min(len(early), len(late)) < 2:
+        return 0.0
+    difference = _mean(late) - _mean(early)
+    error = sqrt(_variance(early) / len(early) + _variance(late) / len(late))
+    if error <= ROUNDING:
+        return inf if difference > ROUNDING else 0.0
+    return _normal(difference / error, len(early) + len(late) - 2)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return sum([(value - mean) ** 2 for value in values]) / (len(values) - 1)
+
+
+def _normal(t: float, freedom: int) -> float:
+    """Returns the normal deviate of a Student's t (Wallace, Annals of Mathematical Statistics 30, 1959)."""
+    scale = (8 * freedom + 1) / (8 * freedom + 3)
+    return (1 if t >= 0 else -1) * scale * sqrt(freedom * log1p(t * t / freedom))
 
 
 @lru_cache(maxsize=WINDOW)
-def _blocks(num: int) -> NDArray[np.intp]:
-    """Returns indices (DRAWS, num) of resampled residuals, in circular blocks."""
-    starts = np.random.default_rng(0).integers(0, num, (DRAWS, -(-num // BLOCK), 1))
-    return np.asarray(((starts + np.arange(BLOCK)) % num).reshape(DRAWS, -1)[:, :num], np.intp)
+def _quantile(deviations: float, freedom: int) -> float:
+    """The inverse of `_normal`."""
+    scale = (8 * freedom + 1) / (8 * freedom + 3)
+    return sqrt(freedom * (exp((deviations / scale) ** 2 / freedom) - 1))
 
 
 def held_out_fall(evaluations: Sequence[EvaluationView]) -> str:
-    """A phrase if the newest held-out score is clearly below the best one, else ''.
+    """A phrase if the newest held-out scores are clearly below as many earlier ones in a row, else ''.
 
-    Clearly: by two standard errors of the difference. A score between 0 and 1 has at most the error of a coin,
-    0.5 / sqrt(tasks). Other scores are not judged, because their errors are not recorded.
+    Compared are scores of as many tasks as the newest one, without those that a rollback undid. Clearly: by `CERTAIN`
+    standard errors, because the highest of many noisy scores is above their mean. A score between 0 and 1 has at most
+    the error of a coin, 0.5 / sqrt(tasks). Other scores are not judged, because their errors are not recorded.
     """
-    if not evaluations or any(not 0 <= one.score <= 1 for one in evaluations):
+    known = [one for one in evaluations if not one.undone]
+    known = [one for one in known if one.num_tasks == known[-1].num_tasks]
+    if len(known) < 2 or any(not 0 <= one.score <= 1 for one in known):
         return ""
-    best, newest = max(evaluations, key=lambda one: one.score), evaluations[-1]
-    error = (0.25 / best.num_tasks + 0.25 / newest.num_tasks) ** 0.5
-    if best.score - newest.score <= 2 * error:
-        return ""
-    return (
-        f"the held-out score fell from {best.score:.3g} at version {best.policy_version} to {newest.score:.3g} at "
-        f"version {newest.policy_version}"
-    )
+    scores = [one.score for one in known]
+    for num in SCORES:
+        means = [sum(scores[i : i + num]) / num for i in range(len(scores) - 2 * num + 1)]
+        if not means:
+            break
+        now, best = sum(scores[-num:]) / num, max(range(len(means)), key=means.__getitem__)
+        if means[best] - now > CERTAIN * sqrt(0.5 / num / known[-1].num_tasks):
+            return (
+                f"the held-out score fell from {means[best]:.3g} at version {known[best + num - 1].policy_version} to "
+                f"{now:.3g} at version {known[-1].policy_version}"
+            )
+    return ""

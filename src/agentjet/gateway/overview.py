@@ -10,16 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from agentjet.errors import Later
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.health import Facts, ServerFacts, SilentEpisode, health
+from agentjet.gateway.health import CodeCounts, Facts, Refill, ServerFacts, SilentEpisode, health
 from agentjet.gateway.reader import Reader
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import CellView, EpisodeQuery, HealthView, WaitingGroupView, WaitingView
 from agentjet.swarm import Episode, Journal
-from agentjet.swarm.queries import Queries, Silence
+from agentjet.swarm.queries import FIRST_STEPS, Queries, Silence
 from agentjet.swarm.records import find_episodes
 from agentjet.swarm.state import Group
 from agentjet.types import EpisodeFilter
@@ -32,7 +31,7 @@ REASONS = 20
 """Newest lost episodes whose reasons are counted."""
 NUMBERS = re.compile(r"\w*\d\w*")
 COMPARED = 50
-"""Newest finished episodes whose duration is the usual one."""
+"""Newest finished episodes whose durations are read."""
 LOST: tuple[EpisodeFilter, ...] = ("aborted", "expired")
 
 
@@ -102,6 +101,9 @@ def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts |
         lost=queries.num_lost,
         checkpoints=checkpoints,
         silent=None if server is None else _silent(queries),
+        refill=None if server is None else _refill(queries),
+        newest_code=_newest_code(queries),
+        policies=queries.policies,
         server=server,
     )
 
@@ -110,28 +112,45 @@ def _silent(queries: Queries) -> SilentEpisode | None:
     found = queries.most_silent()
     if found is None:
         return None
-    return SilentEpisode(found.id, found.task_id, found.client_id, queries.silence(found).seconds)
+    silence = queries.silence(found)
+    return SilentEpisode(found.id, found.task_id, found.client_id, silence.seconds, silence.unheard, silence.expires_in)
+
+
+def _refill(queries: Queries) -> Refill | None:
+    """The groups that wait because members failed."""
+    found = queries.refill()
+    return None if found is None or not queries.num_lost else Refill(*found)
+
+
+def _newest_code(queries: Queries) -> CodeCounts | None:
+    """The outcomes of the code version used last; None if the agent has one version only."""
+    versions = queries.code_versions()
+    if len(versions) < 2:
+        return None
+    version, counts = [*versions.items()][-1]
+    return CodeCounts(version, counts.finished, counts.aborted)
 
 
 def health_of(facts: Facts, journal: Journal) -> HealthView:
     """Returns the health, with what only the journal has: evaluations, reasons of lost episodes, usual durations."""
-    reason, client = usual_reason(newest_lost(journal, min(facts.num_lost, REASONS)))
+    reason, client, code = usual_reason(newest_lost(journal, min(facts.num_lost, REASONS)))
     return health(
         replace(
             facts,
             evaluations=journal.evaluations(),
             reason=reason,
             failing_client=client,
-            usual_seconds=None if facts.silent is None else usual_seconds(journal),
+            failing_code=code,
+            first=journal.first_steps(FIRST_STEPS),
+            longest_seconds=None if facts.silent is None else longest_seconds(journal),
         )
     )
 
 
-def usual_seconds(journal: Journal) -> float | None:
-    """The median duration of the newest finished training episodes; None before the first."""
+def longest_seconds(journal: Journal) -> float | None:
+    """The longest duration of the newest finished training episodes; None before the first."""
     page = find_episodes(journal, EpisodeQuery(limit=COMPARED, status="finished", mode="train"))
-    seconds = [one.ended - one.begun for one in page.episodes if one.ended is not None]
-    return median(seconds) if seconds else None
+    return max((one.ended - one.begun for one in page.episodes if one.ended is not None), default=None)
 
 
 def waiting_of(queries: Queries, text: str, *, has_leases: bool) -> Callable[[Journal], WaitingView]:
@@ -173,8 +192,8 @@ def newest_lost(journal: Journal, limit: int) -> list[Episode]:
     return sorted(found, key=lambda episode: episode.seq, reverse=True)[:limit]
 
 
-def usual_reason(lost: Iterable[Episode]) -> tuple[str, str]:
-    """The most frequent reason of these episodes, or '', and the client if all with this reason are of one.
+def usual_reason(lost: Iterable[Episode]) -> tuple[str, str, str]:
+    """The most frequent reason of these episodes, or '', and the client and code version if all with it have one.
 
     Reasons that differ in numbers, such as durations and ids, count as one; the most frequent of these is returned.
     """
@@ -183,11 +202,11 @@ def usual_reason(lost: Iterable[Episode]) -> tuple[str, str]:
         if episode.reason:
             alike.setdefault(NUMBERS.sub("#", episode.reason), []).append(episode)
     if not alike:
-        return "", ""
+        return "", "", ""
     most = max(alike.values(), key=len)
     [(reason, _)] = Counter(episode.reason for episode in most).most_common(1)
-    only = {episode.client_id for episode in most}
-    return reason, only.pop() if len(only) == 1 else ""
+    clients, codes = {episode.client_id for episode in most}, {episode.code_version for episode in most}
+    return reason, clients.pop() if len(clients) == 1 else "", codes.pop() if len(codes) == 1 else ""
 
 
 def _group_view(one: FillingGroup, failed: Sequence[Episode]) -> WaitingGroupView:

@@ -17,8 +17,8 @@ from agentjet.gateway.learning import REWARD
 
 COMPARED = 5
 """Steps before the fall whose answers are compared with those since."""
-UNLIKELY = 0.01
-"""Probability below which chance is ruled out."""
+UNLIKELY = 1e-4
+"""Probability below which chance is ruled out. It is small because one looks after every step of a run."""
 CHANGES = (("completion/tokens", 2.0, "tokens an answer"), ("policy/entropy", 4.0, "nats of entropy a token"))
 """Metrics, and the ratio at which each shows a broken policy. Sound runs have at most half of it: see the
 documentation."""
@@ -63,7 +63,7 @@ def find_fall(steps: Sequence[Step], batch_size: int) -> RewardFall | None:
     if not equal or highest <= now:
         return None
     answers, code = tuple(_other_answers(before, newest)), _new_code(before[-1], newest[0])
-    is_chance = not answers and not code and _chance(before, newest, batch_size) >= UNLIKELY
+    is_chance = not answers and _chance(before, newest, batch_size) >= UNLIKELY
     return RewardFall(highest, now, known[len(before) - 1][0], equal, answers, code, is_chance)
 
 

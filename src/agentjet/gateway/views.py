@@ -78,8 +78,11 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
     newest = queries.last_batch if batches >= REPORTED_BATCHES else None
     if newest is None:
         return None
+    facts = health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions, first=queries.first_steps())
+    if health.is_solved(facts):
+        return None
     members = [queries.episode(episode_id) for episode_id in newest.groups[0]]
-    fell = health.reward(health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions))
+    fell = health.reward(facts)
     calls = [queries.calls(member.id) for member in members]
     asked = calls[0][0].ask.messages if calls[0] else ()
     answers = Counter(
@@ -89,6 +92,7 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
     return ZeroVariance(
         batches=batches,
         truncated=queries.last_step.get("completion/truncated", 0.0),
+        limit=health.cutting_limit([queries.last_step], facts.job),
         task_id=members[0].task_id,
         prompt=_shortened(asked[-1].content) if asked else "",
         answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],

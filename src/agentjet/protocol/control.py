@@ -318,6 +318,8 @@ class ZeroVariance(Response):
     """Number of newest batches in a row, at most 50."""
     truncated: float
     """Part of the newest batch's calls that ended at `max_tokens`."""
+    limit: str = "job.max_tokens"
+    """The limit that cut most of them."""
     task_id: str
     prompt: str
     """The last message of the group's first request, shortened."""
@@ -333,7 +335,7 @@ class ZeroVariance(Response):
             return ["the health rule `reward`: rewards were higher before, so tasks and sampling are not the cause"]
         found = []
         if self.truncated:
-            found.append(f"job.max_tokens: {self.truncated:.0%} of the answers were cut off")
+            found.append(f"the limit of answers: {self.truncated:.0%} of them were cut at {self.limit}")
         if len({one.answer for one in self.answers}) > 1:
             found.append(
                 "the reward: the answers differ; does it accept what is right in them, or could it be partial?"

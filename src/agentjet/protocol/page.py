@@ -54,8 +54,9 @@ class SessionView(Response):
 
 # --- health and waiting
 
-Answer = Literal["yes", "no", "falls", "too_early"]
-"""`no`: the newest steps show neither a rise nor a fall. `too_early`: there are fewer steps than a trend needs."""
+Answer = Literal["yes", "learned", "no", "falls", "too_early"]
+"""`learned`: the reward is above that of the first steps, and the newest steps show no further rise. `no`: neither a
+rise nor a fall. `too_early`: there are fewer steps than a trend needs."""
 Level = Literal["ok", "warn", "bad"]
 
 
@@ -69,7 +70,7 @@ class LearningView(Response):
     """Change of `reward/mean` per step. null if it is too early."""
     low: float | None = None
     high: float | None = None
-    """95 % interval of the slope."""
+    """Interval of the slope. It contains the slope of a flat reward at every look at a run, in 98 of 100 runs."""
     text: str
     """The answer with its numbers, for people."""
 

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from difflib import get_close_matches
@@ -87,7 +87,7 @@ async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenC
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = role_of(body.model, deps)
     num_bytes = len(await request.body())
-    conversation = await offload(num_bytes, prompt_to_count, body)
+    conversation = await offload(num_bytes, prompt_to_count, body, deps.gateway.swarm.job.images)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await deps.gateway.count_tokens(request.state.episode_id, role, asked))
 
@@ -136,7 +136,8 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     content = await request.body()
     past: CallLookup = partial(gateway.lookup_call, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
-    call = await offload(len(content), _to_call, dialect, body, past, content, request.headers, head)
+    to_request = partial(dialect.to_request, body, past, gateway.swarm.job.images)
+    call = await offload(len(content), _to_call, to_request, content, request.headers, head)
     chunks = gateway.call(episode_id, role, call)
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
@@ -156,15 +157,13 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     )
 
 
-def _to_call(
-    dialect: Dialect[RequestT], body: RequestT, past: CallLookup, content: bytes, headers: Headers, head: AnswerHead
-) -> CallRequest:
+def _to_call(to_request: Callable[[], CallRequest], content: bytes, headers: Headers, head: AnswerHead) -> CallRequest:
     """Returns the canonical request, with a fingerprint of its bytes and the retry marks of the SDKs."""
     key = headers.get("idempotency-key", "")
     count = headers.get("x-stainless-retry-count", "0")
     digest = hashlib.blake2b(content, digest_size=16, key=hashlib.sha256(key.encode()).digest())
     return replace(
-        dialect.to_request(body, past),
+        to_request(),
         id=head.id,
         num_bytes=len(content),
         fingerprint=digest.hexdigest(),

@@ -93,8 +93,8 @@ async def learn_demonstrations(
     body: bodies.SftRequest, request: Request, deps: Deps, idempotency_key: IdempotencyKey = None
 ) -> bodies.SftResponse:
     """Train on conversations with given answers: one batch. The answer does not wait until the batch is learned."""
-    num_bytes = len(await request.body())
-    given = await offload(num_bytes, lambda: [to_demonstration(one) for one in body.demonstrations])
+    num_bytes, images = len(await request.body()), deps.gateway.swarm.job.images
+    given = await offload(num_bytes, lambda: [to_demonstration(one, images) for one in body.demonstrations])
     return await deps.gateway.demonstrate(body, given, idempotency_key=idempotency_key)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -21,7 +21,7 @@ from agentjet.types import SOLE_POLICY, Call, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
 
-OF_EPISODES = ("timelines", "truncated")
+OF_EPISODES = ("timelines", "truncated", "with_tools", "tool_calls")
 COUNTS = (*OF_EPISODES, "orphans", "orphan_tokens", "side_calls", "drift")
 Sequences = dict[str, tuple[ConversationTree, list[Call]]]
 """The conversation and the trained calls of each role of an episode."""
@@ -78,24 +78,36 @@ def build(
     return found, metrics | overridden(sequences_E, members_E, batch.job) | {
         "episode/timelines": sum(count["timelines"] for count in counts.values()) / len(members_E),
         "completion/truncated": sum(count["truncated"] for count in counts.values()) / max(1, num_calls),
+        **_tool_metrics(counts.values()),
         "batch/staleness_max": float(batch.id - oldest),
     }
+
+
+def _tool_metrics(counts: Collection[Counter[str]]) -> dict[str, float]:
+    """Trained calls that offered tools, and those of them that called one. Left out if none offered tools."""
+    offered, called = (float(sum(count[name] for count in counts)) for name in ("with_tools", "tool_calls"))
+    return {"tools/offered": offered, "tools/called": called} if offered else {}
 
 
 def overridden(sequences_E: Sequence[Sequences], members_E: Sequence[Episode], job: JobConfig) -> dict[str, float]:
     """Shares of the calls whose temperature, or whose limit of tokens, is not that of the job: the agent sets its own.
 
     A limit shows only in answers that end there. A full context counts as one. Shares of 0 are left out.
+    `overridden/limit` is the most frequent such limit in tokens, if most of these answers have it.
     """
+    limits: Counter[int] = Counter()
     counts: Counter[str] = Counter()
     for episode, sequences in zip(members_E, sequences_E, strict=True):
         for call in (call for _, calls in sequences.values() for call in calls):
             counts["calls"] += 1
             counts["temperature"] += call.temperature != (episode.temperature or job.temperature)
             limit = len(call.completion) if call.finish_reason == "length" else job.max_tokens
-            counts["max_tokens"] += limit != job.max_tokens
-    calls = counts.pop("calls", 0)
-    return {f"overridden/{name}": count / calls for name, count in sorted(counts.items()) if count}
+            if limit != job.max_tokens:
+                limits[limit] += 1
+    calls, counts["max_tokens"] = counts.pop("calls", 0), limits.total()
+    shares = {f"overridden/{name}": count / calls for name, count in sorted(counts.items()) if count}
+    usual, count = next(iter(limits.most_common(1)), (0, 0))
+    return shares | ({"overridden/limit": float(usual)} if 2 * count > limits.total() else {})
 
 
 def _forest(sequences_E: Sequence[Sequences]) -> Forest:
@@ -233,6 +245,9 @@ def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Coun
         elif call.completion:
             trained.append(call)
             count["truncated"] += call.finish_reason == "length"
+            if tree.offers_tools(call.id):
+                count["with_tools"] += 1
+                count["tool_calls"] += bool(call.response.tool_calls)
     count["timelines"] += sum(call.id not in orphaned for call in tree.leaves())
     return trained
 
@@ -273,6 +288,8 @@ def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict
         "batch/unscorable": float(sum(episode.unscorable for episode in members)),
         "batch/sampled_tokens": float(num_tokens),
     }
+    if omitted := sum(any(note.endswith(" omitted") for note in episode.noted) for episode in members):
+        metrics["batch/omitted"] = float(omitted)
     by_name: dict[str, list[float]] = {}
     for episode in members:
         for name, value in episode.metrics.items():
@@ -324,15 +341,21 @@ def is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[
 def share_metrics(
     journal: Journal, batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]
 ) -> dict[str, float]:
-    """Shares of the named task sets in the groups, and of groups without variance in a reward."""
+    """Shares of the named task sets in the groups, and of groups without variance in a reward.
+
+    `groups/at_best` is the share of groups in which each reward is the highest of the batch, `reward/max`.
+    """
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
     if batch.job.recipe.only_given:
         return {}
     of_turns = batch.job.recipe.needs_call_rewards
     members = [[episodes[member] for member in group] for group in batch.groups]
-    equal = sum(is_uniform(journal, group, policies, of_turns=of_turns) for group in members)
-    return {"groups/zero_variance": equal / len(batch.groups), **shares}
+    equal = [group for group in members if is_uniform(journal, group, policies, of_turns=of_turns)]
+    most = max(member.reward or 0.0 for group in members for member in group)
+    best = sum(group[0].reward == most for group in equal)
+    metrics = {"groups/zero_variance": len(equal) / len(batch.groups), "groups/at_best": best / len(batch.groups)}
+    return {**metrics, "reward/max": most, **shares}
 
 
 def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:

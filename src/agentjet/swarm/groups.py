@@ -232,22 +232,29 @@ def refill_deadline(store: Store, group: Group, lease_epoch: float) -> float | N
     return min(max(group.touched, lease_epoch), group.touched + seconds) + seconds
 
 
-def missing_members(store: Store, lease_epoch: float, now: float) -> str:
-    """A phrase for the members that training waits for, and when it stops waiting; empty if every open group has a live
-    member. Names the group that closes first.
-    """
+def short_groups(store: Store, lease_epoch: float) -> list[tuple[float, Group]]:
+    """The groups that wait for members and have no live one, with the times at which they close, the first first."""
     short = [
         (deadline, group)
         for group in store.groups.values()
         if (deadline := refill_deadline(store, group, lease_epoch)) is not None
     ]
+    return sorted(short, key=lambda one: (one[0], one[1].id))
+
+
+def missing_members(store: Store, lease_epoch: float, now: float) -> str:
+    """A phrase for the members that training waits for, and when it stops waiting; empty if every open group has a live
+    member. Names the group that closes first, and the way out.
+    """
+    short = short_groups(store, lease_epoch)
     if not short:
         return ""
-    deadline, group = min(short, key=lambda one: (one[0], one[1].id))
+    deadline, group = short[0]
     more = f" (and of {len(short) - 1} more)" if len(short) > 1 else ""
     return (
         f"a refill of group {group.name!r} of client {group.client_id!r}{more}, which has {len(group.members)} of "
-        f"{size(store, group)} episodes and closes in {max(0.0, deadline - now):.0f} s"
+        f"{size(store, group)} episodes and closes in {max(0.0, deadline - now):.0f} s "
+        "(lower job.lease_seconds to close it sooner; the rule refill has the reason)"
     )
 
 

@@ -471,6 +471,11 @@ class Journal:
         rows = self._db.execute(query, (limit,)).fetchall()
         return {batch_id: json.loads(metrics) for batch_id, metrics in reversed(rows)}
 
+    def first_steps(self, limit: int) -> list[dict[str, float]]:
+        """The metrics of the first learned batches, the newest last."""
+        query = "SELECT metrics FROM batches WHERE metrics IS NOT NULL ORDER BY id LIMIT ?"
+        return [json.loads(metrics) for (metrics,) in self._db.execute(query, (limit,))]
+
     # ---- keys and events -----------------------------------------------------------------------------------
 
     def recall(self, scope: str, key: str) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
+from agentjet.config import JobConfig
 from agentjet.errors import ConfigError
 from agentjet.protocol import EpisodeQuery, EvaluationView, Event, TaskSetStatus, duration
 from agentjet.swarm import batch_forest, groups, records
@@ -22,6 +23,20 @@ SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
 
 
+FIRST_STEPS = 10
+"""Steps that are the beginning of a run."""
+
+
+class Refill(NamedTuple):
+    """The groups that wait for members, without a live one."""
+
+    num_groups: int
+    client_id: str
+    """The client of the group that closes first."""
+    seconds: float
+    """Until that group closes."""
+
+
 class Silence(NamedTuple):
     """Silence of a live episode, in seconds."""
 
@@ -31,6 +46,14 @@ class Silence(NamedTuple):
     """Until it ends without a reward, unless its client shows activity."""
     ends_in: float
     """Until `job.max_episode_seconds` ends it."""
+    unheard: float
+    """Since a call or a heartbeat of it."""
+
+    def cause(self, job: JobConfig) -> str:
+        """A phrase for the likely cause. A client sends several heartbeats within a lease."""
+        if self.unheard < max(SILENT_SECONDS, job.lease_seconds / 2):
+            return "does a tool hang?"
+        return f"its client is gone: no heartbeat for {duration(self.unheard)}"
 
 
 class Queries:
@@ -111,12 +134,21 @@ class Queries:
         job, now = self._store.job, self._clock()
         left = self._leases.expires_at(episode, job) - now
         last = episode.begun + job.max_episode_seconds - now
-        return Silence(self._leases.silent_seconds(episode), max(0.0, left), max(0.0, last))
+        silent = self._leases.silent_seconds(episode)
+        return Silence(silent, max(0.0, left), max(0.0, last), self._leases.unheard_seconds(episode))
 
     def most_silent(self) -> Episode | None:
         """The live training episode whose last call is the oldest."""
         live = [episode for episode in self._store.live() if episode.group_id is not None]
         return max(live, key=self._leases.silent_seconds, default=None)
+
+    def refill(self) -> Refill | None:
+        """The groups of the present batch that lost members and have no live one; None without any."""
+        short = groups.short_groups(self._store, self._leases.lease_epoch())
+        if not short:
+            return None
+        deadline, first = short[0]
+        return Refill(len(short), first.client_id, max(0.0, deadline - self._clock()))
 
     @property
     def num_lost(self) -> int:
@@ -146,6 +178,10 @@ class Queries:
     def recent_steps(self) -> Sequence[Mapping[str, float]]:
         """Metrics of the newest learned batches, at most 50, the newest last."""
         return [*self._store.steps.values()]
+
+    def first_steps(self) -> Sequence[Mapping[str, float]]:
+        """Metrics of the first learned batches, at most 10, the newest last. Reads the journal."""
+        return self._journal.first_steps(FIRST_STEPS)
 
     @property
     def step_versions(self) -> Sequence[int]:
@@ -251,6 +287,6 @@ class Queries:
             return ""
         return (
             f"; {episode.id} of task {episode.task_id}, client {episode.client_id}, is silent for "
-            f"{duration(silence.seconds)} (does a tool hang?): its lease has {duration(silence.expires_in)} left, "
-            f"the episode at most {duration(silence.ends_in)}"
+            f"{duration(silence.seconds)} ({silence.cause(self._store.job)}): its lease has "
+            f"{duration(silence.expires_in)} left, the episode at most {duration(silence.ends_in)}"
         )

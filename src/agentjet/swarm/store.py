@@ -349,6 +349,13 @@ class Leases:
             return 0.0
         return max(0.0, self._clock() - max(self._last_active.get(episode.id, episode.begun), self._began))
 
+    def unheard_seconds(self, episode: Episode) -> float:
+        """Seconds since a call or a heartbeat of a live episode; 0 during a call. Counts like `expires_at`."""
+        if self._calling[episode.id]:
+            return 0.0
+        seen = max(self._last_seen.get(episode.id, episode.begun), self.lease_epoch())
+        return max(0.0, self._clock() - seen)
+
     def renew(self, episode: Episode) -> None:
         """Record that the client of a live episode is alive."""
         self._last_seen[episode.id] = self._clock()

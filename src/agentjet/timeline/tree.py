@@ -136,6 +136,10 @@ class ConversationTree:
             messages = (*first.ask.messages, first.response, *messages)
         return Conversation(messages, first.ask.tools, instructed=first.ask.instructed), call.response
 
+    def offers_tools(self, call_id: str) -> bool:
+        """True if the conversation of a call offers tools."""
+        return bool(self._nodes[call_id].schemas)
+
     def leaves(self) -> tuple[Call, ...]:
         """Returns the calls that no later call continues at their end. Each ends a timeline."""
         return tuple(node.call for node in self._nodes.values() if not node.is_continued)

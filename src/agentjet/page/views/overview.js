@@ -13,7 +13,7 @@ import { Waiting } from "../parts/waiting.js";
 const REWARD = "reward/mean";
 const TIMES = { sample: "time/sample", wait: "time/wait", learn: "time/learn" };
 const TIMED_STEPS = 10;
-const ANSWERS = { yes: "ok", no: "warn", falls: "bad", too_early: "muted" };
+const ANSWERS = { yes: "ok", learned: "ok", no: "warn", falls: "bad", too_early: "muted" };
 const NO_VARIANCE = "/status#zero_variance";
 const MARKS = { ok: ["✓", "fine"], warn: ["!", "look"], bad: ["✗", "bad"] };
 

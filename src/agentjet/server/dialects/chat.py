@@ -35,7 +35,7 @@ from agentjet.server.dialects.dialect import (
     text_of,
 )
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS
-from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, Items, JsonObject, Text, ToolName
+from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, Images, Items, JsonObject, Text, ToolName
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- requests
@@ -240,7 +240,7 @@ CHAT = Dialect("/v1/chat/completions", ChatBody, CHAT_KEYS, OPENAI_ERRORS, trans
 # --- demonstrations
 
 
-def to_demonstration(body: DemonstrationBody) -> Demonstration:
+def to_demonstration(body: DemonstrationBody, images: Images) -> Demonstration:
     """Returns a demonstration. Raises `InvalidRequest` for the first thing that cannot be honoured."""
     weights = [_take_weight(message, f"{body.task_id}: messages.{i}.") for i, message in enumerate(body.messages)]
     asked = {"model": "policy", "messages": [message for message, _ in weights], "tools": body.tools or None}
@@ -251,7 +251,7 @@ def to_demonstration(body: DemonstrationBody) -> Demonstration:
         where = ".".join(map(str, first["loc"]))
         raise InvalidRequest(f"{body.task_id}: {where}: {first['msg']}.", param=where) from None
     try:
-        conversation = CHAT.to_request(chat, lambda _: None).conversation
+        conversation = CHAT.to_request(chat, lambda _: None, images).conversation
     except InvalidRequest as error:
         raise InvalidRequest(f"{body.task_id}: {error}", code=error.code, param=error.param) from None
     return Demonstration(body.task_id, conversation, frozenset(i for i, (_, weight) in enumerate(weights) if weight))

@@ -18,7 +18,16 @@ from pydantic import Field
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.server.dialects.error_shapes import ErrorShape
-from agentjet.server.dialects.keys import Body, JsonObject, RequestBody, RequestKeys, Text, refusal, request_notes
+from agentjet.server.dialects.keys import (
+    Body,
+    Images,
+    JsonObject,
+    RequestBody,
+    RequestKeys,
+    Text,
+    refusal,
+    request_notes,
+)
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
 
 # --- parts of a message
@@ -29,18 +38,22 @@ UNREADABLE_PARTS = {
     **dict.fromkeys(("audio", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
-"""Types of part that the policy cannot read, in any dialect, with the word used for them in the prompt."""
+"""Types of part that the policy cannot read, in any dialect, with the word of `job.images = "omit"`."""
 
 
 class ContentPart(Body):
-    """A part of a message's content. The policy reads text, and a placeholder for an unreadable part."""
+    """A part of a message's content. The policy reads text. An unreadable part is refused, or a text replaces it."""
 
     type: str
     text: Text | None = None
 
     @property
+    def is_unreadable(self) -> bool:
+        return self.type in UNREADABLE_PARTS
+
+    @property
     def omission(self) -> str:
-        return f"{UNREADABLE_PARTS[self.type]} omitted" if self.type in UNREADABLE_PARTS else ""
+        return f"{UNREADABLE_PARTS[self.type]} omitted" if self.is_unreadable else ""
 
 
 def text_of(content: str | Sequence[ContentPart] | None) -> str:
@@ -150,9 +163,9 @@ class Dialect(Generic[RequestT]):
     to_answer: Callable[[Sequence[CallChunk], RequestT, AnswerHead], dict[str, Any]]
     to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[str]]
 
-    def to_request(self, body: RequestT, lookup_call: CallLookup) -> CallRequest:
+    def to_request(self, body: RequestT, lookup_call: CallLookup, images: Images = "refuse") -> CallRequest:
         """Returns the canonical request. Raises `RequestError` for the first thing that cannot be honoured."""
-        notes = list(request_notes(body, self.keys))
+        notes = list(request_notes(body, self.keys, images))
         if isinstance(body, OpenAIBody) and body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options need stream = true.", param="stream_options")
         request = self.translate(body, lookup_call)

@@ -84,6 +84,11 @@ class Body(BaseModel):
         """The note about a part that the policy does not read, whose keys do not matter; else empty."""
         return ""
 
+    @property
+    def is_unreadable(self) -> bool:
+        """True if the part has content that the policy cannot read, such as an image."""
+        return False
+
     def omission_of(self, part: Body) -> str:
         """The `omission` of a part of this part."""
         return part.omission
@@ -114,14 +119,22 @@ class KeyRule:
     code: str = "unsupported_parameter"
 
 
+Images = Literal["refuse", "omit"]
+"""`job.images`."""
+UNREADABLE = (
+    "this model reads text only. Send its content as text, or set job.images = 'omit' on the server: then a text "
+    "replaces each image, document, audio and video."
+)
+"""The reason for refusing an unreadable part, with the way out."""
 RequestKeys = Mapping[str, KeyRule]
 """Rules by dotted key, such as `output_config.effort`. `[]` stands for every item of a list."""
 
 
-def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[str]:
+def request_notes(part: Body, keys: RequestKeys, images: Images, where: str = "") -> Iterator[str]:
     """Yields the noted keys of a part at `where` in the request, and notes about omitted parts.
 
-    Raises `InvalidRequest` for the first key that is unknown, missing or refused.
+    Raises `InvalidRequest` for the first key that is unknown, missing or refused, and for an unreadable part unless
+    `images` is `omit`.
     """
     if part.keys_of_kind is not None and part.kind not in part.keys_of_kind:
         raise refusal(where[:-1], f" is of type {part.kind!r}: {part.unknown_kind}", "unsupported_content")
@@ -143,12 +156,16 @@ def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[st
             yield part.place + key
         if isinstance(value, list):
             for i, item in enumerate(value if value and isinstance(value[0], Body) else ()):
+                if images == "refuse" and item.is_unreadable:
+                    raise refusal(
+                        f"{where}{key}.{i}", f" is of type {item.kind!r}: {UNREADABLE}", "unsupported_content"
+                    )
                 if note := part.omission_of(item):
                     yield note
                 else:
-                    yield from request_notes(item, keys, f"{where}{key}.{i}.")
+                    yield from request_notes(item, keys, images, f"{where}{key}.{i}.")
         elif not isinstance(value, str) and isinstance(value, Body):  # The second check is slow.
-            yield from request_notes(value, keys, f"{where}{key}.")
+            yield from request_notes(value, keys, images, f"{where}{key}.")
     for key in required:
         if declared[key] is None:
             raise refusal(where + key, " is missing.", "invalid_value")

@@ -34,6 +34,7 @@ from agentjet.server.dialects.keys import (
     MESSAGES_KEYS,
     Body,
     Count,
+    Images,
     Items,
     JsonObject,
     RequestBody,
@@ -180,9 +181,9 @@ def translate(body: MessagesBody, _: CallLookup) -> CallRequest:
     )
 
 
-def prompt_to_count(body: PromptBody) -> Conversation:
+def prompt_to_count(body: PromptBody, images: Images) -> Conversation:
     """Returns the conversation of a request to count tokens. Raises `InvalidRequest` as a call would."""
-    list(request_notes(body, MESSAGES_KEYS))
+    list(request_notes(body, MESSAGES_KEYS, images))
     return to_conversation(body)
 
 
