@@ -293,7 +293,7 @@ def test_a_module_of_a_package_is_loaded_anew_however_it_is_imported(files: File
         files.write("live_package/words", "REWARD = 0.75\n")
         new = code.load().agent
         assert (old(None, None), new(None, None)) == (0.25, 0.75)
-        assert importlib.import_module("live_package").tasks is tasks
+        assert importlib.import_module("live_package.tasks") is not tasks, "the script keeps its own"
         files.write("live_package/words", "REWARD = = 1\n")
         with pytest.raises(SyntaxError):
             code.load()
