@@ -137,10 +137,11 @@ def is_installed(path: Path) -> bool:
     }
     roots = system | {Path(sys.prefix), Path(sys.base_prefix), OURS}
     above = {path, *path.parents}
-    return bool(roots & above) or any(part in SKIPPED for part in path.parts) or _has_environment(above)
+    return bool(roots & above) or any(part in SKIPPED for part in path.parts) or has_environment(above)
 
 
-def _has_environment(folders: Iterable[Path]) -> bool:
+def has_environment(folders: Iterable[Path]) -> bool:
+    """True if one of the folders is a virtual environment of Python."""
     return any((folder / "pyvenv.cfg").is_file() for folder in folders)
 
 
@@ -191,7 +192,7 @@ class _Walk:
     def _reason_of_folder(self, entry: os.DirEntry[str], path: Path) -> str | None:
         if entry.is_symlink():
             return "a link to a folder"
-        if entry.name in SKIPPED or entry.name.startswith(".") or path == OURS or _has_environment([path]):
+        if entry.name in SKIPPED or entry.name.startswith(".") or path == OURS or has_environment([path]):
             return ""
         if (path / "runs" / DEFAULT_RUN).is_dir():
             return "a server's data dir"

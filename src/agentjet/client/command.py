@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -117,6 +117,8 @@ class Command:
     """Inherit HOME, the XDG folders and TMPDIR. Otherwise each episode has its own."""
     code_version: str = ""
     """Code version of the program's source."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that replace those of the inherited environment."""
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -143,7 +145,7 @@ class Command:
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
         folder, stdout, stderr = place / "work", place / "stdout", place / "stderr"
         folder.mkdir()
-        given = environment(task, episode) | ({} if self.shared_home else own_folders(place))
+        given = environment(task, episode) | dict(self.variables) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
         # Files, not pipes: a process that outlives the program would hold a pipe open, and a full pipe blocks.
