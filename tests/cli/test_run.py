@@ -271,7 +271,6 @@ WATCHED_COMMANDS = {
     "a module": ("env", "PYTHONPATH={folder}", PYTHON, "-m", "agent", "../outside/settings"),
     "a module of several places": ("env", "PYTHONPATH=/nowhere:{folder}", PYTHON, "-m", "agent", "../outside/settings"),
     "a shell": ("sh", "-c", "exec " + PYTHON + " {here}/agent.py {here}/../outside/settings"),
-    "an option": ("env", "--chdir={folder}/lib", PYTHON, "../agent.py", "{folder}/../outside/settings"),
 }
 
 
