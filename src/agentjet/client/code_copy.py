@@ -91,16 +91,17 @@ class CodeFolder:
         links, so that a path such as `../tasks` leads to the same files.
         """
         changes: Counter[Path] = Counter()
+        before = self.listing()
         while True:
             listing = self.listing()
             with suppress(FileNotFoundError):
                 root = _write(listing, self.root, place)
-                now = self.listing()
-                if now.stamp == listing.stamp and not _is_young(listing):
-                    return root, listing
                 # A second write within one tick of the clock leaves the stamp as it is: young files are copied again.
-                changes.update(path for path, _ in set(now.files.items()) ^ set(listing.files.items()))
-            self.ignored |= {path for path, count in changes.items() if count >= 2 * RESTLESS}
+                if self.listing().stamp == listing.stamp and not _is_young(listing):
+                    return root, listing
+            changes.update({path for path, _ in before.files.items() ^ listing.files.items()})
+            self.ignored |= {path for path, count in changes.items() if count >= RESTLESS}
+            before = listing
             shutil.rmtree(place, ignore_errors=True)
             self.sleep(PAUSE_SECONDS)
 
