@@ -71,7 +71,7 @@ def demonstration(line: Any, task_id: str) -> DemonstrationBody:
     tools = line.get("tools") or []
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{task_id}: tools is text that is not JSON ({error})") from None
     if not all(isinstance(one, Mapping) for one in line["messages"]):
         raise ValueError(f"{task_id}: every message is an object with role and content, such as in {EXAMPLE}")
@@ -83,6 +83,8 @@ def demonstration(line: Any, task_id: str) -> DemonstrationBody:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise ValueError(f"{task_id}: {half} is half of a character, which UTF-8 cannot encode") from None
+    except RecursionError:
+        raise ValueError(f"{task_id}: the messages or tools are nested too deeply for JSON") from None
     return DemonstrationBody(task_id=task_id, messages=messages, tools=tools)
 
 
