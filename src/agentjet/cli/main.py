@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from agentjet import __version__
 from agentjet.cli import (
@@ -44,8 +44,8 @@ class OneValueCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         parameters = self.make_parser(ctx).parse_args(args=list(args))[2]
         for parameter, count in Counter(parameters).items():
-            is_option = parameter.param_type_name == "option"
-            if count > 1 and is_option and not (parameter.multiple or parameter.is_flag):
+            has_one_value = isinstance(parameter, TyperOption) and not (parameter.multiple or parameter.is_flag)
+            if count > 1 and has_one_value:
                 name = max(parameter.opts, key=len)
                 raise ConfigError(f"{name} is given {count} times and has one value: give it once")
         parsed: list[str] = super().parse_args(ctx, args)

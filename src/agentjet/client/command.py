@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentjet.client.connection import LOOPBACK, TOKEN_VARIABLE, URL_VARIABLE
+from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_proxy
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
@@ -188,10 +188,7 @@ def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
-    address = urlsplit(episode.base_url)
-    if address.hostname in LOOPBACK:
-        direct = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy", ""), address.hostname]))
-        kept |= {"NO_PROXY": direct, "no_proxy": direct}
+    kept |= without_proxy(urlsplit(episode.base_url).hostname, kept)
     server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model
     kept |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
     kept |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
-from agentjet.client.connection import Connection, Retry, load_settings
+from agentjet.client.connection import Connection, Retry, load_settings, reach_directly
 from agentjet.client.episode import AsyncEpisode, Endpoint, Returned, begin_episode, checked_reward, finish_body
 from agentjet.client.evaluation import (
     CHECKPOINT_WAIT,
@@ -172,6 +172,7 @@ class AsyncSwarm:
             raise ValueError("reproducible = True needs tasks of one task set: how sets share a batch depends on time")
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
+        reach_directly(self.url)
         module = ModuleSource(agent) if reload is True else None
         code = module if reload is True else reload or None
         held_out = None
@@ -226,7 +227,7 @@ class AsyncSwarm:
         tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
         check_policy(at_version, temperature, seed, of_server=endpoint is None, record=record)
         version = AgentVersion.of(agent, code_version)
-
+        reach_directly(self.url)
         pinned: int | None = None
 
         async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
