@@ -47,7 +47,7 @@ def rule(ours: str, libraries: str = "", lazy: str = "") -> Rule:
 VOCABULARY = "errors types"
 PACKAGES = {
     "errors": rule(""),
-    "types": rule(""),
+    "types": rule("errors"),
     "section": rule("", "pydantic"),
     "protocol": rule(VOCABULARY, "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),

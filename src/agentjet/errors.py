@@ -6,6 +6,12 @@ this tree: it aborts that agent's episode and is counted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+LEAST_SIMILAR = 0.6
+"""Smallest share of equal characters of a name that is suggested."""
+
 
 class AgentJetError(Exception):
     """Base class of all exceptions of AgentJet."""
@@ -156,3 +162,28 @@ class TrackerError(AgentJetError):
 
 class Unreachable(AgentJetError):
     """The server did not answer within the retries (client side)."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` probably means: the one with the fewest edits, among those that are similar."""
+    near = [(edit_distance(name, other), -_share_of_equal(name, other), other) for other in known]
+    near = [one for one in near if -one[1] >= LEAST_SIMILAR]
+    return min(near)[2] if near else None
+
+
+def edit_distance(one: str, other: str) -> int:
+    """The number of inserted, removed, replaced or exchanged characters (Damerau 1964, optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, char in enumerate(one, 1):
+        previous, row = row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (char != wanted)))
+            if i > 1 and j > 1 and char == other[j - 2] and one[i - 2] == wanted:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before = previous
+    return row[-1]
+
+
+def _share_of_equal(one: str, other: str) -> float:
+    return SequenceMatcher(None, other, one).ratio()

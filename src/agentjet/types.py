@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, Self
+
+from agentjet.errors import nearest_name
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
@@ -212,8 +213,8 @@ def wrong_reward_name(names: Iterable[str], policies: Sequence[str]) -> tuple[st
         if slash and not role:
             return name, f"by_role[{name!r}] has no role after the slash: write {policy!r}, or {policy}/ROLE."
         if policy not in policies:
-            near = get_close_matches(policy, policies, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"The policies are {', '.join(policies)}."
+            near = nearest_name(policy, policies)
+            hint = f"Did you mean {near!r}?" if near else f"The policies are {', '.join(policies)}."
             return name, f"by_role[{name!r}]: the run has no policy {policy!r}. {hint}"
     missing = [policy for policy in policies if known and policy not in known]
     if missing:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.cli.program import CommandLine, CommandSource, NoReward, check_source, reward_source
-from agentjet.client import Command, Result
+from agentjet.client import AgentVersion, Command, Result
+from agentjet.client.code_copy import CodeFolder
 from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
@@ -115,7 +117,9 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     refused(r"reward.py:sore: there is no function 'sore'", "--reward", "reward.py:sore")
     refused(r"missing.py: No such file", "--reward", "missing.py:score")
     refused("--source nowhere: no such file", "--reward", "stdout", "--source", "nowhere")
-    refused("--watch: the command line has no file to watch", "--reward", "stdout", "--watch", command=("true",))
+    refused(
+        "--watch: the command line names no file or folder of yours", "--reward", "stdout", "--watch", command=("true",)
+    )
     refused("--watch and --eval exclude", "--reward", "stdout", "--watch", "--eval")
     (folder / "reward.py").write_text("def score(task result): ...")
     refused(r"reward.py: SyntaxError: .*line 1", "--reward", "reward.py:score")
@@ -230,43 +234,133 @@ def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
     (folder / "data" / "words.txt").write_text("a")
     (folder / "data" / ".hidden").write_text("a")
     assert source.files() == [folder / "agent.py", folder / "reward.py", folder / "data" / "words.txt"]
-    version = source.version(folder, "")
+    version = source.version("")
     (folder / "data" / "words.txt").write_text("b")
-    assert source.version(folder, "") != version != source.version(folder, "another reward")
-    version = source.version(folder, "")
-    assert replace(source, arguments=("python", *words[1:])).version(folder, "") != version, "another program"
-    assert replace(source, arguments=(f"{here}/interpreter", *words[1:])).version(folder, "") == version
-    assert replace(source, arguments=(*words, "--terse")).version(folder, "") != version
+    assert source.version("") != version != source.version("another reward")
+    version = source.version("")
+    assert replace(source, arguments=("python", *words[1:])).version("") != version, "another program"
+    assert replace(source, arguments=(f"{here}/interpreter", *words[1:])).version("") == version
+    assert replace(source, arguments=(*words, "--terse")).version("") != version
 
 
-def test_a_version_runs_from_a_copy_in_which_everything_else_is_found(folder: Path, tmp_path: Path) -> None:
+def command_source(arguments: tuple[str, ...], folder: Path, copies: Path, more: tuple[str, ...] = ()) -> CommandSource:
+    line = CommandLine(arguments, folder, check_source([Path(name) for name in more], folder))
+    return CommandSource(line, Command(line.resolved(folder), lambda task, result: 0.0), None, copies)
+
+
+def output_of(version: AgentVersion) -> str:
+    command = version.agent
+    assert isinstance(command, Command)
+    variables = {**os.environ, **command.variables}
+    done = subprocess.run(command.arguments, capture_output=True, text=True, cwd="/", env=variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import helper, lib.words
+print(helper.WORD, lib.words.WORD, Path(__file__).with_name("prompt.txt").read_text(), Path(sys.argv[1]).read_text())
+"""
+PARTS = ("agent.py", "helper.py", "lib/words.py", "prompt.txt", "../outside/settings")
+PYTHON = sys.executable
+WATCHED_COMMANDS = {
+    "a script": (PYTHON, "agent.py", "../outside/settings"),
+    "an absolute script": (PYTHON, "{folder}/agent.py", "{folder}/../outside/settings"),
+    "a module": ("env", "PYTHONPATH={folder}", PYTHON, "-m", "agent", "../outside/settings"),
+    "a module of several places": ("env", "PYTHONPATH=/nowhere:{folder}", PYTHON, "-m", "agent", "../outside/settings"),
+    "a shell": ("sh", "-c", "exec " + PYTHON + " {here}/agent.py {here}/../outside/settings"),
+}
+
+
+@pytest.mark.parametrize("kind", WATCHED_COMMANDS)
+@pytest.mark.parametrize("is_here", [True, False], ids=["inside", "elsewhere"])
+def test_a_version_is_one_state_of_everything_that_the_program_uses(
+    kind: str, is_here: bool, folder: Path, tmp_path: Path
+) -> None:
+    """Each part is edited alone, in place, and through a new file. The version from before still runs as it did."""
+    if not is_here and "{folder}" not in " ".join(WATCHED_COMMANDS[kind]):
+        return
     (folder / "lib").mkdir()
-    (folder / "lib" / "words.py").write_text("WORD = 'first'")
-    (folder / "lib" / "other.py").write_text("OTHER = 'other'")
-    (folder / "plain.txt").write_text("plain")
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "settings").write_text("one")
-    (folder / "agent.py").write_text("import lib.words, lib.other; print(lib.words.WORD, lib.other.OTHER)")
-    arguments = ("python", "agent.py", "../outside/settings", "plain.txt")
-    source = CommandLine(arguments, folder, check_source([Path("lib/words.py")], folder))
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    code = CommandSource(source, Command(source.resolved(folder), lambda task, result: 0.0), None, copies)
-    first = code.load()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for name in PARTS:
+        (folder / name).write_text("WORD = 0" if name.endswith(".py") else "0")
+    (folder / "agent.py").write_text(PROGRAM)
+    words = tuple(word.replace("{folder}", str(folder)) for word in WATCHED_COMMANDS[kind])
+    here = folder if is_here else tmp_path / "elsewhere"
+    code = command_source(words, here, tmp_path / "copies")
+    versions = [code.load()]
+    assert output_of(versions[0]) == "0 0 0 0"
+    is_shell = kind == "a shell"
+    for number, name in enumerate(PARTS[1:4] if is_shell else PARTS[1:], 1):
+        stamp = code.stamp()
+        path, new = folder / name, folder / "new.txt"
+        new.write_text(path.read_text().replace("0", str(number)))
+        if number % 2:
+            os.replace(new, path)
+        else:
+            path.write_text(new.read_text())
+            new.unlink()
+        assert code.stamp() != stamp, f"an edit of {name} is seen"
+        versions.append(code.load())
+        assert versions[-1].stamp == code.stamp()
+    assert len({version.code_version for version in versions}) == len(versions)
+    assert output_of(versions[0]).startswith("0 0 0") and output_of(versions[-1]).startswith("1 2 3")
+    if not is_shell:
+        assert (output_of(versions[0]), output_of(versions[-1])) == ("0 0 0 0", "1 2 3 4")
+
+
+def test_what_is_no_code_is_found_in_the_copy_and_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "weights.safetensors").write_bytes(b"w")
+    (folder / "node_modules").mkdir()
+    (folder / "node_modules" / "left-pad.js").write_text("pad")
+    (folder / "pages").mkdir()
+    for number in range(1001):
+        (folder / "pages" / str(number)).touch()
+    (folder / "agent.py").write_text(
+        "from pathlib import Path\nhere = Path(__file__).parent\n(here / 'notes.txt').write_text('mine')\n"
+        "print((here / 'node_modules/left-pad.js').read_text(), (here / 'weights.safetensors').read_text())\n"
+        "print((here / 'pages' / '7').exists(), (here / '../beside.txt').read_text())\n"
+    )
+    (tmp_path / "beside.txt").write_text("beside")
+    code = command_source((PYTHON, "agent.py"), folder, tmp_path / "copies")
+    assert "watched: 3 files of" in code.described() and "agent.py, reward.py, tasks.jsonl" in code.described()
+    unwatched = "node_modules, pages (more than 1000 entries), weights.safetensors"
+    assert f"not watched and not copied: {unwatched}" in code.described()
     stamp = code.stamp()
-    (folder / "lib" / "words.py").write_text("WORD = 'second'")
-    (outside / "settings").write_text("two")
-    assert code.stamp() != stamp
-    second = code.load()
-    assert first.code_version != second.code_version == source.version(folder, "")
-    for version, word in ((first, "first"), (second, "second")):
-        assert isinstance(version.agent, Command)
-        _, script, settings, plain = version.agent.arguments
-        assert Path(settings) == outside / "settings", "what is outside the folder is not copied"
-        assert Path(plain).read_text() == "plain"
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd="/")
-        assert done.stdout.strip() == f"{word} other", done.stderr
+    assert output_of(code.load()) == "pad w\nTrue beside"
+    assert not (folder / "notes.txt").exists() and code.stamp() == stamp, "a program writes beside its copy"
+
+
+def test_a_folder_that_is_too_large_for_copies_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "pages").mkdir()
+    for number in range(9):
+        (folder / "pages" / f"{number}.txt").write_bytes(b" " * (4 * 2**20))
+    with pytest.raises(ConfigError, match=r"more than 4000 files or 32 MB.*pages \(3\d\.\d MB\).*with a dot"):
+        command_source((PYTHON, "agent.py"), folder, tmp_path / "copies").load()
+
+
+def test_files_that_change_while_they_are_copied(folder: Path, tmp_path: Path) -> None:
+    """An edit of two files, between whose writes the copy begins, is taken as a whole. One that never rests is left."""
+    pairs = [("one", "two"), ("three", "four")]
+    (folder / "a.txt").write_text("zero")
+    (folder / "b.txt").write_text("zero")
+
+    def edit(seconds: float) -> None:
+        time.sleep(seconds)
+        if pairs:
+            first, second = pairs.pop(0)
+            (folder / "a.txt").write_text(first)
+            (folder / "b.txt").write_text(second)
+        (folder / "restless.txt").write_text(str(time.time_ns()))
+
+    code = CodeFolder(folder, sleep=edit)
+    copy, listing = code.copy(tmp_path / "copy")
+    assert ((copy / "a.txt").read_text(), (copy / "b.txt").read_text()) == ("three", "four")
+    assert listing.linked == {folder / "restless.txt": "changes without an edit"}
+    assert listing.stamp == code.stamp()
 
 
 def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Path, folder: Path) -> None:

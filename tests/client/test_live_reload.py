@@ -19,6 +19,7 @@ import pytest
 
 from agentjet.client import AsyncSwarm, Command, TrainReport
 from agentjet.client.agent_source import ModuleSource, code_version_of
+from agentjet.client.rollout import AgentFailing
 from agentjet.errors import ConfigError
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -43,7 +44,7 @@ class Files:
     num_begun: int = 0
 
     def write(self, name: str, text: str) -> None:
-        (self.folder / f"{name}.py").write_text(text)
+        (self.folder / (name if Path(name).suffix else f"{name}.py")).write_text(text)
 
     def edit(self, at: int, name: str, text: str) -> None:
         """Have it written in the midst of the episode that is the `at`th to begin."""
@@ -84,6 +85,13 @@ class Run:
             async with asyncio.timeout(20):
                 options = {"concurrency": 2, "progress": False, "reload": True, **options}
                 return await swarm.train(agent, TASKS, steps=steps, **options)
+
+    def rewards_of_groups(self) -> Counter[tuple[float | None, ...]]:
+        groups: dict[str, list[float | None]] = {}
+        for view in self.server.episodes.values():
+            if view.status == "finished":
+                groups.setdefault(view.group, []).append(view.reward)
+        return Counter(map(tuple, groups.values()))
 
     def versions_of_groups(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
@@ -293,7 +301,7 @@ def test_a_module_of_a_package_is_loaded_anew_however_it_is_imported(files: File
         files.write("live_package/words", "REWARD = 0.75\n")
         new = code.load().agent
         assert (old(None, None), new(None, None)) == (0.25, 0.75)
-        assert importlib.import_module("live_package").tasks is tasks
+        assert importlib.import_module("live_package.tasks") is not tasks, "the script keeps its own"
         files.write("live_package/words", "REWARD = = 1\n")
         with pytest.raises(SyntaxError):
             code.load()
@@ -336,3 +344,101 @@ def test_an_agent_that_cannot_be_found_again_is_refused(what: str, files: Files)
         agents["main"] = names["agent"]
     with pytest.raises(ConfigError, match="move it to another file" if what == "main" else "top of a module"):
         asyncio.run(Run().train(agents[what], 1))
+
+
+IN_FOLDERS = {
+    "a subfolder": ("from live_sub import deep", "deep.REWARD", "live_sub/deep", "REWARD = {}\n"),
+    "a folder of a subfolder": (
+        "import live_sub.more.deep as deep",
+        "deep.REWARD",
+        "live_sub/more/deep",
+        "REWARD = {}\n",
+    ),
+    "inside the function": ("", "__import__('live_lazy').REWARD", "live_lazy", "REWARD = {}\n"),
+    "a data file": (
+        "from pathlib import Path",
+        "float(Path(__file__).with_name('live_prompt.txt').read_text())",
+        "live_prompt.txt",
+        "{}",
+    ),
+    "a data file of a subfolder": (
+        "from pathlib import Path\nHERE = Path(__file__).parent",
+        "float((HERE / 'live_sub' / 'prompt.md').read_text())",
+        "live_sub/prompt.md",
+        "{}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_FOLDERS)
+def test_what_the_agent_uses_below_its_folder_belongs_to_the_version(kind: str, files: Files) -> None:
+    """The first member of the first group edits before it looks: it and its partner still see the old state."""
+    first_line, value, name, text = IN_FOLDERS[kind]
+    (files.folder / name).parent.mkdir(parents=True, exist_ok=True)
+    files.write(name, text.format(0.25))
+    files.write("live_agent", f"{first_line}\nasync def agent(task, episode):\n    await GATE()\n    return {value}\n")
+    files.edit(1, name, text.format(0.75))
+    run = Run()
+    try:
+        report = asyncio.run(run.train(files.agent(), 3, concurrency=1))
+    finally:
+        for module in [module for module in sys.modules if module.startswith("live_")]:
+            del sys.modules[module]
+    assert run.rewards_of_groups() == {(0.25, 0.25): 1, (0.75, 0.75): 5}
+    assert [change.kind for change in report.code_changes] == ["loaded"]
+
+
+def test_a_package_is_one_version_with_its_relative_imports(files: Files) -> None:
+    for name, text in {
+        "live_pkg/__init__": "",
+        "live_pkg/words": "REWARD = 0.25\n",
+        "live_pkg/agents/__init__": "",
+        "live_pkg/agents/solver": "from ..words import REWARD\nasync def agent(task, episode):\n"
+        "    await GATE()\n    return REWARD\n",
+    }.items():
+        (files.folder / name).parent.mkdir(exist_ok=True, parents=True)
+        files.write(name, text)
+    files.edit(1, "live_pkg/words", "REWARD = 0.75\n")
+    agent = importlib.import_module("live_pkg.agents.solver").agent
+    before = dict(sys.modules)
+    run = Run()
+    try:
+        report = asyncio.run(run.train(agent, 3, concurrency=1))
+        assert run.rewards_of_groups() == {(0.25, 0.25): 1, (0.75, 0.75): 5}
+        assert len(report.by_code_version) == 2
+        names = [name for name in sys.modules if name.startswith("live_pkg")]
+        assert all(sys.modules[name] is before[name] for name in names), "after the run the script's modules are back"
+        assert not [finder for finder in sys.meta_path if "CopyFinder" in repr(finder)]
+    finally:
+        for module in [module for module in sys.modules if module.startswith("live_")]:
+            del sys.modules[module]
+
+
+def test_a_version_that_is_rolled_back_takes_its_helpers_with_it(files: Files) -> None:
+    """The old agent imports its helper inside the function: after the rollback it is the old helper again."""
+    agent = "async def agent(task, episode):\n    await GATE()\n    import live_more\n    return live_more.REWARD\n"
+    files.write("live_more", "REWARD = 0.25\n")
+    files.write("live_agent", agent)
+    files.edit(3, "live_more", "REWARD = None\n")
+    run = Run()
+    report = asyncio.run(run.train(files.agent(), 4, concurrency=1))
+    assert [change.kind for change in report.code_changes] == ["loaded", "rolled back"]
+    assert set(run.rewards_of_groups()) == {(0.25, 0.25)}
+
+
+def test_the_watched_files_are_shown_and_those_that_are_not(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    (files.folder / "prompt.txt").write_text("Add.")
+    (files.folder / "run.log").write_text("")
+    (files.folder / "big.json").write_bytes(b" " * (5 * 2**20))
+    (files.folder / ".venv").mkdir()
+    (files.folder / "agentjet-data" / "runs" / "default").mkdir(parents=True)
+    asyncio.run(Run().train(files.agent(), 1, progress=True))
+    shown = capsys.readouterr().out
+    assert f"watched: 3 files of {files.folder}: live_agent.py, live_words.py, prompt.txt" in shown
+    assert "not watched and not copied: .venv, agentjet-data (a server's data dir), big.json (large), run.log" in shown
+
+
+def test_an_error_is_shown_at_its_place_in_the_original(files: Files) -> None:
+    files.write("live_agent", "async def agent(task, episode):\n    raise KeyError('gone')\n")
+    with pytest.raises(AgentFailing, match=re.escape(f"at {files.folder / 'live_agent.py'}:2 in agent")):
+        asyncio.run(Run().train(files.agent(), 1))

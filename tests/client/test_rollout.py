@@ -429,7 +429,10 @@ def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytes
 
 
 @pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (3600.0, 2)])
-def test_ctrl_c_waits_a_bounded_time_and_the_second_not_at_all(patience: float, times: int) -> None:
+def test_ctrl_c_waits_a_bounded_time_and_a_later_one_not_at_all(
+    patience: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentjet.client.threads.INSISTING_SECONDS", 0.0)
     loop = LoopThread(patience)
     step, over = threading.Semaphore(0), threading.Event()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from agentjet import __version__
 from agentjet.cli import (
@@ -28,12 +30,26 @@ from agentjet.cli import (
     track,
     watch,
 )
-from agentjet.errors import AgentJetError
+from agentjet.errors import AgentJetError, ConfigError
 
 SUMMARY = "Reinforcement learning for the language models inside agents, as a swarm."
 app = typer.Typer(
     name="agentjet", help=SUMMARY, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+class OneValueCommand(TyperCommand):
+    """A command that refuses an option with one value if it is given twice: the first value would be lost."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parameters = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for parameter, count in Counter(parameters).items():
+            has_one_value = isinstance(parameter, TyperOption) and not (parameter.multiple or parameter.is_flag)
+            if count > 1 and has_one_value:
+                name = max(parameter.opts, key=len)
+                raise ConfigError(f"{name} is given {count} times and has one value: give it once")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
 
 def _print_version(is_asked: bool) -> None:
@@ -93,6 +109,17 @@ app.command("eval")(run.evaluate)
 app.command("open")(look.open_page)
 for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
     app.add_typer(group.app)
+
+
+def _checked(group: typer.Typer) -> None:
+    for known in group.registered_commands:
+        known.cls = OneValueCommand
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            _checked(inner.typer_instance)
+
+
+_checked(app)
 
 
 def main() -> None:

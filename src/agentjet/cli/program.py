@@ -8,21 +8,43 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentjet.client.agent_source import AgentSource, AgentVersion, Stamp, file_stamps, hash_of, load_function
+from agentjet.client.agent_source import AgentSource, AgentVersion, load_function
+from agentjet.client.code_copy import OURS, SKIPPED, CodeFolder, Stamp, has_environment, hash_of, is_installed
 from agentjet.client.command import Command, Result, Score
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
 
-SKIPPED = frozenset({"__pycache__", "node_modules"})
-"""Folders without source files, beside those whose names begin with a dot."""
+SCRIPTS = frozenset(
+    {
+        ".py",
+        ".js",
+        ".mjs",
+        ".cjs",
+        ".ts",
+        ".tsx",
+        ".sh",
+        ".bash",
+        ".rb",
+        ".pl",
+        ".php",
+        ".lua",
+        ".r",
+        ".R",
+        ".jl",
+        ".go",
+    }
+)
+"""Endings of files that a program begins with: their folders have its other files."""
+VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+PYTHON_PATH = "PYTHONPATH"
 REWARD_FORMS = "FILE.py:FUNCTION, stdout, exit-code or file:NAME"
 EXIT_CODE = "exit-code"
 """The reward that also scores exit codes from 1 to 124."""
@@ -39,31 +61,81 @@ class CommandLine:
 
     def files(self) -> list[Path]:
         """The present files of the program: those in the command line and those of `--source`."""
-        named = [self._path_in(word, index) for index, word in enumerate(self.arguments)]
-        # An interpreter given by its path, perhaps through a virtual environment's link, is not a source file.
-        if named[0] is not None and not named[0].resolve().is_relative_to(self.here):
-            named[0] = None
-        found = [path for path in named if path is not None and path.is_file()]
-        return list(dict.fromkeys(itertools.chain(found, *(_below(path) for path in self.more))))
+        named = [path for path in self._paths() if path.is_file()]
+        return list(dict.fromkeys(itertools.chain(named, *(_below(path) for path in self.more))))
+
+    def watched(self) -> list[CodeFolder]:
+        """The folders that the program runs from: `here`, if a word or `--source` leads there; those of scripts
+        elsewhere, and of PYTHONPATH. Another file elsewhere is watched alone."""
+        is_here = any("{here}" in word for word in self.arguments)
+        folders: dict[Path, CodeFolder] = {}
+        data: set[Path] = set()
+        for path in [*self._paths(), *self.more, *_python_path(os.environ.get(PYTHON_PATH, ""))]:
+            if path.is_relative_to(self.here):
+                is_here = True
+            elif path.is_dir():
+                folders[path] = CodeFolder(path)
+            elif path.suffix in SCRIPTS or os.access(path, os.X_OK):
+                folders[path.parent] = CodeFolder(path.parent)
+            else:
+                data.add(path)
+        if is_here:
+            folders[self.here] = CodeFolder(self.here)
+        outer = [root for root in folders if not any(above in folders for above in root.parents)]
+        alone: dict[Path, set[Path]] = {}
+        for path in data:
+            if not any(above in folders for above in path.parents):
+                alone.setdefault(path.parent, set()).add(path)
+        own = [CodeFolder(folder, frozenset(files)) for folder, files in sorted(alone.items())]
+        return [folders[root] for root in sorted(outer)] + own
 
     def resolved(self, root: Path) -> list[str]:
         """The command line for another working directory: paths are absolute. `root` is the folder `here` or a copy of
         it."""
-        return [self._resolved(word, index, root) for index, word in enumerate(self.arguments)]
+        return self.moved({self.here: root})
 
-    def version(self, root: Path, reward_version: str) -> str:
-        """The code version, a hash of the files below `root`, those outside `here`, the program's name, the words that
-        are not files, and the reward's version."""
-        contents = {os.path.relpath(file, self.here): self._moved(file, root).read_bytes() for file in self.files()}
+    def moved(self, copies: Mapping[Path, Path]) -> list[str]:
+        """The same with the copies of folders, by original."""
+        here = copies.get(self.here, self.here)
+        return [self._moved_word(word, index, copies).replace("{here}", str(here)) for index, word in self._numbered()]
+
+    def version(self, reward_version: str, contents: Mapping[str, bytes] | None = None) -> str:
+        """The code version, a hash of the program's name, the words that are not files, the reward's version, and the
+        contents of the files: those of `files` by default."""
+        if contents is None:
+            contents = {os.path.relpath(file, self.here): file.read_bytes() for file in self.files()}
         program, *rest = self.arguments
-        words = [word for index, word in enumerate(rest, 1) if self._path_in(word, index) is None]
+        words = [word for index, word in enumerate(rest, 1) if not self._paths_in(word, index)]
         facts = {"--": "\0".join([Path(program).name, *words]).encode(), "--reward": reward_version.encode()}
-        return hash_of(contents | facts)
+        return hash_of({**contents, **facts})
 
-    def _path_in(self, word: str, index: int) -> Path | None:
-        """The file or folder in a word, also as `--option=path`; None without one."""
-        name = word.partition("=")[2] if word.startswith("-") else word
-        if not name or (index == 0 and os.sep not in name):  # the program is found through PATH
+    def _numbered(self) -> Iterator[tuple[int, str]]:
+        return enumerate(self.arguments)
+
+    def _paths(self) -> list[Path]:
+        """The files and folders in the words that the author may have written."""
+        found = [(path, index == 0) for index, word in self._numbered() for path, _ in self._paths_in(word, index)]
+        return [path for path, is_first in found if self._is_own(path, is_first=is_first)]
+
+    def _is_own(self, path: Path, *, is_first: bool) -> bool:
+        """False for an interpreter, also one that is given by a link or by its place in a virtual environment."""
+        target, is_here = path.resolve(), path.is_relative_to(self.here)
+        if is_first and path.suffix not in SCRIPTS and not target.is_relative_to(self.here.resolve()):
+            return False
+        if is_here and has_environment(folder for folder in path.parents if folder.is_relative_to(self.here)):
+            return False
+        return is_here or not is_installed(path)
+
+    def _paths_in(self, word: str, index: int) -> list[tuple[Path, str]]:
+        """The files and folders in a word, with the text that names each. Also in `--option=path` and `NAME=path:path`,
+        as `env` sets variables."""
+        is_option, is_variable = word.startswith("-"), VARIABLE.match(word)
+        value = word.partition("=")[2] if is_option or is_variable else word
+        names = value.split(os.pathsep) if is_variable else [value]
+        return [(path, name) for name in names if (path := self._path(name, is_first=index == 0)) is not None]
+
+    def _path(self, name: str, *, is_first: bool) -> Path | None:
+        if not name or (is_first and os.sep not in name):  # the program is found through PATH
             return None
         path = Path(os.path.normpath(self.here / name))
         try:
@@ -72,24 +144,31 @@ class CommandLine:
         except (OSError, ValueError):  # too long for a name, or with a null byte
             return None
 
-    def _resolved(self, word: str, index: int, root: Path) -> str:
-        path = self._path_in(word, index)
-        if path is None:
-            return word.replace("{here}", str(root))
-        option, separator, _ = word.rpartition("=") if word.startswith("-") else ("", "", "")
-        return f"{option}{separator}{self._moved(path, root)}"
+    def _moved_word(self, word: str, index: int, copies: Mapping[Path, Path]) -> str:
+        found = self._paths_in(word, index)
+        if not found:
+            return word
+        option, separator, value = word.rpartition("=") if "=" in word and found[0][1] != word else ("", "", word)
+        texts = {text: str(moved_path(path, copies)) for path, text in found}
+        names = value.split(os.pathsep) if VARIABLE.match(word) else [value]
+        return f"{option}{separator}{os.pathsep.join(texts.get(name, name) for name in names)}"
 
-    def _moved(self, path: Path, root: Path) -> Path:
-        return root / path.relative_to(self.here) if path.is_relative_to(self.here) else path
+
+def moved_path(path: Path, copies: Mapping[Path, Path]) -> Path:
+    """The path in the copy of a folder that it is in; else the path itself."""
+    for original, copy in copies.items():
+        if path.is_relative_to(original):
+            moved = copy / path.relative_to(original)
+            return moved if os.path.lexists(moved) else path
+    return path
 
 
 @dataclass
 class CommandSource:
-    """The `AgentSource` of a command. Each version runs from a copy of its files below `copies`.
+    """The `AgentSource` of a command. Each version runs from a copy of the program's folders below `copies`.
 
-    So an edit does not change an episode that has begun, and an older version can be used again. Files that are not
-    watched are linked into the copy, so that imports find them. Files outside the present folder are not copied. A
-    reward function is loaded again with each version.
+    So an edit does not change an episode that has begun, and an older version can be used again. A reward function is
+    loaded again with each version.
     """
 
     line: CommandLine
@@ -98,23 +177,57 @@ class CommandSource:
     copies: Path
     num_copies: int = 0
 
+    def __post_init__(self) -> None:
+        self._folders = self.line.watched()
+        if not self._folders:
+            raise ConfigError(
+                "--watch: the command line names no file or folder of yours, so there is nothing to watch: name the "
+                "program's folder with --source"
+            )
+
     def stamp(self) -> Stamp:
-        own = file_stamps(self.line.files())
-        return own + self.reward_source.stamp() if self.reward_source is not None else own
+        stamps = [folder.stamp() for folder in self._folders]
+        return (*itertools.chain(*stamps), *(self.reward_source.stamp() if self.reward_source is not None else ()))
+
+    def described(self) -> str:
+        return "\n".join(folder.described() for folder in self._folders)
 
     def load(self) -> AgentVersion:
         """Copies the present files. Raises the errors of the files, or of the reward's."""
         score = AgentVersion("", self.command.score)
         if self.reward_source is not None:
             score = self.reward_source.load()
-        root = self.copies / str(self.num_copies)
+        place = self.copies / str(self.num_copies)
         self.num_copies += 1
-        _mirror(self.line.here, root, set(self.line.files()))
-        version = self.line.version(root, score.code_version)
-        arguments = self.line.resolved(root)
-        return AgentVersion(
-            version, replace(self.command, arguments=arguments, score=score.agent, code_version=version)
+        copied: dict[Path, Path] = {}
+        contents: dict[str, bytes] = {}
+        stamps: list[Stamp] = []
+        for number, folder in enumerate(self._folders):
+            copied[folder.root], listing = folder.copy(place / str(number))
+            names = [path.relative_to(folder.root) for path in listing.files]
+            stamps.append(listing.stamp)
+            contents |= {f"{number}/{name}": (copied[folder.root] / name).read_bytes() for name in names}
+        version = self.line.version(score.code_version, contents)
+        command = replace(
+            self.command,
+            arguments=self.line.moved(copied),
+            score=score.agent,
+            code_version=version,
+            variables=_moved_python_path(copied),
         )
+        return AgentVersion(version, command, (*itertools.chain(*stamps), *score.stamp), score.activate)
+
+
+def _python_path(value: str) -> list[Path]:
+    """The folders of the author in a PYTHONPATH."""
+    paths = [Path(name) for name in value.split(os.pathsep) if os.path.isabs(name)]
+    return [path for path in paths if path.is_dir() and not is_installed(path) and not OURS.is_relative_to(path)]
+
+
+def _moved_python_path(copies: Mapping[Path, Path]) -> dict[str, str]:
+    value = os.environ.get(PYTHON_PATH, "")
+    own = {str(path): str(moved_path(path, copies)) for path in _python_path(value)}
+    return {PYTHON_PATH: os.pathsep.join(own.get(name, name) for name in value.split(os.pathsep))} if own else {}
 
 
 def check_source(paths: Sequence[Path], here: Path) -> tuple[Path, ...]:
@@ -123,19 +236,6 @@ def check_source(paths: Sequence[Path], here: Path) -> tuple[Path, ...]:
         if not (here / path).exists():
             raise ConfigError(f"--source {path}: no such file or folder")
     return tuple(Path(os.path.normpath(here / path)) for path in paths)
-
-
-def _mirror(original: Path, copy: Path, files: set[Path]) -> None:
-    """Makes a folder like `original`: `files` are copied, everything else is a link to the original."""
-    copy.mkdir()
-    folders = {parent for file in files for parent in file.parents}
-    for entry in original.iterdir():
-        if entry in files:
-            shutil.copy2(entry, copy / entry.name)
-        elif entry in folders:
-            _mirror(entry, copy / entry.name, files)
-        else:
-            (copy / entry.name).symlink_to(entry)
 
 
 def _below(path: Path) -> Iterator[Path]:

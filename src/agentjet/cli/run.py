@@ -53,11 +53,14 @@ def run(
         False
     ),
     repeats: Annotated[int | None, typer.Option(min=1, help="With --eval: how often each task; default: once.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Use edits of the program during training.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Use edits of the program, its helpers and its data during training.")
+    ] = False,
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            "--source", help="Another file or folder of the program, beside those in the command; can be repeated."
+            "--source",
+            help="Another file or folder of the program, beside those of the command; can be repeated.",
         ),
     ] = None,
     code_version: Annotated[
@@ -98,6 +101,8 @@ def run(
         agent, code = _agent(
             stack, program, tasks, reward, watch, timeout=timeout, score_refused=score_refused, shared_home=shared_home
         )
+        if code is not None and as_json:
+            typer.echo(code.described(), err=True)  # else training shows it beside its steps
         swarm = stack.enter_context(connect(url, token, token_file))
         stack.enter_context(raise_on_signals())
         shared: dict[str, Any] = {"concurrency": concurrency, "progress": not as_json, "code_version": code_version}
@@ -121,7 +126,7 @@ def _agent(
     from agentjet.client.agent_source import ModuleSource, code_version_of
 
     score, is_function = reward_source(reward)
-    version = program.version(program.here, code_version_of(score) if is_function else "")
+    version = program.version(code_version_of(score) if is_function else "")
     options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
     command = Command(program.resolved(program.here), score, **options)
     if shutil.which(command.arguments[0]) is None:
@@ -130,11 +135,11 @@ def _agent(
         command.filled(task)
     if not watch:
         return command, None
-    if not program.files():
-        raise ConfigError("--watch: the command line has no file to watch: name one with --source")
+    module = ModuleSource(score) if is_function else None
+    if module is not None:
+        stack.callback(module.close)
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
-    code = CommandSource(program, command, ModuleSource(score) if is_function else None, Path(copies))
-    return code.load().agent, code
+    return command, CommandSource(program, command, module, Path(copies))
 
 
 def _json(document: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, one_line, print_text
 from agentjet.cli.data_dir import journal_of
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, nearest_name
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ def _settings(path: Path | None) -> dict[str, Any]:
 
     found = {} if path is None else read_toml(path)
     if foreign := [name for name in found if name not in SECTIONS]:
-        near = get_close_matches(foreign[0], SECTIONS, n=1)
-        hint = f"did you mean [{near[0]}]?" if near else "the settings of the server are not those of a run"
+        near = nearest_name(foreign[0], SECTIONS)
+        hint = f"did you mean [{near}]?" if near else "the settings of the server are not those of a run"
         raise ConfigError(f"{str(path)!r} has {foreign[0]!r}: a run has [policies.NAME] and [job] only; {hint}")
     return found
 

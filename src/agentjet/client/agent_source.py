@@ -1,34 +1,37 @@
 """The source of an agent: imports by name, code versions, reloads, and locations of errors.
 
-A code version is a hash of the author's files: the agent's module, and imported modules in the same folder. Installed
-packages and subfolders do not count. The running script has a version, but cannot be reloaded: it would run again.
+A code version is a hash of the author's files: the agent's module, and the imported modules of its folder and the
+folders below. Installed packages do not count. The running script has a version, but cannot be reloaded: it would run
+again. With reload, a version is a copy of the folder, data files included: see `code_copy`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
+import shutil
 import sys
 import sysconfig
+import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Protocol
 
+from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, hash_of, is_installed
 from agentjet.errors import ConfigError, InvalidRequest
 
 MODULE = "agentjet_loaded_{}"
 """Module name of an imported file. The prefix avoids clashes with other modules."""
 LONGEST_LINE = 300
 """Longest text of an exception in a message, in characters."""
-OURS = Path(__file__).parents[1]
-"""Code below this folder is not the agent's: an error there has no location that its author can fix."""
 
 
 def load_function(named: str, *, option: str) -> Callable[..., Any]:
@@ -97,16 +100,16 @@ def _from_file(file: Path) -> ModuleType:
     return module
 
 
-Stamp = tuple[tuple[str, int, int], ...]
-"""Path, modification time and size of each file: changes when a file is written."""
-
-
 @dataclass(frozen=True)
 class AgentVersion:
     """An agent as its source was at one time."""
 
     code_version: str
     agent: Callable[..., Any]
+    stamp: Stamp = ()
+    """The stamp of its files."""
+    activate: Callable[[], None] = lambda: None
+    """Makes later imports of the agent find the modules of this version."""
 
     @classmethod
     def of(cls, agent: Callable[..., Any], code_version: str | None = None) -> AgentVersion:
@@ -121,25 +124,10 @@ class AgentSource(Protocol):
         """The present stamp of the files; cheap."""
 
     def load(self) -> AgentVersion:
-        """The agent as its files are now. Raises any exception of the user's code."""
+        """The agent as its files are now, with their stamp. Raises any exception of the user's code."""
 
-
-def file_stamps(files: Iterable[Path]) -> Stamp:
-    """The stamp of `files`, without missing ones."""
-    found = []
-    for file in files:
-        with suppress(OSError):
-            status = file.stat()
-            found.append((str(file), status.st_mtime_ns, status.st_size))
-    return tuple(sorted(found))
-
-
-def hash_of(contents: Mapping[str, bytes]) -> str:
-    """Twelve hexadecimal digits of the SHA-256 over names and contents."""
-    digest = hashlib.sha256()
-    for name, content in sorted(contents.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:12]
+    def described(self) -> str:
+        """The watched files, for the display."""
 
 
 def code_version_of(agent: Callable[..., Any]) -> str:
@@ -155,7 +143,9 @@ def code_version_of(agent: Callable[..., Any]) -> str:
 class ModuleSource:
     """The module of a Python agent. A reload finds the agent by its name at the top of that module.
 
-    Raises `ConfigError` if `agent` has no such name.
+    Each version runs from a copy of the agent's folder; of the whole package, if the module is in one. So a module that
+    is imported inside a function, or a data file beside `__file__`, is that of the version. Close it after the run: the
+    modules from before are then found again. Raises `ConfigError` if `agent` has no such name.
     """
 
     def __init__(self, agent: Callable[..., Any]) -> None:
@@ -167,46 +157,148 @@ class ModuleSource:
                 f"{self._name!r} is in the script that is being run, which cannot be reloaded: move it to another file "
                 "beside the script and import it from there"
             )
-        if module is None or not _file_of(module) or getattr(module, self._name, None) is not agent:
+        file = _file_of(module) if module is not None else None
+        if file is None or getattr(module, self._name, None) is not agent:
             raise ConfigError(f"{agent!r} cannot be reloaded: give a function that is defined at the top of a module")
-        self._files = _own_files(module)
+        self._file = file.absolute()
+        root = _package_folder(self._module, self._file)
+        self._folder = CodeFolder(root, frozenset({self._file}) if _is_installed(root) else None)
+        if script := _file_of(sys.modules["__main__"]):
+            self._folder.ignored.add(script.absolute())
+        self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
+        self._remove_copies = weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
+        self._num_copies = 0
+        self._first = self._active = _Modules(None, self._own_modules(self._folder.listing(), root))
 
     def stamp(self) -> Stamp:
-        return file_stamps(self._files.values())
+        return self._folder.stamp()
+
+    def described(self) -> str:
+        return self._folder.described()
 
     def load(self) -> AgentVersion:
-        """Import the agent's module and those beside it again; after an error the old modules are restored.
+        """Copies the files and imports the agent's module from the copy, with those that it imports.
 
-        Objects of the old modules stay as they are.
+        After an error the modules from before are restored. Objects of the old modules stay as they are.
         """
-        files = _own_files(sys.modules[self._module])
-        old = {name: sys.modules.pop(name) for name in files}
-        for name, module in old.items():  # `from package import module` finds it there
-            package, _, child = name.rpartition(".")
-            if getattr(sys.modules.get(package), child, None) is module:
-                delattr(sys.modules[package], child)
-        for file in files.values():  # The compiled file does not notice two edits within one second.
-            Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
-        importlib.invalidate_caches()
+        before, place = self._active, self._copies / str(self._num_copies)
+        self._num_copies += 1
+        copy, listing = self._folder.copy(place)
+        loaded = _Modules(_CopyFinder(self._module, self._file, self._folder.root, copy), {}, listing)
+        self._activate(loaded)
         try:
-            new = importlib.import_module(self._module)
-            agent = getattr(new, self._name)
+            agent = getattr(importlib.import_module(self._module), self._name)
             if not callable(agent):
-                raise TypeError(f"{self._name} of {files[self._module]} is not a function any more")
+                raise TypeError(f"{self._name} of {self._file} is not a function any more")
         except BaseException:
-            sys.modules.update(old)
-            _bind(old)
+            self._activate(before)
             raise
-        _bind({name: module for name, module in old.items() if name not in sys.modules})
-        self._files = _own_files(new)
-        return AgentVersion(_hash_of_files(self._files), agent)
+        contents = {str(path.relative_to(self._folder.root)): path for path in listing.files}
+        version = hash_of({name: (copy / name).read_bytes() for name in contents})
+        return AgentVersion(version, agent, listing.stamp, functools.partial(self._activate, loaded))
+
+    def close(self) -> None:
+        """Restore the modules from before the first load, and remove the copies."""
+        self._activate(self._first)
+        self._remove_copies()
+
+    def _activate(self, modules: _Modules) -> None:
+        """Exchange the imported modules of the folder, and the place where later imports look for them."""
+        self._active.imported = {}
+        for root, listing in self._known():
+            self._active.imported |= self._own_modules(listing, root)
+        for name in self._active.imported:
+            sys.modules.pop(name, None)
+        if self._active.finder is not None:
+            sys.meta_path.remove(self._active.finder)
+        sys.modules.update(modules.imported)
+        if modules.finder is not None:
+            sys.meta_path.insert(0, modules.finder)
+        importlib.invalidate_caches()
+        self._active = modules
+
+    def _known(self) -> list[tuple[Path, Listing]]:
+        """The folders whose modules belong to the present version: its copy and the original."""
+        listing = self._active.listing or self._folder.listing()
+        roots = [self._folder.root] + ([self._active.finder.copy] if self._active.finder is not None else [])
+        return [(root, listing) for root in roots]
+
+    def _own_modules(self, listing: Listing, root: Path) -> dict[str, ModuleType]:
+        """The imported modules of a folder, or of its copy at `root`, by name."""
+        moved = {root / path.relative_to(self._folder.root) for path in {*listing.files, *listing.folders}}
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name == "__main__" or name.partition(".")[0] == "agentjet":
+                continue
+            file, portions = _file_of(module), getattr(module, "__path__", None)
+            places = [file] if file is not None else [Path(place) for place in portions or ()]
+            if any(place.absolute() in moved for place in places):
+                found[name] = module
+        return found
 
 
-def _bind(modules: Mapping[str, ModuleType]) -> None:
-    for name, module in modules.items():
-        package, _, child = name.rpartition(".")
-        if package in sys.modules:
-            setattr(sys.modules[package], child, module)
+@dataclass(eq=False)
+class _Modules:
+    """The imported modules of one version, and the finder of others."""
+
+    finder: _CopyFinder | None
+    imported: dict[str, ModuleType]
+    listing: Listing | None = None
+
+
+class _CopyFinder(MetaPathFinder):
+    """Finds the modules of a folder in its copy. Code names the originals in tracebacks."""
+
+    def __init__(self, module: str, file: Path, root: Path, copy: Path) -> None:
+        """`module` is the agent's, of `file`: it is found also if no path leads to it."""
+        self._module, self._file, self._root, self.copy = module, file, root, copy
+        self._package = module.partition(".")[0] if "." in module or file.name == "__init__.py" else ""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] in ("agentjet", *sys.builtin_module_names):
+            return None
+        if path is None and name == self._package:
+            spec = PathFinder.find_spec(name, [str(self.copy.parent)])
+        else:
+            spec = PathFinder.find_spec(name, [self._moved(place) for place in (sys.path if path is None else path)])
+        if name == self._module and (spec is None or not self._is_copy(spec)):
+            spec = importlib.util.spec_from_file_location(name, self._moved(str(self._file)))
+        if spec is None or not self._is_copy(spec):
+            return None
+        if spec.origin is not None and isinstance(spec.loader, SourceFileLoader):
+            original = self._root / Path(spec.origin).relative_to(self.copy)
+            spec.loader = _CopyLoader(name, spec.origin, original)
+        elif spec.submodule_search_locations is not None:  # A namespace package would search `sys.path` again.
+            spec.submodule_search_locations = list(spec.submodule_search_locations)
+        return spec
+
+    def _moved(self, place: str) -> str:
+        path = Path(place or ".").absolute()
+        moved = self.copy / path.relative_to(self._root) if path.is_relative_to(self._root) else path
+        return str(moved) if moved.exists() else place
+
+    def _is_copy(self, spec: ModuleSpec) -> bool:
+        places = [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations or []
+        return any(Path(place).is_relative_to(self.copy) for place in places)
+
+
+class _CopyLoader(SourceFileLoader):
+    def __init__(self, name: str, path: str, original: Path) -> None:
+        super().__init__(name, path)
+        self._original = original
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiles the source, without a cache: that does not notice two edits within one second."""
+        return compile(self.get_data(self.path), str(self._original), "exec", dont_inherit=True)
+
+
+def _package_folder(module: str, file: Path) -> Path:
+    """The folder of the top package that `file` is in; the file's own folder without a package."""
+    parts = module.split(".")
+    depth = len(parts) - (file.name != "__init__.py")
+    return file.parents[max(depth - 1, 0)] if len(parts) > 1 or file.name == "__init__.py" else file.parent
 
 
 def _unwrapped(agent: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,17 +310,20 @@ def _unwrapped(agent: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_files(module: ModuleType) -> dict[str, Path]:
-    """The source files of a module and of the imported modules beside it, by module name."""
+    """The source files of a module and of the imported modules of its folder and those below, by their place there."""
     own = _file_of(module)
     if own is None:
         return {}
-    files = {module.__name__: own}
-    if _is_installed(own.parent):
+    folder = own.parent
+    files = {own.name: own}
+    if _is_installed(folder):
         return files
     for name, other in list(sys.modules.items()):
         file = _file_of(other)
-        if name != "__main__" and file is not None and file.parent == own.parent and file != own:
-            files.setdefault(name, file)
+        if name == "__main__" or file is None or not file.is_relative_to(folder):
+            continue
+        if file.parent == folder or not is_installed(file):
+            files.setdefault(str(file.relative_to(folder)), file)
     return files
 
 
@@ -243,8 +338,8 @@ def _is_installed(folder: Path) -> bool:
 
 
 def _hash_of_files(files: Mapping[str, Path]) -> str:
-    """The hash of files by module name, independent of their folder; without those removed after their import."""
-    contents = {file.name: file.read_bytes() for file in files.values() if file.is_file()}
+    """The hash of files by their place, independent of the folder; without those removed after their import."""
+    contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
     return hash_of(contents) if contents else ""
 
 

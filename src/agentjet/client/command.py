@@ -24,12 +24,12 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentjet.client.connection import LOOPBACK, TOKEN_VARIABLE, URL_VARIABLE
+from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_proxy
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
@@ -117,6 +117,8 @@ class Command:
     """Inherit HOME, the XDG folders and TMPDIR. Otherwise each episode has its own."""
     code_version: str = ""
     """Code version of the program's source."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that replace those of the inherited environment."""
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -143,7 +145,7 @@ class Command:
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
         folder, stdout, stderr = place / "work", place / "stdout", place / "stderr"
         folder.mkdir()
-        given = environment(task, episode) | ({} if self.shared_home else own_folders(place))
+        given = environment(task, episode) | dict(self.variables) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
         # Files, not pipes: a process that outlives the program would hold a pipe open, and a full pipe blocks.
@@ -186,10 +188,7 @@ def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
-    address = urlsplit(episode.base_url)
-    if address.hostname in LOOPBACK:
-        direct = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy", ""), address.hostname]))
-        kept |= {"NO_PROXY": direct, "no_proxy": direct}
+    kept |= without_proxy(urlsplit(episode.base_url).hostname, kept)
     server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model
     kept |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
     kept |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}

@@ -22,7 +22,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from agentjet.client.threads import FORKED
 from agentjet.errors import (
     ConfigError,
     Conflict,
@@ -52,6 +53,9 @@ PROCESS = uuid.uuid4().hex
 RUN_PATH = re.compile(r"/runs/[^/]+$")
 API_PATH = re.compile(r"((/swarm)?/v1)/*$")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+CONNECTING = re.compile(r"connect|proxy|remote end|bad ?gateway|502|503")
+"""Words in the errors of HTTP clients that reached no server, or another program."""
 ERRORS: dict[int, type[RequestError]] = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge}
 GATEWAY_TROUBLE = frozenset({502, 503, 504})
 """Without a problem body, these answers come from a proxy between client and server."""
@@ -105,6 +109,36 @@ def load_settings(
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
         instance_id=(PROCESS if client_id else "") if instance_id is None else instance_id,
     )
+
+
+def without_proxy(host: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that make programs reach a host of this machine directly; none for another host."""
+    known = environ.get("NO_PROXY") or environ.get("no_proxy", "")
+    if host not in LOOPBACK or host in known.split(",") or known == "*":
+        return {}
+    direct = ",".join(filter(None, [known, host]))
+    return {"NO_PROXY": direct, "no_proxy": direct}
+
+
+def reach_directly(url: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets agents of this process reach a server on this machine: SDKs would ask the proxy of the environment."""
+    if _proxies(environ):
+        environ.update(without_proxy(urlsplit(url).hostname, environ))
+
+
+def proxy_hint(error: BaseException, url: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A sentence for an agent that could not connect to a server on this machine, if there is a proxy; else empty."""
+    host, names = urlsplit(url).hostname, _proxies(environ)
+    if host not in LOOPBACK or not names or not CONNECTING.search(f"{type(error).__name__} {error}".lower()):
+        return ""
+    return (
+        f" ({' and '.join(names)} is set, and the agent's client may have asked that proxy for {host}: make the client "
+        f"inside the agent, or start the script with NO_PROXY={host})"
+    )
+
+
+def _proxies(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in PROXIES if environ.get(name)]
 
 
 def _is_address(address: object) -> bool:
@@ -170,6 +204,8 @@ class Connection:
         self.settings = settings
         self.retry = retry
         self._answered = False
+        self._pid: int | None = None
+        """The process of the first request. A forked process would share its sockets."""
         self._http = httpx.AsyncClient(
             base_url=settings.url,
             headers={"Authorization": f"Bearer {settings.token}"} if settings.token else {},
@@ -200,7 +236,9 @@ class Connection:
         "later" answers (default: `Retry.patience`; 0 disables them). `server_wait` is the time that the server was
         asked to hold the request. Raises a `RequestError` or `Unreachable`.
         """
-        retry = self.retry
+        if self._pid not in (None, os.getpid()):
+            raise RuntimeError(FORKED)
+        self._pid, retry = os.getpid(), self.retry
         started = answered = retry.clock()
         num_refused = num_lost = 0
         patience = retry.patience if patience is None else patience

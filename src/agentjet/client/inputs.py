@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import copy
 import inspect
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -23,6 +24,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
+MAX_TASKS = 1_000_000
+"""Tasks are kept for the whole run."""
 MAX_ROW_BYTES = 100_000
 """A row travels in a process's environment, where Linux allows 128 KiB."""
 FIXED = ("model", "sampler", "server")
@@ -72,7 +75,12 @@ def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
         )
     if not isinstance(tasks, Iterable):
         raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
-    listed = tuple(tasks)
+    listed = tuple(itertools.islice(tasks, MAX_TASKS + 1))
+    if len(listed) > MAX_TASKS:
+        raise ValueError(
+            f"{named} has more than {MAX_TASKS} tasks: all of them are read before the run, so a generator must end; "
+            f"give a part, such as itertools.islice({named}, 10_000)"
+        )
     for index, task in enumerate(listed):
         if not isinstance(task, Task):
             raise ValueError(f"{named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")

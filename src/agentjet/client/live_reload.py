@@ -1,7 +1,7 @@
 """Live reload: the version of the agent that an episode gets while its source is being edited.
 
-* A group never mixes versions, and no finished episode is lost: the files are loaded once the groups that have begun
-  are complete. No group begins until then.
+* A group never mixes versions, and no finished episode is lost: each version runs from a copy of its files. The files
+  are loaded once the groups that have begun are complete. No group begins until then.
 * Files that cannot be loaded leave the old version in use.
 * A version whose first episodes all fail is rolled back to the one before it, until the files change again. Its
   failures do not use up the attempts at a task.
@@ -12,23 +12,39 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from agentjet.client.agent_source import AgentSource, AgentVersion
+from agentjet.client.agent_source import AgentSource, AgentVersion, one_line
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.threads import in_thread
-from agentjet.errors import AgentJetError, Conflict
+from agentjet.errors import AgentJetError, ConfigError, Conflict
 
 SETTLE_SECONDS = 0.2
 """Time that the files must stay unchanged before they are loaded: an editor may be writing them."""
 GROUPS_SECONDS = 600.0
 """Longest wait for the groups that have begun. The server keeps those with a live episode."""
+MOST_LOADS = 10
+"""Loads in a row of files that change in between."""
 LOAD_SECONDS = 120.0
 """Time limit of a load. Then the run continues with the version before it."""
 MIN_TRIAL = 4
 """Fewest episodes that can prove a version bad."""
+
+
+async def first_version(agent: Callable[..., Any], code: AgentSource | None, code_version: str | None) -> AgentVersion:
+    """The version that a run begins with. Raises `ConfigError` for files that cannot be loaded."""
+    if code is None:
+        return AgentVersion.of(agent, code_version)
+    try:
+        version = await in_thread(code.load)
+    except AgentJetError:
+        raise
+    except Exception as error:  # the boundary: the user's file may raise anything
+        raise ConfigError(f"the agent's files cannot be loaded: {one_line(error)}") from error
+    return version if code_version is None else replace(version, code_version=code_version)
 
 
 @dataclass(eq=False)
@@ -65,7 +81,7 @@ class LiveReload:
         """Groups that have begun and lack members."""
         self._num_done: Counter[str] = Counter()
         """Members that are not attempted again, by group."""
-        self._stamp = code.stamp() if code is not None else ()
+        self._stamp = first.stamp
         self._reloading = asyncio.Lock()
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
@@ -155,13 +171,14 @@ class LiveReload:
 
     async def _newest(self, code: AgentSource) -> AgentVersion:
         """The version of the files once they no longer change. Raises any exception of the user's code."""
-        while True:
+        for _ in range(MOST_LOADS):
             self._stamp = code.stamp()
             await self._sleep(SETTLE_SECONDS)
+            version = await in_thread(code.load)
+            self._stamp = version.stamp
             if code.stamp() == self._stamp:
-                version = await in_thread(code.load)
-                if code.stamp() == self._stamp:  # Else the version may name files other than the loaded ones.
-                    return version
+                break
+        return version
 
     def _roll_back(self, bad: LoadedVersion, why: str) -> None:
         bad.is_rolled_back = True
@@ -173,3 +190,4 @@ class LiveReload:
         self._notify(f"ROLLED BACK to code {to}: of code {before}, {why}")
         if self.current is bad:
             self.current = good
+            good.version.activate()

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from agentjet.client.notebook import first_line, html_of
 from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_variance, remaining
 
 RESAMPLES = 2000
@@ -198,11 +199,14 @@ class Progress:
         self.notify(f"{self._title} {self._done}/{self._total}  {text}".rstrip() + failed + rest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Report:
     """Counts over episodes."""
 
     results: tuple[EpisodeResult, ...]
+
+    def __repr__(self) -> str:
+        return first_line(self)
 
     @property
     def finished(self) -> tuple[EpisodeResult, ...]:
@@ -244,7 +248,7 @@ class _Report:
         return _mean([result.metrics[name] for result in self.finished if name in result.metrics])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainReport(_Report):
     """The result of `train`: the steps, and this client's episodes."""
 
@@ -303,8 +307,13 @@ class TrainReport(_Report):
             lines.append(f"code {version}: {code.num_finished} finished, {code.num_failed} failed, {mean}")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """The report in a notebook: its text, figures, and the curve of the reward."""
+        table = {"steps": len(self.steps), "mean reward of the episodes": f"{self.mean_reward:.3f}"}
+        return html_of(str(self), {**table, **_failures(self)}, self.rewards, "mean reward of each batch")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class EvalReport(_Report):
     """The result of `evaluate`. `results` are in the order of the tasks, repeats of a task together."""
 
@@ -401,6 +410,16 @@ class EvalReport(_Report):
             lines += [f"  {name or '(no task set)'}: {one}" for name, one in self.by_task_set.items()]
         lines += [f"  reward of {policy}: {self.of_policy(policy).mean_at_k}" for policy in self.policies]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook: its text, figures, and the rewards of the tasks in order."""
+        rewards = sorted(math.fsum(found) / len(found) for found in self.by_task.values() if found)
+        metrics = {name: self.metric_at_k(name) for name in self.metrics}
+        return html_of(str(self), {**metrics, **_failures(self)}, rewards, "mean reward of each task, sorted")
+
+
+def _failures(report: _Report) -> dict[str, object]:
+    return {error.partition("\n")[0][:120]: count for error, count in report.errors.most_common(NUM_ERRORS_SHOWN)}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentjet.client.agent_source import error_location
+from agentjet.client.connection import proxy_hint
 from agentjet.client.episode import (
     ABORT_SECONDS,
     COMPLETE_SECONDS,
@@ -35,7 +36,7 @@ from agentjet.client.episode import (
     wait_for_abort,
 )
 from agentjet.client.report import EpisodeResult, Outcome
-from agentjet.client.threads import in_thread
+from agentjet.client.threads import caller_of, in_thread
 from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
 from agentjet.types import Reward, Task
 
@@ -333,7 +334,8 @@ class Runner:
         except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
             if has_returned and isinstance(failure, Unreachable):  # The reward may have arrived: do not abort.
                 raise
-            error, where = abort_reason(failure), error_location(agent, failure)
+            error = f"{abort_reason(failure)}{proxy_hint(failure, episode.base_url)}"
+            where = error_location(agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
                     await episode.abort(error)
@@ -415,7 +417,7 @@ async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
         except SystemExit as error:  # It would end the event loop, and every other episode with it.
             raise RuntimeError(f"the agent called sys.exit({error.code!r})") from error
     loop = asyncio.get_running_loop()
-    run: RunCoroutine = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
+    run: RunCoroutine = caller_of(loop)
     returned = await in_thread(agent, task, Episode(episode, run))
     return await returned if inspect.isawaitable(returned) else returned
 

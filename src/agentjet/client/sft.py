@@ -16,6 +16,7 @@ from typing import Any
 
 from agentjet.client.connection import Connection
 from agentjet.client.inputs import build_request, check_counts, read_json_lines
+from agentjet.client.notebook import first_line, html_of
 from agentjet.client.report import Progress, Step, cross_entropy
 from agentjet.client.training import target_version
 from agentjet.errors import ConfigError, Conflict, Later
@@ -26,7 +27,7 @@ SERVER_WAIT = 600.0
 EXAMPLE = '{"messages": [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "5"}]}'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SftReport:
     """The result of `sft`."""
 
@@ -42,6 +43,18 @@ class SftReport:
     def losses(self) -> tuple[float, ...]:
         """Mean cross-entropy per token of each batch, before the batch was learned."""
         return tuple(cross_entropy(step.metrics) for step in self.steps)
+
+    def __str__(self) -> str:
+        losses = f", cross-entropy {self.losses[0]:.3f} to {self.losses[-1]:.3f}" if self.steps else ""
+        return f"{len(self.steps)} batches of {self.num_demonstrations} demonstrations in {self.seconds:.0f} s{losses}"
+
+    def __repr__(self) -> str:
+        return first_line(self)
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook, with the curve of the cross-entropy."""
+        table = {"answers": self.num_answers, "tokens": self.num_tokens}
+        return html_of(str(self), table, self.losses, "cross-entropy of each batch")
 
 
 def read_demonstrations(path: Path) -> tuple[list[DemonstrationBody], set[str]]:
@@ -71,7 +84,7 @@ def demonstration(line: Any, task_id: str) -> DemonstrationBody:
     tools = line.get("tools") or []
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{task_id}: tools is text that is not JSON ({error})") from None
     if not all(isinstance(one, Mapping) for one in line["messages"]):
         raise ValueError(f"{task_id}: every message is an object with role and content, such as in {EXAMPLE}")
@@ -83,6 +96,8 @@ def demonstration(line: Any, task_id: str) -> DemonstrationBody:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise ValueError(f"{task_id}: {half} is half of a character, which UTF-8 cannot encode") from None
+    except RecursionError:
+        raise ValueError(f"{task_id}: the messages or tools are nested too deeply for JSON") from None
     return DemonstrationBody(task_id=task_id, messages=messages, tools=tools)
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
-from agentjet.client.connection import Connection, Retry, load_settings
+from agentjet.client.connection import Connection, Retry, load_settings, reach_directly
 from agentjet.client.episode import AsyncEpisode, Endpoint, Returned, begin_episode, checked_reward, finish_body
 from agentjet.client.evaluation import (
     CHECKPOINT_WAIT,
@@ -26,6 +26,7 @@ from agentjet.client.evaluation import (
     run_evaluation,
 )
 from agentjet.client.inputs import build_request, check_finite, check_policy, check_run, checked_tasks, edited
+from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.sft import Sft, SftReport, checked_demonstrations
@@ -154,8 +155,9 @@ class AsyncSwarm:
         Raises `InvalidRequest` if the job ends before `steps`. Raises `Conflict` if the engine is stopped or has
         failed. Raises `AgentFailing` if not one episode could be finished.
 
-        `reload` loads the agent's module, and those beside it, again when their files change: see `LiveReload`. Raises
-        `ConfigError` if the agent cannot be reloaded. `code_version` replaces the hash of the agent's files.
+        `reload` runs the agent from a copy of its folder, or of its package, and makes a new copy when a file in it
+        changes: see `LiveReload`. The watched files are shown first. Raises `ConfigError` if the agent cannot be
+        reloaded. `code_version` replaces the hash of the agent's files.
 
         With `eval_tasks`, the newest policy version is evaluated on them: before the first batch, after every
         `eval_every` batches and at the end. See `evaluate` with `record=True`. The run ends early when `stop_after`
@@ -170,8 +172,9 @@ class AsyncSwarm:
             raise ValueError("reproducible = True needs tasks of one task set: how sets share a batch depends on time")
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
-        code = ModuleSource(agent) if reload is True else reload or None
-        version = AgentVersion.of(agent, code_version)
+        reach_directly(self.url)
+        module = ModuleSource(agent) if reload is True else None
+        code = module if reload is True else reload or None
         held_out = None
         if eval_tasks:
             options: dict[str, Any] = {"repeats": eval_repeats, "concurrency": concurrency, "progress": False}
@@ -182,6 +185,7 @@ class AsyncSwarm:
                 stop_after,
             )
         try:
+            version = await first_version(agent, code, code_version)
             connection, status, request = self._connection, await self.status(), self.episode_request
             training = Training(
                 connection, status, request, version, tasks, steps, seed, progress, code, held_out, reproducible
@@ -189,6 +193,9 @@ class AsyncSwarm:
             return await training.run(concurrency)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None  # The internal frames do not help a user.
+        finally:
+            if module is not None:
+                module.close()
 
     async def evaluate(
         self,
@@ -220,7 +227,7 @@ class AsyncSwarm:
         tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
         check_policy(at_version, temperature, seed, of_server=endpoint is None, record=record)
         version = AgentVersion.of(agent, code_version)
-
+        reach_directly(self.url)
         pinned: int | None = None
 
         async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:

@@ -74,7 +74,8 @@ class Swarm:
 
     Arguments and methods are those of `AsyncSwarm`. Ctrl-C in `train` and `evaluate` aborts the live episodes, then
     raises a `KeyboardInterrupt`; a script that does not catch it ends with a message. SIGTERM aborts them too, then
-    raises `SystemExit`.
+    raises `SystemExit`. A signal that comes twice within two seconds counts once. A child process makes its own client
+    after `fork()`: one that was used before raises `RuntimeError` there.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class Swarm:
 
     def close(self) -> None:
         """Close the connections and end the thread."""
+        if self._loop.is_forked:  # The parent closes them.
+            return
         if not self._loop.abandoned:
             self._loop.run(self._client.close())
         self._loop.stop()

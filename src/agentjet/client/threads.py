@@ -28,6 +28,13 @@ SIGNAL_SECONDS = 0.2
 """Longest delay until the main thread handles a signal that another thread received."""
 BLOCKED_SECONDS = 0.1
 """Time for a loop that may be blocked to end."""
+INSISTING_SECONDS = 2.0
+"""Time after the first signal in which another one does not cut the clean-up short: it may be the same request, sent
+twice."""
+FORKED = (
+    "this client was used before fork(), and its connections and threads belong to the parent process: make a new "
+    "Swarm in the child process, or start processes with the method 'spawn'"
+)
 CLEANING_SECONDS = 8.0
 """Longest wait after Ctrl-C for a coroutine to clean up. Aborting all live episodes must fit."""
 
@@ -69,14 +76,15 @@ class LoopThread:
     """An event loop in a daemon thread, started at the first use.
 
     Ctrl-C in the calling thread cancels the coroutine, waits up to `patience` seconds for its clean-up, then raises
-    `KeyboardInterrupt`. A second Ctrl-C does not wait. The same holds for exceptions of other signal handlers. The
-    project's own exceptions are raised without the frames of this module.
+    `KeyboardInterrupt`. Another Ctrl-C ends the wait, except in the first `INSISTING_SECONDS`. The same holds for
+    exceptions of other signal handlers. The project's own exceptions are raised without the frames of this module.
     """
 
     def __init__(self, patience: float = CLEANING_SECONDS) -> None:
         self._patience = patience
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self.abandoned = False
         """True if a coroutine did not end in time: its loop may be blocked, and accepts no more work."""
 
@@ -85,6 +93,9 @@ class LoopThread:
         if sys.is_finalizing():  # The daemon thread of the loop has ended: a wait for it would never end.
             coroutine.close()
             raise RuntimeError("the interpreter is ending: this episode ends with its lease")
+        if self.is_forked:
+            coroutine.close()
+            raise RuntimeError(FORKED)
         loop = self._started()
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -112,9 +123,24 @@ class LoopThread:
             if not ended.is_set():  # a signal's exception, in this thread
                 self.abandoned = True
                 loop.call_soon_threadsafe(cancel)
-                _wait(ended, self._patience)
+                self._wait_for_end(ended)
                 self.abandoned = not ended.is_set()
             raise
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a child process of the one that used it first."""
+        return self._thread is not None and self._pid != os.getpid()
+
+    def _wait_for_end(self, ended: threading.Event) -> None:
+        """Wait for the clean-up of a cancelled coroutine. Raises the exception of a later signal."""
+        began = time.monotonic()
+        while not ended.is_set() and (left := began + self._patience - time.monotonic()) > 0:
+            try:
+                _wait(ended, left)
+            except (KeyboardInterrupt, SystemExit):
+                if time.monotonic() - began > INSISTING_SECONDS:
+                    raise
 
     def iterate(self, values: AsyncIterator[T]) -> Iterator[T]:
         """The values of an asynchronous iterator, one at a time."""
@@ -141,6 +167,7 @@ class LoopThread:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._pid = os.getpid()
             self._thread = threading.Thread(target=_run, args=[self._loop], name="agentjet-client", daemon=True)
             self._thread.start()
         return self._loop
@@ -164,6 +191,19 @@ def _wait(ended: threading.Event, patience: float = math.inf) -> None:
     deadline = time.monotonic() + patience
     while not ended.is_set() and (left := deadline - time.monotonic()) > 0:
         ended.wait(min(left, SIGNAL_SECONDS))
+
+
+def caller_of(loop: asyncio.AbstractEventLoop) -> Callable[[Coroutine[Any, Any, T]], T]:
+    """A function that runs a coroutine on `loop` from another thread. Raises `RuntimeError` in a forked process."""
+    process = os.getpid()
+
+    def call(coroutine: Coroutine[Any, Any, T]) -> T:
+        if os.getpid() != process:
+            coroutine.close()
+            raise RuntimeError(FORKED)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    return call
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:

@@ -70,6 +70,8 @@ class Training:
     async def run(self, concurrency: int) -> TrainReport:
         """See `AsyncSwarm.train`. Raises `Conflict` if the engine fails."""
         started, held_out = time.monotonic(), self.held_out
+        if self.code is not None:
+            self._shown.notify(self.code.described())
         coroutines = [self._runner.run(self._queue, concurrency), self._watch_steps(), self._show_waiting_reason()]
         if held_out is not None:
             coroutines.append(self._evaluate(held_out))

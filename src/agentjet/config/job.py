@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
+from agentjet.errors import nearest_name
 from agentjet.recipes import registry
 from agentjet.recipes.recipe import Recipe
 from agentjet.section import Int64, Section
@@ -30,8 +30,8 @@ PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 
 def unknown_policy(name: str, policies: Sequence[str]) -> str:
     """Returns the message about a policy that the run does not have. `policies` are those of the run."""
-    nearest = get_close_matches(name, policies, 1)
-    way_out = f"did you mean {nearest[0]!r}?" if nearest else f"its policies are {', '.join(map(repr, policies))}"
+    nearest = nearest_name(name, policies)
+    way_out = f"did you mean {nearest!r}?" if nearest else f"its policies are {', '.join(map(repr, policies))}"
     return f"the run has no policy {name!r}; {way_out}"
 
 

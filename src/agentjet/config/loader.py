@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from agentjet.config.reference import sections, settings
 from agentjet.config.schema import ModelConfig, ServeConfig
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, edit_distance
 from agentjet.section import Section
 
 _SHAPES = {
@@ -76,7 +76,7 @@ def parse_value(text: str) -> Any:
     text = text.strip()
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except ValueError:  # includes numbers with more digits than Python converts
+    except (ValueError, RecursionError):  # includes numbers with more digits than Python converts
         return text
     return parsed["value"] if len(parsed) == 1 and "#" not in text else text
 
@@ -84,12 +84,12 @@ def parse_value(text: str) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """Returns the content of a settings file. Raises `ConfigError`."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Editors of Windows write a byte order mark.
     except FileNotFoundError:
         raise ConfigError(f"settings file {str(path)!r} does not exist") from None
     except OSError as error:
         raise ConfigError(f"settings file {str(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"settings file {str(path)!r} is not valid TOML: {error}") from None
 
 
@@ -134,7 +134,8 @@ def _nearest(key: str) -> str | None:
 
     near = _sections_near(key)
     known = [f"{prefix}.{name}" for prefix, section in near.items() for name, _ in settings(section)]
-    best = max([*known, *(name for name in near if not key.startswith(f"{name}."))], key=similarity)
+    names = [*known, *(name for name in near if not key.startswith(f"{name}."))]
+    best = max(names, key=lambda name: (similarity(name), -edit_distance(leaf, name.rpartition(".")[2])))
     return best if similarity(best) >= 0.6 else None
 
 

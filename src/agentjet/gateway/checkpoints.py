@@ -19,12 +19,11 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError
+from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError, nearest_name
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
 from agentjet.types import SOLE_POLICY, CheckpointStamp
 
@@ -399,8 +398,8 @@ def chosen_policy(config: ServeConfig, policy: str) -> str:
     known = config.policy_names
     if policy in known or (not policy and len(known) == 1):
         return policy or known[0]
-    near = get_close_matches(policy, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
+    near = nearest_name(policy, known)
+    hint = f"did you mean {near!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
     raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")
 
 

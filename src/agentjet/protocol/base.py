@@ -15,6 +15,10 @@ PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
 
 
+MAX_REPR = 1000
+"""Longest text of a body in a terminal or notebook."""
+
+
 def _not_too_cold(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(f"0 is greedy, and any other temperature is at least {MIN_TEMPERATURE:g}")
@@ -50,6 +54,11 @@ class Response(BaseModel):
     """A response body: a client ignores unknown keys."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+    def __repr__(self) -> str:
+        """The fields in one line; cut in the middle of a long one, such as an episode with its tokens."""
+        text = super().__repr__()
+        return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}… ({len(text)} characters)"
 
 
 def duration(seconds: float) -> str:

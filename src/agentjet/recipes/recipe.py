@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
+from agentjet.errors import nearest_name
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.section import Int64, Section
 
@@ -87,8 +87,8 @@ class Component(Section):
         for key in values if isinstance(values, dict) else ():
             if key not in cls.model_fields:
                 known = [name for name, _ in cls.parameters()]
-                nearest = get_close_matches(str(key), known, 1)
-                way_out = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known) or 'none'}"
+                nearest = nearest_name(str(key), known)
+                way_out = f"did you mean {nearest!r}?" if nearest else f"it has {', '.join(known) or 'none'}"
                 name = values.get("name") or cls.model_fields["name"].default or cls.__name__
                 raise ValueError(f"{name!r} has no parameter {key!r}; {way_out}")
         return values

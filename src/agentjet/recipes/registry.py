@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from agentjet.errors import nearest_name
 from agentjet.recipes import hooks, shelf
 from agentjet.recipes.recipe import Component, Recipe
 
@@ -65,10 +65,8 @@ def find(name: str) -> type[Recipe]:
     if name in others:
         return load(others[name].value, Recipe)
     known = [*built_in(), *others]
-    nearest = get_close_matches(name, known, 1)
-    way_out = (
-        f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}, and 'package.module:Class'"
-    )
+    nearest = nearest_name(name, known)
+    way_out = f"did you mean {nearest!r}?" if nearest else f"there are {', '.join(known)}, and 'package.module:Class'"
     raise ValueError(f"there is no recipe {name!r}; {way_out}")
 
 

@@ -105,7 +105,7 @@ def read_space(path: Path) -> Space:
     known = {name for part in (Space, SpaceArm, SpaceKnob) for name in part.model_fields}
     known |= {field.name for field in fields(Hypothesis)}
     try:
-        return Space.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return Space.model_validate(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise ConfigError(f"--space {str(path)!r} cannot be read: {error.strerror}") from None
     except ValidationError as error:

@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, nearest_name
 
 Value = bool | int | float | str
 Setting = Mapping[str, Value]
@@ -96,8 +95,8 @@ def mistake(error: ValidationError, known: Iterable[str] = ()) -> str:
 
 
 def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, 1)
-    way = f"; did you mean {near[0]}?" if near else f"; the keys are {', '.join(known)}" if known else ""
+    near = nearest_name(name, known)
+    way = f"; did you mean {near}?" if near else f"; the keys are {', '.join(known)}" if known else ""
     return f"{key}: unknown key{way}"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from http import HTTPStatus
 from reprlib import repr as short_repr
 from typing import Any
@@ -19,7 +18,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from agentjet.errors import CheckpointError, InvalidRequest, Later, RequestError
+from agentjet.errors import CheckpointError, InvalidRequest, Later, RequestError, nearest_name
 from agentjet.protocol import Problem
 from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
@@ -108,8 +107,8 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
     first = _most_specific(error.errors())
     name = _place(first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        near = nearest_name(str(first["loc"][-1]), known)
+        hint = f"; did you mean {near!r}?" if near else "."
         return InvalidRequest(f"{name!r} is not a known key{hint}", code="unknown_parameter", status=status, param=name)
     if isinstance(first.get("input"), bytes):
         return InvalidRequest(

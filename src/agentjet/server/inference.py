@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
-from agentjet.errors import InvalidRequest, NotFound, RequestError
+from agentjet.errors import InvalidRequest, NotFound, RequestError, nearest_name
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.deps import (
@@ -230,8 +229,8 @@ def role_of(model: str, deps: AppDeps) -> str:
         names.append(base)
     name = next((name for name in names if model == name or model.startswith(f"{name}@")), None)
     if name is None:
-        near = get_close_matches(base if policies else model, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        near = nearest_name(base if policies else model, names)
+        hint = f"; did you mean {near!r}?" if near else "."
         if policies:
             message = f"This run has no policy {base[:100]!r}{hint} Its policies are {', '.join(policies)}."
         else:

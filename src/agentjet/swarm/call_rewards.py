@@ -6,9 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import InvalidRequest, nearest_name
 from agentjet.protocol import FinishRequest
 from agentjet.swarm.batch_forest import turns_of
 from agentjet.swarm.journal import Journal
@@ -56,9 +55,9 @@ def _without_prefixes(by_call: Mapping[str, float]) -> dict[str, float]:
 
 
 def _unknown(name: str, known: list[str], kind: str) -> str:
-    nearest = get_close_matches(name, known, 1)
+    nearest = nearest_name(name, known)
     return f"the episode has no {kind} {name!r}; " + (
-        f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(map(repr, known)) or 'none'}"
+        f"did you mean {nearest!r}?" if nearest else f"it has {', '.join(map(repr, known)) or 'none'}"
     )
 
 

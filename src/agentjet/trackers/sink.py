@@ -11,10 +11,9 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Protocol
 
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, nearest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,8 @@ def _own_sink(label: str) -> Sink:
     except ModuleNotFoundError as error:
         if error.name != module:  # A module that the file imports.
             raise
-        near = get_close_matches(module, KINDS, n=1)
-        hint = f"did you mean {near[0]}:{KINDS[near[0]].target}?" if near else "put its folder on PYTHONPATH"
+        near = nearest_name(module, KINDS)
+        hint = f"did you mean {near}:{KINDS[near].target}?" if near else "put its folder on PYTHONPATH"
         raise ConfigError(f"--to {label}: there is no tracker and no module {module!r}; {hint}") from None
     except AttributeError:
         raise ConfigError(f"--to {label}: the module {module!r} has no such class") from None

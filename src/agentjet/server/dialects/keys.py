@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -24,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import InvalidRequest, nearest_name
 from agentjet.protocol import Int64, Temperature
 
 # --- bodies
@@ -146,8 +145,8 @@ def request_notes(part: Body, keys: RequestKeys, images: Images, where: str = ""
         rule = keys.get(part.place + key)
         if rule is None and key not in accepted and (value not in ("", []) or key not in declared):
             beside = [known.removeprefix(part.place) for known in keys if known.startswith(part.place)]
-            near = get_close_matches(key, [*accepted, *beside], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = nearest_name(key, [*accepted, *beside])
+            hint = f"; did you mean {near!r}?" if near else "."
             message = f"{where + key!r} is not a known key{hint}"
             raise InvalidRequest(message, code="unknown_parameter", param=where + key)
         if rule is not None and value not in rule.neutral:
