@@ -13,6 +13,7 @@ CLIENTS := .venv-conformance
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 AIDER_INSTALLED := $(CLIENTS)-aider/.installed
 OPENHANDS_INSTALLED := $(CLIENTS)-openhands/.installed
+CREWAI_INSTALLED := $(CLIENTS)-crewai/.installed
 NODE_INSTALLED := conformance/node/node_modules/.installed
 SITE := .venv-site
 SITE_INSTALLED := $(SITE)/.installed
@@ -96,6 +97,11 @@ $(AIDER_INSTALLED): conformance/requirements-aider.txt $(CLIENTS_INSTALLED)
 	$(CLIENTS_PIP) --python $(CLIENTS)-aider/bin/python -r $<
 	touch $@
 
+$(CREWAI_INSTALLED): conformance/requirements-crewai.txt $(CLIENTS_INSTALLED)
+	test -x $(CLIENTS)-crewai/bin/python || $(PYTHON) -m venv --without-pip $(CLIENTS)-crewai
+	$(CLIENTS_PIP) --python $(CLIENTS)-crewai/bin/python -r $<
+	touch $@
+
 $(OPENHANDS_INSTALLED): conformance/requirements-openhands.txt $(CLIENTS_INSTALLED)
 	test -x $(CLIENTS)-openhands/bin/python || $(PYTHON_3_12) -m venv --without-pip $(CLIENTS)-openhands
 	$(CLIENTS_PIP) --python $(CLIENTS)-openhands/bin/python -r $<
@@ -106,7 +112,7 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 	npm rebuild --prefix conformance/node @anthropic-ai/claude-code
 	touch $@
 
-conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
+conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(CREWAI_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
 	$(BIN)/python -m conformance
 
 scale: $(RAY_INSTALLED)  ## the figures of the cluster backend, with real ranks and vLLM replicas
@@ -115,9 +121,10 @@ scale: $(RAY_INSTALLED)  ## the figures of the cluster backend, with real ranks 
 
 docs: setup  ## write the pages that are made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nFor operators: every setting of \`agentjet serve\`. Generated from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
-	$(BIN)/python -c "import pathlib; from agentjet.cli.recipes import recipes_reference; page = pathlib.Path('docs/recipes.md'); page.write_text(page.read_text().partition('# Every recipe')[0] + '# Every recipe\n\nMade from the code by \`make docs\`.\n\n' + recipes_reference())"
+	$(BIN)/python -c "import pathlib; from agentjet.cli.recipes import recipes_reference; page = pathlib.Path('docs/recipes.md'); page.write_text(page.read_text().partition('## Every recipe')[0] + '## Every recipe\n\nMade from the code by \`make docs\`.\n\n' + recipes_reference())"
 	$(BIN)/python -c "import pathlib; from agentjet.server.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
 	cp src/agentjet/gateway/health.md docs/health.md
+	$(BIN)/python docs/site/costs.py
 
 screens: setup  ## draw the pictures of the page in docs/screens, from a run of this machine; needs Chromium
 	PYTHONPATH=src:. $(BIN)/python docs/site/screens.py build/screens
@@ -132,4 +139,4 @@ site: setup $(SITE_INSTALLED)  ## make the documentation site: build/site/html/i
 	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going -d build/site/cache build/site/source build/site/html
 
 clean:  ## remove the environments and caches; data and results stay
-	rm -rf $(VENV) $(SITE) build/site $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SITE) build/site $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-crewai $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 PYTHON = HERE.parent / ".venv-conformance" / "bin" / "python"
 AIDER = HERE.parent / ".venv-conformance-aider" / "bin"
 OPENHANDS = HERE.parent / ".venv-conformance-openhands" / "bin"
-"""Environments of products whose pins clash with those of the others, or that need a newer Python."""
+CREWAI = HERE.parent / ".venv-conformance-crewai" / "bin"
+"""Environments of clients whose pins clash with those of the others, or that need a newer Python."""
 NODE = HERE / "node"
 PRODUCTS = HERE / "products"
 PATIENCE = 180.0
@@ -27,6 +28,8 @@ PATIENCE = 180.0
 
 SILENT = {
     "AGENTSCOPE_DISABLE_TELEMETRY": "1",
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
     "ANONYMIZED_TELEMETRY": "false",
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -79,7 +82,8 @@ def command(script: str, *arguments: str) -> list[str]:
         return ["sh", "-eu", str(PRODUCTS / script), *arguments]
     if is_product(script):
         return [str(OPENHANDS / "python"), str(PRODUCTS / script), *arguments]
-    return [str(PYTHON), str(HERE / "clients" / script), *arguments]
+    python = str(CREWAI / "python") if "CrewAI" in arguments else str(PYTHON)
+    return [python, str(HERE / "clients" / script), *arguments]
 
 
 async def run(argv: list[str], episode: dict[str, Any], folder: Path, *, product: bool = False) -> Ended:

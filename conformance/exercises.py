@@ -27,6 +27,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat", "completions", "responses", "me
 OPENAI, ANTHROPIC, AGENTS = "openai", "anthropic", "openai-agents"
 LANGCHAIN, PYDANTIC_AI, SMOLAGENTS = "langchain", "pydantic-ai", "smolagents"
 LITELLM, AGENTSCOPE, AUTOGEN, DSPY = "litellm", "agentscope", "autogen", "dspy"
+CREWAI, HTTP = "crewai", "plain HTTP"
 NODE_OPENAI, NODE_AI = "npm openai", "npm ai"
 
 PACKAGES = {
@@ -34,6 +35,7 @@ PACKAGES = {
     PYDANTIC_AI: ("pydantic-ai-slim",),
     AUTOGEN: ("autogen-agentchat", "autogen-ext"),
     NODE_AI: ("npm ai", "npm @ai-sdk/openai"),
+    HTTP: (),
     **PRODUCT_PACKAGES,
 }
 """Package names that differ from the client's name."""
@@ -62,6 +64,12 @@ def thinks(exercise: Exercise, remark: str, *, history: str = "as_sampled") -> E
 def speaking(exercise: Exercise) -> Exercise:
     """The same by a client whose model name selects an agent role, and that is rewarded as this role."""
     return replace(exercise, name="as `policy@reckoner`, rewarded by role", role="reckoner")
+
+
+def on_the_page(client: str, heading: str, *turns: Turn, answer: str = "1.0", strict: bool = False) -> Exercise:
+    """The agent below a heading of `docs/frameworks.md`, which prints its reward."""
+    command = ("page_agent.mjs",) if heading == "JavaScript" else ("page_agent.py", heading)
+    return Exercise(client, "the agent of `docs/frameworks.md`", CHAT, command, turns, answer, is_constrained=strict)
 
 
 VOTES = (
@@ -275,5 +283,13 @@ EXERCISES = (
         is_constrained=True,
     ),
     speaking(faithful(NODE_AI, "", CHAT, "ai.mjs", "chat")),
+    on_the_page(LANGCHAIN, "LangGraph", *TWO_QUESTIONS[:2]),
+    on_the_page(AGENTS, "OpenAI Agents SDK", *STRICT_TWO_QUESTIONS[:2], strict=True),
+    on_the_page(CREWAI, "CrewAI", *STRICT_TWO_QUESTIONS[:2], strict=True),
+    on_the_page(PYDANTIC_AI, "pydantic-ai", *STRICT_TWO_QUESTIONS[:2], strict=True),
+    on_the_page(SMOLAGENTS, "smolagents", *SMOL_CODE[:2]),
+    on_the_page(AUTOGEN, "AutoGen", *TWO_QUESTIONS[:2]),
+    on_the_page(HTTP, "Plain HTTP", *TWO_QUESTIONS[:2]),
+    on_the_page(NODE_OPENAI, "JavaScript", *TWO_QUESTIONS[:2], answer="1"),
     *PRODUCTS,
 )

@@ -1,6 +1,6 @@
 """The documentation site: `make site` builds it, and Sphinx refuses what these tests do not see.
 
-1. The index names every page once, and every page exists.
+1. Each page is in the sidebar, which has at most 30 entries, or below a page of it, once.
 2. The page of routes has each route with its token and each body that it refers to; the page of commands each command.
 3. The page of Python names has each public name.
 4. The gathered folder has the files that pages link to.
@@ -36,10 +36,14 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return find
 
 
-def test_the_index_names_every_page_once(module: Any) -> None:
+def test_every_page_has_one_place_and_the_sidebar_is_short(module: Any) -> None:
     trees = re.findall(r"```\{toctree\}\n(.*?)```", (SITE / "index.md").read_text(encoding="utf-8"), re.DOTALL)
-    named = Counter(line for tree in trees for line in tree.splitlines() if line and not line.startswith(":"))
-    assert named == Counter([*(str(page.with_suffix("")) for page in module("gather").pages()), *MADE])
+    lines = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    sidebar = [re.sub(r"^.*<(.*)>$", r"\1", line) for line in lines]
+    assert len(sidebar) <= 30
+    gather = module("gather")
+    named = Counter([*sidebar, *(str(page.with_suffix("")) for top in gather.BELOW for page in gather.below(top))])
+    assert named == Counter([*(str(page.with_suffix("")) for page in gather.pages()), *MADE])
 
 
 def test_the_page_of_routes_is_complete(module: Any) -> None:
@@ -72,6 +76,12 @@ def test_the_page_of_python_names_is_complete() -> None:
     named = set(re.findall(r"autoclass:: (\w+)", page))
     assert named == set(agentjet.__all__) - {"__version__", "AgentJetError"}
     assert "automodule:: agentjet.errors" in page
+
+
+def test_the_computed_tables_of_costs_are_current(module: Any) -> None:
+    costs = module("costs")
+    page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
+    assert page.partition(costs.MARK)[2].strip() == costs.tables().strip(), "run `make docs`"
 
 
 def test_linked_files_are_gathered(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,6 +441,8 @@ class Call:
     """Support set of each completion token, packed by `timeline.support.pack_sets`."""
     untrained: str = ""
     """Name of the rule of `job.side_calls` that excludes the call from training, or ''."""
+    seconds: float | None = None
+    """Seconds from the arrival of the request to `created`. None if it was not measured."""
 
     @property
     def after(self) -> str | None:

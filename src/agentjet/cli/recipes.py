@@ -85,7 +85,9 @@ def recipes_reference() -> str:
         table += [f"| `{one}` | {kind} | `{default}` | {meaning} |" for one, default, kind, meaning in own]
         more = "" if name == "grpo" else _inherited(recipe, [one for one, *_ in own])
         body = f"```\n{cleandoc(recipe.__doc__ or '')}\n```"
-        parts.append("\n\n".join([f"## {name}", body, *(["\n".join(table)] if own else []), *([more] if more else [])]))
+        parts.append(
+            "\n\n".join([f"### {name}", body, *(["\n".join(table)] if own else []), *([more] if more else [])])
+        )
     return "\n\n".join(parts) + "\n"
 
 

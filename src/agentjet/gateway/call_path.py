@@ -67,6 +67,8 @@ class ActiveCall:
     """Number of the call in its episode, unique among answered and failed calls. Seeds depend on it."""
     deadline: float
     """Time of the event loop until which it may be held."""
+    arrived: float
+    """Unix seconds."""
     outbox: asyncio.Queue[CallChunk | BaseException] = field(default_factory=asyncio.Queue)
     recorded: list[str] = field(default_factory=list)
     """Ids of the recorded calls, one per finished choice."""
@@ -178,7 +180,7 @@ class CallPath:
         calls.next_ordinal = ordinal + 1
         server, client = self._run.config.server, episode.client_id
         deadline = asyncio.get_running_loop().time() + server.call_timeout
-        call = ActiveCall(episode, role, request, ordinal, deadline)
+        call = ActiveCall(episode, role, request, ordinal, deadline, self._clock())
         calls.open.append(call)
         self._calls_by_client[client] += 1
         try:
@@ -392,6 +394,7 @@ class CallPath:
         if call.repeats is None:  # Looked up this late because the repeated call may have been recorded since.
             call.repeats = self._repeated_calls(call)
         retry_of = call.repeats.pop() if call.repeats else None
+        now = self._clock()
         record = Call(
             id=choice.call_id,
             episode_id=call.episode.id,
@@ -406,7 +409,8 @@ class CallPath:
             finish_reason=parser.finish_reason(message),
             response=message,
             prompt_key=prompt.key,
-            created=self._clock(),
+            created=now,
+            seconds=max(0.0, now - call.arrived),
             ask=prompt.ask,
             fork="retry" if retry_of is not None else prompt.fork,
             retry_of=retry_of,

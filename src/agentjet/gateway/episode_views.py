@@ -111,6 +111,7 @@ def _facts_of_call(shown: _ShownCall) -> dict[str, Any]:
         "temperature": call.temperature,
         "finish_reason": call.finish_reason,
         "created": call.created,
+        "seconds": call.seconds,
     }
 
 

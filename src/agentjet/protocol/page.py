@@ -138,6 +138,33 @@ class WaitingView(Response):
     """The groups in the order they were opened, at most 200."""
 
 
+# --- the machine
+
+
+class GpuView(Response):
+    """A GPU of the server's machine."""
+
+    name: str
+    load: float
+    """Share of the time in which it computed, 0 to 1."""
+    memory_used: int
+    memory_total: int
+    """Bytes."""
+
+
+class MachineView(Response):
+    """Load and memory of the server's machine."""
+
+    cores: int
+    cpu: float
+    """Share of all cores that was used since the measurement before, 0 to 1."""
+    memory_used: int
+    memory_total: int
+    """Bytes."""
+    gpus: list[GpuView]
+    """NVIDIA's, as `nvidia-smi` lists them."""
+
+
 # --- `agentjet look`
 
 

@@ -52,6 +52,8 @@ class EpisodeQuery(Request):
     """Text inside the reason of its abort, or of its drop."""
     search: Text = ""
     """Text inside the id of the task, the group or the id of the episode."""
+    text: Text = ""
+    """Text inside a message or an answer. Only episodes whose messages are kept are found."""
 
 
 class EpisodeFilters(TypedDict, total=False):
@@ -74,6 +76,7 @@ class EpisodeFilters(TypedDict, total=False):
     max_reward: float | None
     reason: str
     search: str
+    text: str
 
 
 class EpisodeView(Response):
@@ -136,6 +139,8 @@ class CallFacts(Response):
     temperature: float
     finish_reason: FinishReason
     created: float
+    seconds: float | None
+    """Seconds from the arrival of the request to `created`; null in journals of earlier versions."""
 
 
 class CallView(CallFacts):

@@ -110,6 +110,12 @@ async def get_health(deps: Deps) -> bodies.HealthView:
     return await deps.gateway.overview.health()
 
 
+@router.get("/machine", dependencies=SHARED_VIEWER)
+async def get_machine(deps: Deps) -> bodies.MachineView:
+    """Return load and memory of the server's machine, measured at most every five seconds."""
+    return await deps.gateway.machine.view()
+
+
 @router.get("/waiting", dependencies=SHARED_VIEWER)
 async def get_waiting(deps: Deps) -> bodies.WaitingView:
     """Return the groups that fill the present batch, with the state of each episode."""

@@ -6,6 +6,7 @@ the page is full.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,11 @@ ORDERS = {
 """SQL of each order, and how it goes on. Among equals, newer episodes come first."""
 
 
+HAS_TEXT = (
+    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :text) AND "
+    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text)))"
+)
+"""SQL of `text`. The first condition is the cheap one: most calls are not parsed."""
 METRICS = TypeAdapter(dict[str, Any])
 """Reads the metrics of a step in a quarter of the time of `json.loads`."""
 
@@ -132,6 +138,9 @@ def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
         conditions.append(
             "(instr(body ->> 'task_id', :search) OR instr(body ->> 'group', :search) OR instr(id, :search))"
         )
+    if query.text:
+        values["text"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # as it stands in the JSON of a call
+        conditions.append(HAS_TEXT)
     return conditions, values
 
 

@@ -45,6 +45,16 @@ export function clock(unix) {
 // The end of a long episode id: episodes that began together have the same beginning.
 export const shortId = (id) => (id.length > 14 ? `…${id.slice(-8)}` : id);
 
+// The number of the step that learns a batch: the policy version that it makes. The page shows this number only.
+export const stepOf = (batch) => batch + 1;
+export const stepPath = (batch) => `/batches/${stepOf(batch)}`;
+
+// The client's name for a group without the id of its run: "3+4/1b2c3d4e/1" is the second visit of task 3+4.
+export function groupName(name) {
+  const found = String(name ?? "").match(/^(.*)\/[0-9a-f]{8}\/(\d+)$/s);
+  return found ? `${found[1]}, visit ${Number(found[2]) + 1}` : name;
+}
+
 export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 
 // A number of the API. `path` is "ROUTE#PLACE", such as "/status#episodes.live", "/batches/3#groups[0].id" or

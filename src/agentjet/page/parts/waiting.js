@@ -1,7 +1,7 @@
 // The groups that training waits for, as a picture: one row a group, one cell a place.
 import { html, useEffect, useRef, useSignal } from "../vendor/ui.js";
 import { href } from "../route.js";
-import { duration, Fact, number, Text, visible } from "./format.js";
+import { duration, Fact, groupName, number, Text, visible } from "./format.js";
 
 const MAX_ROWS = 40;
 const MAX_CELLS = 64;
@@ -33,16 +33,23 @@ export function mostSilent(groups) {
   return found;
 }
 
-function Cell({ cell, path }) {
+// Returns the least and the greatest reward of the cells, at least 0 and 1: the ends of the colour scale.
+function scaleOf(groups) {
+  const rewards = groups.flatMap(({ cells }) => cells.map((one) => one.reward).filter((reward) => reward != null));
+  return [Math.min(0, ...rewards), Math.max(1, ...rewards)];
+}
+
+function Cell({ cell, path, scale: [low, high] }) {
   const { episode_id: id, state, reward } = cell;
   const label = `${KINDS[state]}${reward == null ? "" : `, reward ${number(reward)}`}: ${visible(id)}`;
   const shown = state === "finished" && reward != null ? html`<${Fact} path=${`${path}.reward`} value=${reward} />`
     : { finished: "✓", live: "▒", failed: "✕" }[state];
-  return html`<a class=${`cell ${state}`} href=${href(`/episodes/${encodeURIComponent(id)}`)} title=${label} aria-label=${label}>
+  const style = reward == null ? {} : { "--share": `${(100 * (reward - low)) / (high - low)}%` };
+  return html`<a class=${`cell ${state}`} style=${style} href=${href(`/episodes/${encodeURIComponent(id)}`)} title=${label} aria-label=${label}>
     ${shown}</a>`;
 }
 
-function Row({ group, index }) {
+function Row({ group, index, scale }) {
   const { cells, size } = group;
   const shown = cells.slice(0, MAX_CELLS);
   const free = Math.max(0, Math.min(size, MAX_CELLS) - shown.length);
@@ -51,9 +58,9 @@ function Row({ group, index }) {
     return count ? `${count} ${text}` : "";
   }).filter(Boolean).join(", ");
   return html`<li class=${`group ${group.state}`}>
-    <a class="name" href=${href(`/groups/${group.id}`)}><${Text} value=${group.name || group.task_id || `group ${group.id}`} limit=${60} /></a>
+    <a class="name" href=${href(`/groups/${group.id}`)}><${Text} value=${groupName(group.name) || group.task_id || `group ${group.id}`} limit=${60} /></a>
     <span class="cells">
-      ${shown.map((cell, place) => html`<${Cell} key=${cell.episode_id} cell=${cell}
+      ${shown.map((cell, place) => html`<${Cell} key=${cell.episode_id} cell=${cell} scale=${scale}
         path=${`/waiting#groups[${index}].cells[${place}]`} />`)}
       ${Array.from({ length: free }, () => html`<span class="cell empty" aria-hidden="true">·</span>`)}
     </span>
@@ -85,14 +92,16 @@ export function Waiting({ waiting }) {
     .sort((a, b) => (a.group.state === "complete") - (b.group.state === "complete"));
   const absent = Math.max(0, (waiting.needed ?? 0) - (waiting.num_groups ?? groups.length));
   const more = groups.length - MAX_ROWS;
+  const scale = scaleOf(groups);
   return html`<div class="waiting">
     <p class="answer"><${Text} value=${waiting.text} limit=${400} /></p>
     <${Silent} groups=${groups} age=${age} />
-    <ul class="groups">${order.slice(0, MAX_ROWS).map((one) => html`<${Row} key=${one.group.id} ...${one} />`)}</ul>
+    <ul class="groups">${order.slice(0, MAX_ROWS).map((one) => html`<${Row} key=${one.group.id} ...${one} scale=${scale} />`)}</ul>
     ${more > 0 && html`<p class="muted">… and ${number(more)} more groups.</p>`}
     ${absent > 0 && html`<p class="muted">${absent === 1 ? "1 group is" : `${number(absent)} groups are`} not begun.</p>`}
     <p class="muted legend" aria-hidden="true">
-      <span class="cell finished">1</span> finished, with its reward <span class="cell live">▒</span> live
+      <span class="cell finished" style=${{ "--share": "0%" }}>${number(scale[0])}</span> to
+      <span class="cell finished" style=${{ "--share": "100%" }}>${number(scale[1])}</span> finished, with its reward <span class="cell live">▒</span> live
       <span class="cell failed">✕</span> ended without a reward <span class="cell empty">·</span> not begun</p>
   </div>`;
 }

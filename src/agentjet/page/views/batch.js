@@ -1,11 +1,11 @@
-// One batch: its rewards, its groups, what was dropped meanwhile, and the settings that changed.
+// One batch, by the number of the step that learns it: its rewards, its groups, what was dropped meanwhile, and the settings that changed.
 
 import { html, useMemo } from "../vendor/ui.js";
 import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
 import { pulse, status } from "../store.js";
 import { families } from "../parts/families.js";
-import { Fact, number, plural, Text, visible } from "../parts/format.js";
+import { Fact, number, plural, stepOf, Text, visible } from "../parts/format.js";
 import { Histogram, binsOf } from "../parts/histogram.js";
 import { Panel, useLoad } from "../parts/panel.js";
 
@@ -26,21 +26,21 @@ const SHOWN_EPISODES = 20;
 const SIGNED = new Intl.NumberFormat("en", { signDisplay: "exceptZero", maximumSignificantDigits: 3 });
 
 export function BatchView({ params }) {
-  const id = /^\d{1,15}$/.test(params.id) ? Number(params.id) : null;
-  const load = useLoad(`/batches/${encodeURIComponent(params.id)}`, {}, pulse.value.step);
-  const newest = (status.value?.policy_version ?? 0) - 1;
-  const to = (other) => other >= 0 && other <= newest && go(`/batches/${other}`);
+  const step = /^[1-9]\d{0,14}$/.test(params.id) ? Number(params.id) : null;
+  const load = useLoad(`/batches/${step === null ? encodeURIComponent(params.id) : step - 1}`, {}, pulse.value.step);
+  const newest = status.value?.policy_version ?? 0;
+  const to = (other) => other >= 1 && other <= newest && go(`/batches/${other}`);
   useKeys({
-    "[": ["the batch before", () => id !== null && to(id - 1)],
-    "]": ["the batch after", () => id !== null && to(id + 1)],
+    "[": ["the step before", () => step !== null && to(step - 1)],
+    "]": ["the step after", () => step !== null && to(step + 1)],
   });
   return html`<p class="neighbours">
-      <a href=${href("/batches")}>All batches</a>
-      ${id > 0 && html`<a href=${href(`/batches/${id - 1}`)}>‹ batch ${id - 1}</a>`}
-      ${id !== null && id < newest && html`<a href=${href(`/batches/${id + 1}`)}>batch ${id + 1} ›</a>`}
+      <a href=${href("/batches")}>All steps</a>
+      ${step > 1 && html`<a href=${href(`/batches/${step - 1}`)}>‹ step ${step - 1}</a>`}
+      ${step !== null && step < newest && html`<a href=${href(`/batches/${step + 1}`)}>step ${step + 1} ›</a>`}
     </p>
-    <h1>Batch <${Text} value=${params.id} limit=${20} /></h1>
-    <${Panel} load=${load} gone=${html`There is no such batch. The newest is on top of <a href=${href("/batches")}>the list</a>.`}>
+    <h1>Step <${Text} value=${params.id} limit=${20} /></h1>
+    <${Panel} load=${load} gone=${html`There is no such step. The newest is on top of <a href=${href("/batches")}>the list</a>.`}>
       ${(batch) => html`<${Batch} batch=${batch} path=${`/batches/${batch.id}`} />`}
     <//>`;
 }
@@ -53,7 +53,7 @@ function Batch({ batch, path }) {
       ${plural(members.length, "episode")} in ${plural(batch.groups.length, "group")}; mean reward${" "}
       <b>${number(mean(members.map((one) => one.reward)))}</b>.${" "}
       ${uniform > 0 && html`<b class="warn">${plural(uniform, "group")}</b> taught nothing: all rewards were equal. `}
-      ${batch.state === "learned" ? `Learning it was step ${batch.id + 1} and made policy version ${batch.id + 1}.` : "It is being learned."}
+      ${batch.state === "learned" ? `It made policy version ${stepOf(batch.id)}.` : "It is being learned."}
     </p>
     <${Rewards} batch=${batch} />
     <${Groups} batch=${batch} path=${path} />
@@ -73,7 +73,7 @@ function Rewards({ batch }) {
   }, [batch]);
   const bins = useMemo(() => binsOf(sets.flatMap(([, rewards]) => rewards)), [sets]);
   const to = (name) => (low, high) =>
-    href("/episodes", { batch: batch.id, task_set: sets.length > 1 ? name : "", min_reward: low, max_reward: high });
+    href("/episodes", { step: stepOf(batch.id), task_set: sets.length > 1 ? name : "", min_reward: low, max_reward: high });
   return html`<section class="panel" aria-labelledby="rewards-title">
     <header><h2 id="rewards-title">Rewards</h2></header>
     <p class="muted">Episodes by reward. A bar opens its episodes.</p>

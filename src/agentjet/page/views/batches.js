@@ -7,10 +7,11 @@ import { pulse, steps } from "../store.js";
 import { Chart, Markers } from "../parts/chart.js";
 import { codeMarkers, running } from "../parts/curve.js";
 import { families, matching } from "../parts/families.js";
-import { clock, Fact, number, Text } from "../parts/format.js";
+import { clock, Fact, number, stepOf, stepPath, Text } from "../parts/format.js";
 import { Empty, Panel, Unread, useLoad } from "../parts/panel.js";
 
 const NEWEST = 5;
+const AT_A_GLANCE = ["reward/mean", "groups/zero_variance", "policy/entropy", "optim/grad_norm", "perf/tokens_per_second"];
 const PAGE = 50;
 const SMOOTHING = [["", "none"], ["0.6", "little"], ["0.8", "medium"], ["0.93", "much"]];
 const AXES = { step: "step", hours: "hours", tokens: "sampled tokens" };
@@ -54,15 +55,23 @@ function Metrics({ query }) {
         ${problem ? `This is not a regular expression: ${problem}` : `${number(chosen.length)} of ${number(names.length)} metrics`}
       </p>
     </form>
-    <p class="muted">Step 1 learns batch 0. A click on a curve, or Enter at a place that the arrow keys chose, opens the batch of that step.</p>
+    <p class="muted">A click on a curve, or Enter at a place that the arrow keys chose, opens that step.</p>
     <${Markers} markers=${markers} xName=${AXES[query.x] ?? "step"} />
-    ${families(chosen).map(([title, those]) => html`<section key=${title} class="family">
-      <h2><${Text} value=${title} /></h2>
+    ${boards(chosen, query.metrics).map(([title, those, open]) => html`<details key=${title} class="family" open=${open}>
+      <summary><h2><${Text} value=${title} /> <small class="muted">${number(those.length)}</small></h2></summary>
       <div class="charts">
         ${those.map((name) => html`<${Metric} key=${`${query.x} ${name}`} name=${name} all=${all} x=${x} query=${query} markers=${markers} />`)}
       </div>
-    </section>`)}
+    </details>`)}
   </section>`;
+}
+
+// Returns [[title, names, open], ...]: the board of five metrics to look at first, then a board for each family. A search
+// opens every board.
+function boards(chosen, search) {
+  const first = AT_A_GLANCE.filter((name) => chosen.includes(name));
+  const rest = families(chosen.filter((name) => !first.includes(name)));
+  return [...(first.length ? [["At a glance", first, true]] : []), ...rest.map(([title, those]) => [title, those, Boolean(search) || !first.length])];
 }
 
 function Metric({ name, all, x, query, markers }) {
@@ -71,7 +80,7 @@ function Metric({ name, all, x, query, markers }) {
   const axisName = AXES[query.x] ?? "step";
   return html`<${Chart} title=${name} x=${x} xName=${axisName} whole=${axisName === "step"} series=${series}
     smooth=${Number(query.smooth ?? 0)} markers=${markers} group="metrics"
-    onOpen=${(index) => go(`/batches/${all.versions[index] - 1}`)} />`;
+    onOpen=${(index) => go(`/batches/${all.versions[index]}`)} />`;
 }
 
 // Returns the x values of the steps: policy versions, hours since the first step, or tokens sampled until then.
@@ -103,7 +112,7 @@ function BatchList() {
       const before = older.rows.length ? older.next : next;
       return html`<div class="wide" tabindex="0" role="region" aria-label="Newest batches"><table>
         <thead><tr>
-          <th scope="col">batch</th><th scope="col" class="num">mean reward</th><th scope="col" class="num">groups</th>
+          <th scope="col">step</th><th scope="col" class="num">mean reward</th><th scope="col" class="num">groups</th>
           <th scope="col" class="num">episodes</th><th scope="col">state</th><th scope="col">composed</th>
         </tr></thead>
         <tbody>${rows.map((one, index) => html`<${Row} key=${one.id} one=${one} path=${index < batches.length && `/batches#batches[${index}]`} />`)}</tbody>
@@ -117,7 +126,7 @@ function BatchList() {
 function Row({ one, path }) {
   const value = (name) => (path ? html`<${Fact} path=${`${path}.${name}`} value=${one[name]} />` : number(one[name]));
   return html`<tr>
-    <th scope="row"><a href=${href(`/batches/${one.id}`)}>batch ${one.id}</a></th>
+    <th scope="row"><a href=${href(stepPath(one.id))}>step ${stepOf(one.id)}</a></th>
     <td class="num">${value("reward_mean")}</td><td class="num">${value("groups")}</td><td class="num">${value("episodes")}</td>
     <td>${one.state === "learned" ? "learned" : "being learned"}</td><td>${clock(one.composed)}</td>
   </tr>`;

@@ -7,7 +7,7 @@ import { AbortButton } from "../parts/actions.js";
 import { leastLikely, readCall } from "../parts/call.js";
 import { continuation, difference } from "../parts/forks.js";
 import { Forest, rowsOfCalls } from "../parts/forest.js";
-import { clock, duration, Fact, number, plural, Text, toneOf, visible } from "../parts/format.js";
+import { clock, duration, Fact, groupName, number, plural, stepOf, stepPath, Text, toneOf, visible } from "../parts/format.js";
 import { Conversation } from "../parts/messages.js";
 import { callTone, OVERLAYS, overlayNamed, untrainedEpisode } from "../parts/overlays.js";
 import { Failed, Gone, Loading, useLoad } from "../parts/panel.js";
@@ -48,8 +48,8 @@ function Facts({ episode, member, group }) {
       html`<${Fact} path=${`${place}.advantages[${JSON.stringify(role)}]`} value=${value} />`]),
     ["Task", link("task", episode.task_id)],
     ["Task set", episode.task_set && link("task_set", episode.task_set)],
-    ["Group", episode.group_id != null && html`<a href=${href(`/groups/${episode.group_id}`)}><${Text} value=${episode.group} limit=${80} /></a>`],
-    ["Batch", episode.trained_in !== null && html`<a href=${href(`/batches/${episode.trained_in}`)}>${fact("trained_in")}</a>`],
+    ["Group", episode.group_id != null && html`<a href=${href(`/groups/${episode.group_id}`)}><${Text} value=${groupName(episode.group)} limit=${80} /></a>`],
+    ["Step", episode.trained_in !== null && html`<a href=${href(stepPath(episode.trained_in))}>${stepOf(episode.trained_in)}</a>`],
     ["Version", fact("policy_version")],
     ["Calls", fact("num_calls")],
     ["Sampled tokens", fact("num_tokens")],
@@ -83,7 +83,8 @@ function CallSection({ call, position, parent, numbers, overlay, facts, here, on
   const details = [
     `${plural(call.num_context, "new context token")}, ${number(sampled)} sampled`,
     versions.length ? `version ${versions.join(", ")}` : "nothing sampled",
-    `ended: ${call.finish_reason}`, `temperature ${number(call.temperature)}`, clock(call.created),
+    `ended: ${call.finish_reason}`, `temperature ${number(call.temperature)}`,
+    call.seconds === null ? clock(call.created) : `${clock(call.created)}, took ${duration(call.seconds)}`,
   ];
   const way = continuation(call, parent, numbers);
   const changed = difference(call, parent);
@@ -108,7 +109,7 @@ function Calls({ facts, overlayName }) {
   const numbers = useMemo(() => new Map(calls.map((call, i) => [call.id, i + 1])), [calls]);
   const parents = useMemo(() => new Map(calls.map((call) => [call.id, call])), [calls]);
   const rows = useMemo(() => rowsOfCalls(calls, (call) => ({
-    label: [numbers.get(call.id), visible(call.role), call.fork && `⑂ ${call.fork}`, call.orphan && `✕ ${call.orphan}`]
+    label: [numbers.get(call.id), visible(call.role), call.fork && `↳ ${call.fork}`, call.orphan && `✕ ${call.orphan}`]
       .filter(Boolean).join(" "),
     tone: call.orphan ? "struck" : "",
   })), [calls]);

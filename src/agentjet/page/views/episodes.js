@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
 import { pulse, run, session } from "../store.js";
-import { clock, duration, Fact, number, shortId, Text, toneOf, visible } from "../parts/format.js";
+import { clock, duration, Fact, number, shortId, stepOf, stepPath, Text, toneOf, visible } from "../parts/format.js";
 import { Failed, Loading } from "../parts/panel.js";
 import { Table } from "../parts/table.js";
 
@@ -21,7 +21,8 @@ const FILTERS = [
   { name: "client", title: "Client" },
   { name: "code_version", title: "Code version" },
   { name: "reason", title: "Reason" },
-  { name: "batch", title: "Batch", number: true },
+  { name: "text", title: "Message text" },
+  { name: "step", title: "Step", number: true },
   { name: "min_version", title: "Version from", number: true },
   { name: "max_version", title: "Version to", number: true },
   { name: "min_reward", title: "Reward from", number: true },
@@ -35,13 +36,16 @@ const MARKS = { live: "▒", finished: "●", aborted: "✕", expired: "◌" };
 // What the list had when one left it, so that "back" shows the same rows.
 let left = null;
 
+// The page counts steps from 1, the API counts their batches from 0.
+const toApi = ({ step, ...query }) => (step ? { ...query, batch: Number(step) - 1 } : query);
+
 const filterLink = (query, name, value) => href("/episodes", { ...query, [name]: value });
 
 const outcome = (row) => html`${row.mode === "eval" && "evaluation, "}${ended(row)}`;
 
 function ended(row) {
   if (row.status === "live") return row.expires_at ? `live, lease until ${clock(row.expires_at)}` : "live";
-  if (row.trained_in !== null) return html`<a tabindex="-1" href=${href(`/batches/${row.trained_in}`)}>${"batch "}<${Fact} path=${`/episodes/${row.episode_id}#trained_in`} value=${row.trained_in} /></a>`;
+  if (row.trained_in !== null) return html`<a tabindex="-1" href=${href(stepPath(row.trained_in))}>${`step ${stepOf(row.trained_in)}`}</a>`;
   if (row.reason || row.dropped) return html`<span title=${visible(row.reason || row.dropped)}><${Text} value=${row.reason || row.dropped} limit=${200} /></span>`;
   return row.status === "finished" && row.mode !== "eval" ? "waits for its batch" : row.status;
 }
@@ -85,7 +89,7 @@ function useEpisodes(query, key, active) {
     const mine = { stopped, before: asked.before };
     busy.current = mine;
     try {
-      const page = await get("/episodes", { ...query, ...asked }, { signal: stopped.signal });
+      const page = await get("/episodes", { ...toApi(query), ...asked }, { signal: stopped.signal });
       if (!stopped.signal.aborted) state.value = { ...state.peek(), key, problem: null, ...merge(page) };
     } catch (problem) {
       const { rows } = state.peek().key === key ? state.peek() : { rows: null }; // Not those of other filters.

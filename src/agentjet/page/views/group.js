@@ -5,7 +5,7 @@ import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
 import { lastCalls, partOf, readCall, sharedCount, timelineOf } from "../parts/call.js";
 import { Forest, rowsOfTimelines, sharing } from "../parts/forest.js";
-import { Fact, number, percent, plural, shortId, Text, toneOf, visible } from "../parts/format.js";
+import { Fact, groupName, number, percent, plural, shortId, stepOf, stepPath, Text, toneOf, visible } from "../parts/format.js";
 import { advantageTone, OVERLAYS, overlayNamed } from "../parts/overlays.js";
 import { Failed, Loading, useLoad } from "../parts/panel.js";
 import { OverlayBar, TokenPanel, Tokens } from "../parts/tokens.js";
@@ -140,14 +140,14 @@ export function GroupView({ params, query }) {
   const rewards = group?.episodes.map((one) => one.reward).filter((reward) => reward !== null) ?? [];
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   return html`<div class="view-group">
-    <header class="view-head"><h1>Group ${group && html`<${Text} value=${group.name} limit=${80} />`}</h1></header>
+    <header class="view-head"><h1>Group ${group && html`<${Text} value=${groupName(group.name)} limit=${80} />`}</h1></header>
     ${load.problem && html`<${Failed} problem=${load.problem} retry=${load.reload} />`}
     ${!group && !load.problem && html`<${Loading} />`}
     ${group && html`<section class="panel">
       <p>${group.state}${group.reason && html`: <${Text} value=${group.reason} lines />`}
         ${group.task_set && html` · task set <${Text} value=${group.task_set} />`} · task <${Text} value=${group.task_id} />
         ${group.code_version && html` · code <${Text} value=${group.code_version} />`}
-        ${group.batch !== null && html` · <a href=${href(`/batches/${group.batch}`)}>batch <${Fact} path=${`/groups/${group.id}#batch`} value=${group.batch} /></a>`}
+        ${group.batch !== null && html` · <a href=${href(stepPath(group.batch))}>${`step ${stepOf(group.batch)}`}</a>`}
         ${rewards.length > 0 && html` · mean reward ${number(mean)}`}</p>
       ${rewards.length > 1 && new Set(rewards).size === 1 && html`<p class="warn">All rewards are equal, so the group teaches nothing.</p>`}
       ${group.advantages_note && html`<p class="muted">No advantages: <${Text} value=${group.advantages_note} />.</p>`}

@@ -1,11 +1,11 @@
 // Overview: is it learning, is it healthy, what does it wait for; and the newest episodes.
-import { html, useMemo } from "../vendor/ui.js";
+import { html, useEffect, useMemo, useSignal } from "../vendor/ui.js";
 import { get } from "../api.js";
 import { useKeys } from "../keys.js";
 import { DEFAULT_RUN, go, href } from "../route.js";
-import { health, pulse, run, session, status, steps, waiting } from "../store.js";
+import { connection, health, pulse, run, session, status, steps, waiting } from "../store.js";
 import { Chart } from "../parts/chart.js";
-import { codeMarkers } from "../parts/curve.js";
+import { codeMarkers, running } from "../parts/curve.js";
 import { clock, duration, Fact, percent, plural, Text, toneOf } from "../parts/format.js";
 import { Loading, Panel, Unread, useLoad } from "../parts/panel.js";
 import { Waiting } from "../parts/waiting.js";
@@ -13,6 +13,7 @@ import { Waiting } from "../parts/waiting.js";
 const REWARD = "reward/mean";
 const TIMES = { sample: "time/sample", wait: "time/wait", learn: "time/learn" };
 const TIMED_STEPS = 10;
+const MACHINE_MS = 10_000;
 const ANSWERS = { yes: "ok", learned: "ok", no: "warn", falls: "bad", too_early: "muted" };
 const NO_VARIANCE = "/status#zero_variance";
 const MARKS = { ok: ["✓", "fine"], warn: ["!", "look"], bad: ["✗", "bad"] };
@@ -33,6 +34,8 @@ function Learning() {
   return html`<section class="panel learning"><header><h2>Is it learning?</h2></header>
     ${answer ? html`<p class=${`answer ${ANSWERS[answer.answer]}`}><${Text} value=${answer.text} /></p>` : html`<${Loading} />`}
     ${rewards && html`<${Chart} title="Reward of each step" x=${versions} series=${series} markers=${markers} eager />`}
+    ${versions.length > 0 && html`<button type="button" aria-keyshortcuts="w" onClick=${openWorst}>
+      <kbd>w</kbd> Worst episode of step ${versions.at(-1)}</button>`}
   </section>`;
 }
 
@@ -138,8 +141,34 @@ function FirstRun() {
   </section>`;
 }
 
+// Returns the seconds until the last step at the pace of the newest steps; null without a last one or a pace.
+function secondsLeft({ max_steps: last, policy_version: version }, { times }) {
+  const newest = times.slice(-TIMED_STEPS - 1);
+  if (!last || version >= last || newest.length < 2) return null;
+  return ((last - version) * (newest.at(-1) - newest[0])) / (newest.length - 1);
+}
+
+const gigabytes = (bytes) => `${number(Math.round(bytes / 1e8) / 10)} GB`;
+
+// The processors and the memory of the server's machine.
+function Machine() {
+  const ticks = useSignal(0);
+  useEffect(() => {
+    const timer = setInterval(() => { if (connection.peek().state === "live") ticks.value += 1; }, MACHINE_MS);
+    return () => clearInterval(timer);
+  }, []);
+  const load = useLoad(session.value.live === false ? null : "/machine", {}, ticks.value);
+  const machine = load.data;
+  if (!machine) return null;
+  return html`<span>CPU ${percent(machine.cpu)} of ${number(machine.cores)}</span>
+    <span>memory ${gigabytes(machine.memory_used)} of ${gigabytes(machine.memory_total)}</span>
+    ${machine.gpus.map((gpu, i) => html`<span title=${gpu.name}>GPU ${i} ${percent(gpu.load)}, ${gigabytes(gpu.memory_used)} of ${gigabytes(gpu.memory_total)}</span>`)}`;
+}
+
 function Facts() {
   const now = status.value;
+  const left = secondsLeft(now, steps.value);
+  const sampled = running(steps.value.metrics["batch/sampled_tokens"] ?? []).at(-1);
   const { live = 0, finished = 0, trained = 0 } = now.episodes;
   const ended = ["aborted", "expired", "not_needed"].filter((name) => now.episodes[name]);
   return html`<p class="counts-line muted">
@@ -148,18 +177,21 @@ function Facts() {
     <span><${Fact} path="/status#episodes.trained" value=${trained} /> trained</span>
     ${ended.map((name) => html`<span><${Fact} path=${`/status#episodes.${name}`} value=${now.episodes[name]} /> ${name.replace("_", " ")}</span>`)}
     <span><${Fact} path="/status#calls_active" value=${now.calls_active} /> active ${now.calls_active === 1 ? "call" : "calls"}</span>
+    ${sampled > 0 && html`<span>${number(sampled)} tokens sampled and trained</span>`}
     ${session.value.live !== false && html`<span>up for ${duration(now.uptime)}</span>`}
+    ${left !== null && html`<span><b>about ${duration(left)} left</b></span>`}
+    <${Machine} />
   </p>`;
 }
 
 // Opens the episode with the lowest reward of the newest batch.
 async function openWorst() {
-  const batch = (steps.peek()?.versions.at(-1) ?? 0) - 1;
-  if (batch < 0) return;
-  const query = { batch, sort: "reward" };
-  const { episodes: [worst] } = await get("/episodes", { ...query, limit: 1 }).catch(() => ({ episodes: [] }));
+  const step = steps.peek()?.versions.at(-1) ?? 0;
+  if (step < 1) return;
+  const sort = "reward";
+  const { episodes: [worst] } = await get("/episodes", { batch: step - 1, sort, limit: 1 }).catch(() => ({ episodes: [] }));
   if (worst) go(`/episodes/${encodeURIComponent(worst.episode_id)}`);
-  else go("/episodes", query); // The list has the reason.
+  else go("/episodes", { step, sort }); // The list has the reason.
 }
 
 export function OverviewView() {
