@@ -69,7 +69,7 @@ PACKAGES = {
     ),
     "server": rule(
         f"{VOCABULARY} config protocol gateway",
-        "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
+        "fastapi itsdangerous prometheus_client psutil pydantic pydantic_core starlette uvicorn",
     ),
     "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "trackers": rule(VOCABULARY, "mlflow tensorboardX trackio wandb"),

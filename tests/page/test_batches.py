@@ -193,7 +193,7 @@ def test_a_chart_is_read_by_keyboard(viewer: Tab, site: Site) -> None:
     expect(chart).to_have_attribute("aria-valuetext", f"step 2: reward/math/mean {value}")
     expect(page.locator(".chart .chart-legend")).to_contain_text(f"{value} smooth")
     page.keyboard.press("Enter")
-    expect(page.locator("main h1")).to_have_text("Batch 1")
+    expect(page.locator("main h1")).to_have_text("Step 2")
 
 
 def test_a_drag_chooses_a_range_and_a_click_opens_a_batch(viewer: Tab) -> None:
@@ -210,23 +210,24 @@ def test_a_drag_chooses_a_range_and_a_click_opens_a_batch(viewer: Tab) -> None:
     page.get_by_role("button", name="Show all").click()
     expect(page.get_by_role("button", name="Show all")).to_have_count(0)
     page.mouse.click(left, box["y"] + 50)
-    expect(page.locator("main h1")).to_have_text("Batch 0")
+    expect(page.locator("main h1")).to_have_text("Step 1")
 
 
 def test_a_bar_opens_the_episodes_that_it_counts(viewer: Tab, site: Site) -> None:
     page = viewer.open("/batches")
-    page.get_by_role("link", name="batch 2").click()
-    expect(page.locator("main h1")).to_have_text("Batch 2")
+    page.get_by_role("link", name="step 3").click()
+    expect(page.locator("main h1")).to_have_text("Step 3")
     bars = page.locator(".histogram a")
     expect(bars).to_have_count(4)
     for bar in bars.all():
         query = (bar.get_attribute("href") or "").partition("?")[2]
         count = (bar.get_attribute("aria-label") or "").split()[0]
-        assert len(site.get(f"/episodes?{query}")["episodes"]) == int(count)
+        asked = query.replace("step=3", "batch=2")  # the API counts batches from 0
+        assert asked != query and len(site.get(f"/episodes?{asked}")["episodes"]) == int(count)
 
 
 def test_a_batch_shows_its_groups_its_losses_and_changed_settings(viewer: Tab, site: Site) -> None:
-    page = viewer.open("/batches/2")
+    page = viewer.open("/batches/3")
     api = site.get("/batches/2")
     expect(page.locator("#groups-title")).to_be_visible()
     rows = page.locator("[aria-labelledby=groups-title] tbody tr")
@@ -243,18 +244,18 @@ def test_a_batch_shows_its_groups_its_losses_and_changed_settings(viewer: Tab, s
     expect(lost).to_contain_text("1 episode aborted: Timeout")
     assert lost.get_by_role("link").get_attribute("title") == "Timeout: the tool <b>answered</b> nothing"
     expect(page.locator("[aria-labelledby=job-title] tbody tr")).to_have_text([r"lease_seconds121122"])
-    newest = site.get("/status")["policy_version"] - 1
+    newest = site.get("/status")["policy_version"]
     viewer.open(f"/batches/{newest}")
-    expect(page.locator("main")).to_contain_text(f"Learning it was step {newest + 1}")
-    expect(page.locator(".neighbours a")).to_have_text(["All batches", f"‹ batch {newest - 1}"])
+    expect(page.locator("main")).to_contain_text(f"It made policy version {newest}")
+    expect(page.locator(".neighbours a")).to_have_text(["All steps", f"‹ step {newest - 1}"])
     page.keyboard.press("]")
     page.keyboard.press("[")
-    expect(page.locator("main h1")).to_have_text(f"Batch {newest - 1}")
+    expect(page.locator("main h1")).to_have_text(f"Step {newest - 1}")
 
 
 def test_a_batch_that_does_not_exist_is_said_so(viewer: Tab) -> None:
     page = viewer.open("/batches/999")
-    expect(page.locator(".gone")).to_contain_text("There is no such batch")
+    expect(page.locator(".gone")).to_contain_text("There is no such step")
 
 
 def test_the_swarm_shows_who_works_and_what_is_shared(viewer: Tab, site: Site) -> None:
@@ -334,7 +335,7 @@ def test_a_run_with_named_policies_shows_its_roles(browser: Browser, tmp_path: P
         shown = facts(page, "[aria-label=Policies]")
         steps = site.get("/steps")["metrics"]
         assert float(shown['/steps#metrics["planner/reward/mean"][0]']) == steps["planner/reward/mean"][0]
-        page = tab.open("/batches/0")
+        page = tab.open("/batches/1")
         member = site.get("/batches/0")["groups"][0]["members"][0]
         chip = page.locator(f"a[href='#/episodes/{member['episode_id']}']")
         expect(chip).to_contain_text("planner")

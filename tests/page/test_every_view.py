@@ -29,7 +29,7 @@ VIEWS: dict[str, Callable[[Site], str]] = {
     "failed episode": lambda site: f"/episodes/{site.get('/episodes?status=aborted')['episodes'][0]['episode_id']}",
     "group": lambda site: "/groups/0",
     "batches": lambda site: "/batches",
-    "batch": lambda site: f"/batches/{site.get('/batches')['batches'][0]['id']}",
+    "batch": lambda site: f"/batches/{site.get('/batches')['batches'][0]['id'] + 1}",
     "swarm": lambda site: "/swarm",
 }
 UNFOLD = """for (const one of document.querySelectorAll("button[aria-expanded=false], main summary")) one.click()"""

@@ -28,7 +28,6 @@ from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.machine import Machine
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
@@ -159,7 +158,6 @@ class Gateway:
         self.versions = PolicyVersions(parts, self.engine)
         self._calls = CallPath(parts, self.engine, clock=clock)
         self.overview = Overview(parts, self.engine, self.reader, clock, partial(self.waiting_for, names_silent=False))
-        self.machine = Machine()
         self._tasks: list[asyncio.Task[None]] = []
         """Those of a started run."""
         self.closing = False

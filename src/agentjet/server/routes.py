@@ -113,7 +113,7 @@ async def get_health(deps: Deps) -> bodies.HealthView:
 @router.get("/machine", dependencies=SHARED_VIEWER)
 async def get_machine(deps: Deps) -> bodies.MachineView:
     """Return load and memory of the server's machine, measured at most every five seconds."""
-    return await deps.gateway.machine.view()
+    return await deps.runs.machine.view()
 
 
 @router.get("/waiting", dependencies=SHARED_VIEWER)

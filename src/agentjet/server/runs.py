@@ -27,6 +27,7 @@ from agentjet.gateway.ticks import SharedAnswers
 from agentjet.protocol import RunSettings, RunView
 from agentjet.server.auth import Bearer, Keys, SessionCodes
 from agentjet.server.limits import Limits
+from agentjet.server.machine import Machine
 from agentjet.types import DEFAULT_RUN
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class ServedRuns:
         """`keys` are those of the default run. A run whose keys cannot be read is logged and cannot be entered."""
         self.runs = runs
         self.codes = SessionCodes(keys.clock)
+        self.machine = Machine()
         self.default = AppDeps(keys, limits, runs.default, self)
         self._keys = {DEFAULT_RUN: keys}
         for view in runs.views()[1:]:

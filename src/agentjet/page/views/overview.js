@@ -6,7 +6,7 @@ import { DEFAULT_RUN, go, href } from "../route.js";
 import { connection, health, pulse, run, session, status, steps, waiting } from "../store.js";
 import { Chart } from "../parts/chart.js";
 import { codeMarkers, running } from "../parts/curve.js";
-import { clock, duration, Fact, percent, plural, Text, toneOf } from "../parts/format.js";
+import { clock, duration, Fact, number, percent, plural, Text, toneOf } from "../parts/format.js";
 import { Loading, Panel, Unread, useLoad } from "../parts/panel.js";
 import { Waiting } from "../parts/waiting.js";
 
