@@ -120,7 +120,7 @@ def text_decoder(model: Any) -> nn.Module:
         if head is not None and embeddings in parts and head not in parts:
             return cast(nn.Module, candidate)
     raise ConfigError(
-        f"{type(model).__name__} has no decoder between its input and output embeddings: use another model"
+        f"model.name: {type(model).__name__} has no decoder between its input and output embeddings: use another model"
     )
 
 
