@@ -122,6 +122,7 @@ async def evaluate(up: Running, score: float) -> None:
     await up.gateway.versions.record_evaluation(
         EvaluationRequest(policy_version=version, score=score, num_tasks=1, num_episodes=1)
     )
+    await up.gateway.versions.close()  # The answer did not wait for the checkpoint.
 
 
 async def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentjet.compute.operations import body_digest
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.swarm import Batch
+from agentjet.swarm import Batch, batch_forest
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
-from agentjet.types import CheckpointStamp, Message, NewContext, ToolCall
+from agentjet.types import Call, CheckpointStamp, Message, NewContext, ToolCall
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -372,3 +374,23 @@ def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make)
     forest = world.forest(batch)
     assert forest.tokens.tolist() == [1, 2, 7]
     assert world.swarm.batches.learned(batch, {})["forest/drift"] == 1
+
+
+def test_a_batch_is_built_with_the_calls_of_one_episode_in_memory(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the garbage collector visits the tokens of all at once, and holds the event loop meanwhile."""
+    world = make_world(batch_size=8)
+    for number in range(8):
+        world.play(f"g{number}", 0.0, 1.0)
+    batch, rows, alive = world.swarm.batches.compose(), batch_forest._rows, []
+
+    def counting(*args: Any) -> list[Any]:
+        alive.append(sum(isinstance(known, Call) for known in gc.get_objects()))
+        assert gc.isenabled()
+        return rows(*args)
+
+    before = sum(isinstance(known, Call) for known in gc.get_objects())
+    monkeypatch.setattr(batch_forest, "_rows", counting)
+    world.training(batch)
+    assert len(alive) == 16 and max(alive) - before <= 2

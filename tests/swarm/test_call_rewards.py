@@ -11,6 +11,7 @@ import pytest
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.protocol import FinishRequest
 from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.swarm import Journal
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -109,3 +110,20 @@ def test_the_same_reward_of_another_turn_is_variance(make_world: Make) -> None:
         world.finish(episode, 1.0, by_call={calls[turn]: 1.0})
     batch = world.swarm.batches.compose()
     assert world.swarm.batches.learned(batch, {})["groups/zero_variance"] == 0.0
+
+
+def test_no_call_is_parsed_for_rewards_of_turns(make_world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by `finish`, nor by the close of the group, nor by `learned`: an episode may have megabytes of calls."""
+    recipe = {"name": f"{__name__}:ComparesTurns", "drop_zero_variance": True}
+    world = make_world(batch_size=1, recipe=recipe)
+    begun = [two_turns(world)[0] for _ in range(2)]
+
+    def parsed(*_: object) -> Any:
+        raise AssertionError("a call was parsed")
+
+    with monkeypatch.context() as counting:
+        counting.setattr(Journal, "calls", parsed)
+        for last, episode in enumerate(begun):
+            world.finish(episode, 1.0, by_turn={"": [0.5, float(last)]})
+        batch = world.swarm.batches.compose()
+        assert world.swarm.batches.learned(batch, {})["groups/zero_variance"] == 0.0

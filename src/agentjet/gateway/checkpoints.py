@@ -5,7 +5,8 @@ folders; `CheckpointStore` finds, names and removes them. Invariants:
 * a checkpoint gets its name once it is complete on disk and the journal has recorded its digest;
 * a checkpoint is good once this server has written or loaded it. Only good ones displace older ones;
 * a checkpoint with a tag is never removed. One that only its tag keeps does not serve recovery;
-* an unusable checkpoint is renamed to `unusable_000123` and kept for the operator.
+* an unusable checkpoint is renamed to `unusable_000123` and kept for the operator;
+* a folder loses its name before its files are removed, in a thread: no reader finds half of a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError, nearest_name
+from agentjet.errors import CheckpointError, Conflict, InvalidRequest, Later, NotFound, RequestError, nearest_name
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
 from agentjet.types import SOLE_POLICY, CheckpointStamp
 
@@ -157,7 +161,8 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
         finally:
-            shutil.rmtree(unnamed, ignore_errors=True)
+            if unnamed.exists():
+                await asyncio.to_thread(shutil.rmtree, unnamed, ignore_errors=True)
         self._good.add(policy_version)
         self.rotate(keep)
         return self.listing()[-1]
@@ -173,7 +178,17 @@ class CheckpointStore:
         for old in self.listing():
             if old.policy_version < oldest and old.policy_version not in tagged:
                 self._good.discard(old.policy_version)
-                shutil.rmtree(old.path, ignore_errors=True)
+                self._remove(Path(old.path))
+
+    def _remove(self, path: Path) -> None:
+        """Removes a checkpoint at once by its name. A thread removes its files; `sweep` those that a stop leaves."""
+        unnamed = path.with_name(f".{path.name}.{uuid4().hex}")
+        try:
+            path.rename(unnamed)
+        except OSError as error:
+            log.error("%s is not needed any more and could not be removed: %s", path, error)
+            return
+        asyncio.get_running_loop().run_in_executor(None, partial(shutil.rmtree, unnamed, ignore_errors=True))
 
     def _oldest_for_recovery(self, keep: int) -> int | None:
         """Returns the oldest version of the newest `keep` good checkpoints, or None if there are fewer."""
@@ -199,10 +214,10 @@ class CheckpointStore:
         """Returns the renamed unusable checkpoints that the operator has not removed."""
         return sorted(self.folder.glob(f"{UNUSABLE}*"))
 
-    def sweep(self) -> None:
-        """Removes the remains of interrupted writes. To be called while no worker writes."""
+    async def sweep(self) -> None:
+        """Removes the remains of interrupted writes and removals. To be called while no worker writes."""
         for path in self.folder.glob(".*step_*"):
-            shutil.rmtree(path, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
 
 def policy_folders(checkpoint: Path) -> dict[str, Path]:
@@ -291,20 +306,25 @@ class PolicyVersions:
         self._compute = run.compute
         self._store = run.store
         self._engine = engine
+        self._keeping: set[asyncio.Task[None]] = set()
+        """Tasks that keep the checkpoint of the best score."""
 
     async def record_evaluation(
         self, request: EvaluationRequest, *, idempotency_key: str | None = None
     ) -> list[EvaluationView]:
         """Stores the score of a policy version and returns all evaluations. Raises `InvalidRequest`.
 
-        Keeps the checkpoint of that version if it is the best and `job.keep_best` is set.
+        Keeps the checkpoint of that version if it is the best and `job.keep_best` is set. The answer does not wait for
+        that, because it comes after the running batch.
         """
         self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
         await self._run.commits.durable()
         found = self._swarm.queries.evaluations()
         best = next(evaluation.policy_version for evaluation in found if evaluation.best)
         if self._swarm.job.keep_best and best == request.policy_version:
-            await self._keep_best(best)
+            keeping = asyncio.create_task(self._keep_best(best))
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
         return found
 
     async def _keep_best(self, version: int) -> None:
@@ -315,12 +335,17 @@ class PolicyVersions:
                 await self._engine.training.checkpoint()
 
         try:
-            await self._engine.between_batches(save)
+            with suppress(Later):  # A stop saves the present version, too.
+                await self._engine.between_batches(save)
             self._store.check_exists(version)
             self._store.tags.write({**self._store.tags.read(), BEST: version})
             self._store.rotate(self._swarm.job.keep_checkpoints)
         except (CheckpointError, RequestError) as error:
             log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
+
+    async def close(self) -> None:
+        """Waits until the checkpoint of the best score is kept. Call it after the stop of the engine."""
+        await asyncio.gather(*self._keeping)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""

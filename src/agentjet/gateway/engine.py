@@ -262,7 +262,7 @@ class Engine:
 
     async def _bring_up(self) -> None:
         """Adds the policies to the backend and brings them to the policy version of the journal."""
-        self._store.sweep()
+        await self._store.sweep()
         self.check_job(self._swarm.job)
         self.num_workers += 1
         await self._add_policies()

@@ -187,6 +187,7 @@ class Gateway:
         """Drains, ends unfinished answers and closes the journal. The backend stays open. Idempotent."""
         try:
             await self.drain()
+            await self.versions.close()
         finally:  # The journal is released even if the worker fails to end.
             for task in self._tasks:
                 task.cancel()

@@ -15,12 +15,12 @@ import asyncio
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, PolicyConfig, ServeConfig, first_mistake, parse_config
@@ -63,7 +63,8 @@ class Runs:
         self._gateways: dict[str, Gateway] = {}
         self._failed: dict[str, str] = {}
         """Why runs could not be opened, by name."""
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks of the runs that requests change now."""
         self._closing = False
         _refuse_first_edition(config.server.data_dir)
         self.default = self._gateway(DEFAULT_RUN, config)
@@ -168,7 +169,8 @@ class Runs:
                 "`agentjet job set` (PUT /swarm/v1/job), or choose another run.",
                 code="default_run",
             )
-        async with self._locks[name]:
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock:
             try:
                 yield
             except ConfigError as error:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,38 @@ from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree, OrphanReason, orphans
-from agentjet.types import SOLE_POLICY, Call, metrics_prefix, policy_of
+from agentjet.types import SOLE_POLICY, Call, FinishReason, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
 
 OF_EPISODES = ("timelines", "truncated", "with_tools", "tool_calls")
 COUNTS = (*OF_EPISODES, "orphans", "orphan_tokens", "side_calls", "drift")
-Sequences = dict[str, tuple[ConversationTree, list[Call]]]
-"""The conversation and the trained calls of each role of an episode."""
+
+
+class TrainedCall(NamedTuple):
+    """The facts about a trained call that a batch needs besides its row."""
+
+    id: str
+    temperature: float
+    finish_reason: FinishReason
+    num_tokens: int
+    """Length of the completion."""
+
+
+class Conversation(NamedTuple):
+    """The trained calls of one episode and role, and their rows without the numbers of sequence and call.
+
+    It has arrays and no tokens as Python objects: the garbage collector would visit millions of them at a time and hold
+    the event loop.
+    """
+
+    calls: list[TrainedCall]
+    rows: list[Row]
+    num_row_tokens: int
+
+
+Sequences = dict[str, Conversation]
+"""The conversation of each role of an episode with trained calls."""
 
 
 def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]:
@@ -98,10 +122,10 @@ def overridden(sequences_E: Sequence[Sequences], members_E: Sequence[Episode], j
     limits: Counter[int] = Counter()
     counts: Counter[str] = Counter()
     for episode, sequences in zip(members_E, sequences_E, strict=True):
-        for call in (call for _, calls in sequences.values() for call in calls):
+        for call in (call for conversation in sequences.values() for call in conversation.calls):
             counts["calls"] += 1
             counts["temperature"] += call.temperature != (episode.temperature or job.temperature)
-            limit = len(call.completion) if call.finish_reason == "length" else job.max_tokens
+            limit = call.num_tokens if call.finish_reason == "length" else job.max_tokens
             if limit != job.max_tokens:
                 limits[limit] += 1
     calls, counts["max_tokens"] = counts.pop("calls", 0), limits.total()
@@ -113,11 +137,11 @@ def overridden(sequences_E: Sequence[Sequences], members_E: Sequence[Episode], j
 def _forest(sequences_E: Sequence[Sequences]) -> Forest:
     rows: list[Row] = []
     num_row_tokens = 0
-    trained = [calls for sequences in sequences_E for calls in sequences.values()]
-    for sequence, (tree, calls) in enumerate(trained):
-        rows += _rows(tree, calls, sequence, len(rows))
-        num_row_tokens += sum(tree.num_tokens(call.id) for call in calls)
-        tree.clear()
+    conversations = [conversation for sequences in sequences_E for conversation in sequences.values()]
+    for sequence, conversation in enumerate(conversations):
+        first = len(rows)
+        rows += [row.with_columns(sequence=sequence, call=call) for call, row in enumerate(conversation.rows, first)]
+        num_row_tokens += conversation.num_row_tokens
     return build_forest(rows, num_row_tokens=num_row_tokens)
 
 
@@ -133,8 +157,8 @@ def _facts(
     found = [
         (call, (e, roles.index(role), turn))
         for e, sequences in enumerate(sequences_E)
-        for role, (_, trained) in sequences.items()
-        for turn, call in enumerate(trained)
+        for role, conversation in sequences.items()
+        for turn, call in enumerate(conversation.calls)
     ]
     of_call = np.asarray([place for _, place in found], np.int32).reshape(-1, 3)
     shape_ER = len(rewards_E), len(roles)
@@ -216,11 +240,19 @@ def _without_calls(
 def _trained_sequences(
     journal: Journal, episode: Episode, policies: Sequence[str], counts: Mapping[str, Counter[str]]
 ) -> Sequences:
-    """An episode's conversations and their trained calls by agent role. Roles without trained calls are left out."""
+    """An episode's conversations by agent role. Roles without trained calls are left out."""
     trees = load_trees(journal, episode.id)
     orphaned = find_orphans(journal, episode.id, trees)
-    calls = {role: _trained_calls(tree, orphaned, counts[policy_of(role, policies)]) for role, tree in trees.items()}
-    return {role: (tree, calls[role]) for role, tree in trees.items() if calls[role]}
+    found: Sequences = {}
+    for role, tree in trees.items():
+        if calls := _trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
+            found[role] = Conversation(
+                [TrainedCall(call.id, call.temperature, call.finish_reason, len(call.completion)) for call in calls],
+                _rows(tree, calls),
+                sum(tree.num_tokens(call.id) for call in calls),
+            )
+        tree.clear()
+    return found
 
 
 def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Counter[str]) -> list[Call]:
@@ -252,8 +284,8 @@ def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Coun
     return trained
 
 
-def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: int) -> list[Row]:
-    """One row per call, numbered from `first`. Calls of one timeline share its tokens."""
+def _rows(tree: ConversationTree, calls: Sequence[Call]) -> list[Row]:
+    """One row per call. Calls of one timeline share its tokens."""
     timelines = tree.timelines(call.id for call in calls)
     tokens = {newest: np.asarray(tree.tokens(newest), np.int32) for newest in set(timelines.values())}
     return [
@@ -263,12 +295,11 @@ def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: i
             np.asarray(call.versions, np.int32),
             None,
             call.temperature,
-            sequence,
-            unpack_sets(call.support, len(call.completion)) if call.support else (),
-            number,
-            tree.num_tokens(call.id),
+            sequence=0,
+            support=unpack_sets(call.support, len(call.completion)) if call.support else (),
+            stop=tree.num_tokens(call.id),
         )
-        for number, call in enumerate(calls, first)
+        for call in calls
     ]
 
 

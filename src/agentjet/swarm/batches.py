@@ -11,10 +11,8 @@ the next batch that is learned.
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -121,8 +119,7 @@ class Batches:
                 episode = self._store.episodes.get(episode_id) or journal.episode(episode_id)
                 assert episode is not None, "the journal keeps episodes longer than batches are replayed"
                 members[episode_id] = episode
-            with _collector_paused():
-                training, metrics = batch_forest.build(journal, batch, members, self._store.policies)
+            training, metrics = batch_forest.build(journal, batch, members, self._store.policies)
         self._forest_metrics = {batch.id: metrics}
         return training
 
@@ -300,21 +297,6 @@ def _shown(batch: Batch, episodes: Mapping[str, Episode]) -> list[str]:
     by_reward = sorted(rewards, key=rewards.__getitem__)
     by_mean = sorted(batch.groups, key=lambda group: fmean(rewards[member] for member in group))
     return list(dict.fromkeys([by_reward[-1], by_reward[0], *by_mean[len(by_mean) // 2]]))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would visit millions of tokens and block the event loop for 0.1 s at a time.
-
-    The trees of a batch are freed by their reference counts.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def check_rollback(journal: Journal, state: State, version: int) -> None:
