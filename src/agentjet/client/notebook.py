@@ -20,7 +20,7 @@ def first_line(report: object) -> str:
 def html_of(text: str, table: Mapping[str, object], curve: Sequence[float], label: str) -> str:
     """The lines of `text`, a table, and a curve of `curve` with its `label`."""
     rows = "".join(
-        f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:right'>{escape(str(value))}</td></tr>"
+        f"<tr><th align='left'>{escape(name)}</th><td align='right'>{escape(str(value))}</td></tr>"
         for name, value in table.items()
     )
     return f"<div><pre>{escape(text)}</pre><table>{rows}</table>{svg_of(curve, label)}</div>"
