@@ -173,7 +173,7 @@ def _watch(author: Author, server: FakeServer) -> None:
         return score(task, result)
 
     command = Command(source.resolved(author.folder), scored)
-    with tempfile.TemporaryDirectory(prefix="agentjet-code-") as copies:
+    with tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True) as copies:
         _train(server, command, CommandSource(source, command, None, Path(copies)))
 
 

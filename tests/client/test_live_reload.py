@@ -68,7 +68,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
     files.write("live_words", "REWARD = 0.25\n")
     files.write("live_agent", AGENT)
     monkeypatch.setattr("builtins.GATE", files.gate, raising=False)
+    finders = [*sys.meta_path]
     yield files
+    sys.meta_path[:] = finders  # Some tests load without a run, which would end it.
     for name in ("live_agent", "live_words", "live_more"):
         sys.modules.pop(name, None)
 

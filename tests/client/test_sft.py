@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -235,3 +236,24 @@ def test_files_of_demonstrations(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=why):
             read_demonstrations(file)
     assert "sft" in {command.callback.__name__ for command in app.registered_commands if command.callback}
+
+
+DEEP = "[" * 100_000
+CALL = '{"function": {"name": "add", "arguments": %s}}'
+ASSISTANT = '{"role": "assistant", "content": "5", "tool_calls": [%s]}'
+LINE = '{"messages": [{"role": "user", "content": %s}, ' + ASSISTANT + '], "tools": %s}'
+
+
+@pytest.mark.parametrize("depth", [500, 900, 980, 5_000])
+@pytest.mark.parametrize("place", range(4))
+def test_a_file_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path, place: int, depth: int) -> None:
+    deep = "[" * depth + "1" + "]" * depth
+    parts = ['"2 + 3"', CALL % "{}", "[]", "0"]
+    parts[place] = [deep, CALL % deep, json.dumps(deep), deep][place]
+    file = tmp_path / "deep.jsonl"
+    file.write_text(LINE % tuple(parts[:3]) if place < 3 else deep)
+    with contextlib.suppress(ConfigError):
+        read_demonstrations(file)
+    file.write_text(LINE % ('"2"', "", json.dumps(DEEP)))
+    with pytest.raises(ConfigError, match="tools is text that is not JSON"):
+        read_demonstrations(file)

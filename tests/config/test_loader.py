@@ -35,6 +35,19 @@ def test_without_anything_the_defaults_hold() -> None:
     assert load() == ServeConfig()
 
 
+def test_a_file_with_a_byte_order_mark_or_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("\ufeff[job]\nbatch_size = 3\n", encoding="utf-8")
+    assert load(file=file).job.batch_size == 3
+    file.write_text("x = " + "[" * 100_000)
+    assert "is not valid TOML: maximum recursion depth" in complaint(file=file)
+    assert "job.batch_size = '[[[" in complaint("job.batch_size=" + "[" * 100_000)
+
+
+def test_a_recipe_with_exchanged_letters() -> None:
+    assert "did you mean 'grpo'?" in complaint("job.recipe=gpro")
+
+
 def test_file_then_set(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("[server]\nport = 1\ndata_dir = 'here'\n[job]\nbatch_size = 3\n[job.optimizer]\nlr = 1e-4\n")

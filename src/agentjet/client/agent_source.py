@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +169,7 @@ class ModuleSource:
         self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
         self._remove_copies = weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
         self._num_copies = 0
+        self._closed = threading.Event()
         self._first = self._active = _Modules(None, self._own_modules(self._folder.listing(), root))
 
     def stamp(self) -> Stamp:
@@ -184,6 +186,8 @@ class ModuleSource:
         before, place = self._active, self._copies / str(self._num_copies)
         self._num_copies += 1
         copy, listing = self._folder.copy(place)
+        if self._closed.is_set():
+            raise RuntimeError("the run of this source has ended")
         loaded = _Modules(_CopyFinder(self._module, self._file, self._folder.root, copy), {}, listing)
         self._activate(loaded)
         try:
@@ -193,12 +197,15 @@ class ModuleSource:
         except BaseException:
             self._activate(before)
             raise
+        if self._closed.is_set():  # The run ended while the module was being imported.
+            self._activate(self._first)
         contents = {str(path.relative_to(self._folder.root)): path for path in listing.files}
         version = hash_of({name: (copy / name).read_bytes() for name in contents})
         return AgentVersion(version, agent, listing.stamp, functools.partial(self._activate, loaded))
 
     def close(self) -> None:
         """Restore the modules from before the first load, and remove the copies."""
+        self._closed.set()
         self._activate(self._first)
         self._remove_copies()
 

@@ -19,9 +19,9 @@ def first_line(report: object) -> str:
 
 def html_of(text: str, table: Mapping[str, object], curve: Sequence[float], label: str) -> str:
     """The lines of `text`, a table, and a curve of `curve` with its `label`."""
-    left, right = "style='text-align:left'", "style='text-align:right'"
     rows = "".join(
-        f"<tr><th {left}>{escape(name)}</th><td {right}>{escape(str(value))}</td></tr>" for name, value in table.items()
+        f"<tr><th align='left'>{escape(name)}</th><td align='right'>{escape(str(value))}</td></tr>"
+        for name, value in table.items()
     )
     return f"<div><pre>{escape(text)}</pre><table>{rows}</table>{svg_of(curve, label)}</div>"
 

@@ -164,8 +164,11 @@ class AsyncSwarm:
         evaluations in a row brought no new best score.
 
         With `reproducible`, `seed` and `job.seed` also determine the answers, and groups begin in the order of the
-        tasks. A run with the same seeds then has the same batches if `job.max_staleness` is 0, no other client
-        contributes and no episode fails. Groups begin one after another, which takes a round trip each.
+        tasks. A run with the same seeds then has the same groups, episodes' seeds and order of batches if
+        `job.max_staleness` is 0, no other client contributes and no episode fails. Its answers are the same up to
+        rounding: with `concurrency` above 1, the calls that share a pass of the model depend on time, and so do the
+        last bits of its numbers, which now and then choose another token. For equal batches use `concurrency = 1`.
+        Groups begin one after another, which takes a round trip each.
         """
         tasks = check_run(agent, tasks, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
         if reproducible and len({task.task_set for task in tasks}) > 1:
