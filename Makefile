@@ -78,6 +78,7 @@ bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses 
 	$(BIN)/python -m bench.research
 	$(BIN)/python -m bench.campaign --unseen 1
 	$(BIN)/python -m bench.error_rates
+	$(BIN)/python -m bench.alarms
 	$(BIN)/python -m bench.footprint
 
 # Agents of every kind, each with dependencies of its own: they live apart from the server's. aider's pins clash with
