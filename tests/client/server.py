@@ -19,6 +19,8 @@ from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     BeginResponse,
+    CloseGroupsRequest,
+    CloseGroupsResponse,
     EpisodeView,
     Event,
     FinishRequest,
@@ -69,6 +71,10 @@ class FakeServer:
         self.begun: list[BeginRequest] = []
         """The requests that began an episode, in order."""
         self.groups: dict[str, list[str]] = {}
+        self.closed: list[CloseGroupsRequest] = []
+        """The requests that closed groups, in order."""
+        self.left: set[str] = set()
+        """Closed groups, which are trained with fewer members."""
         self.events: list[Event] = []
         self.requests: Counter[str] = Counter()
         self.lose_answers = 0
@@ -129,6 +135,8 @@ class FakeServer:
             return httpx.Response(200, text=self.episodes[path.rpartition("/")[2]].model_dump_json())
         body = json.loads(request.content or b"null")
         try:
+            if path == "/groups/close":
+                return self._close(CloseGroupsRequest.model_validate(body))
             if path == "/episodes":
                 return self._begin(BeginRequest.model_validate(body))
             _, _, episode_id, verb = path.split("/")
@@ -167,6 +175,7 @@ class FakeServer:
             policy_version=self.version,
             lease_seconds=60.0,
             expires_at=60.0,
+            group_size=self.group_size if request.mode == "train" else 0,
         )
         return httpx.Response(200, text=begun.model_dump_json())
 
@@ -187,9 +196,23 @@ class FakeServer:
         self._learn_when_ready()
         return httpx.Response(200, text=view.model_dump_json())
 
+    def _close(self, request: CloseGroupsRequest) -> httpx.Response:
+        self.closed.append(request)
+        for name in request.groups:
+            if request.not_needed:
+                self.groups.pop(name.group, None)
+            elif name.group in self.groups:
+                self.left.add(name.group)
+        self._learn_when_ready()
+        return httpx.Response(200, text=CloseGroupsResponse(num_waiting=0).model_dump_json())
+
     def _learn_when_ready(self) -> None:
         finished = [[e for e in m if self.episodes[e].status == "finished"] for m in self.groups.values()]
-        if len(finished) == self.batch_size and all(len(members) == self.group_size for members in finished):
+        complete = [
+            len(members) == (len(all_members) if name in self.left else self.group_size)
+            for members, (name, all_members) in zip(finished, self.groups.items(), strict=True)
+        ]
+        if len(finished) == self.batch_size and all(complete):
             by_group = [[self.episodes[member].reward or 0.0 for member in members] for members in finished]
             rewards = [reward for group in by_group for reward in group]
             self.groups.clear()

@@ -489,3 +489,31 @@ def test_tasks_end_although_the_wait_for_them_is_cancelled() -> None:
 )
 def test_wilson_interval_against_published_values(successes: int, trials: int, low: float, high: float) -> None:
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_task_that_is_given_up_closes_its_group(concurrency: int) -> None:
+    server = FakeServer(batch_size=2, group_size=3)
+    failures: Counter[str] = Counter()
+
+    def fails_for_one_place(task: Task, episode: Episode) -> float:
+        if failures[episode.group] < 3:  # all attempts of one place, or some of several
+            failures[episode.group] += 1
+            raise RuntimeError("the tool broke")
+        return 1.0
+
+    with client(server) as swarm:
+        swarm.train(fails_for_one_place, TASKS, steps=2, concurrency=concurrency, progress=False)
+    if concurrency == 1:  # the first place uses up its attempts
+        left = [name.group for request in server.closed if not request.not_needed for name in request.groups]
+        assert len(left) >= 4 and len(set(left)) == len(left)
+    assert all(request.client_id == server.begun[0].client_id for request in server.closed)
+
+
+def test_the_end_of_a_run_closes_the_groups_that_lack_members() -> None:
+    server = FakeServer(batch_size=2, group_size=2)
+
+    with client(server) as swarm:
+        swarm.train(sync_agent, TASKS, steps=1, concurrency=3, progress=False)
+        assert all(request.not_needed for request in server.closed)
+        assert not server.groups

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from agentjet.client import AsyncEpisode, AsyncSwarm
-from agentjet.client.episode import wait_for_abort
+from agentjet.client.episode import wait_for_end
 from agentjet.client.rollout import Agent
 from agentjet.errors import Conflict, Later, Unreachable
 from agentjet.types import Task
@@ -22,8 +22,8 @@ def test_an_abort_that_is_not_answered_ends_no_run(error: Exception) -> None:
     async def asking() -> None:
         raise error
 
-    asyncio.run(wait_for_abort(asking(), 1.0))
-    asyncio.run(wait_for_abort(asyncio.sleep(60), 0.0))
+    asyncio.run(wait_for_end(asking(), 1.0))
+    asyncio.run(wait_for_end(asyncio.sleep(60), 0.0))
 
 
 class WithoutAborts(httpx.AsyncBaseTransport):

@@ -19,7 +19,17 @@ from urllib.parse import quote
 
 from agentjet.client.connection import Connection
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound
-from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
+from agentjet.protocol import (
+    LARGEST,
+    MAX_CLOSED_GROUPS,
+    AbortRequest,
+    BeginRequest,
+    BeginResponse,
+    CloseGroupsRequest,
+    EpisodeView,
+    FinishRequest,
+    GroupName,
+)
 from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
 
 Returned = float | Reward | Mapping[str, float | Reward]
@@ -61,7 +71,7 @@ class _EpisodeFields:
         """Maximum number of calls of each role, chosen by the recipe: end the agent's loop there. 0: no maximum."""
         self.task_id: str = request.task_id
         self.task_set: str = request.task_set
-        self.group: str = request.group or request.task_id
+        self.group: str = request.group_name
         self.mode: Mode = request.mode
         self.code_version: str = request.code_version
 
@@ -299,8 +309,8 @@ def _invalid_reward(message: str, param: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_reward", status=422, param=param)
 
 
-async def wait_for_abort(requests: Awaitable[object], seconds: float) -> None:
-    """Wait up to `seconds` for requests that abort an episode. Without an answer its lease ends it."""
+async def wait_for_end(requests: Awaitable[object], seconds: float) -> None:
+    """Wait up to `seconds` for requests that end episodes or groups. Without an answer their leases end them."""
     with suppress(AgentJetError, TimeoutError):
         async with asyncio.timeout(seconds):
             await requests
@@ -335,8 +345,18 @@ async def begin_episode(
         return await begin(min(wait, SERVER_WAIT), wait)
     except asyncio.CancelledError:
         # The server may have begun it just now. The same request again, without waiting, returns it.
-        await wait_for_abort(abort_begun(), ABORT_SECONDS)
+        await wait_for_end(abort_begun(), ABORT_SECONDS)
         raise
+
+
+async def close_groups(connection: Connection, groups: Sequence[GroupName], *, not_needed: bool = False) -> None:
+    """See `CloseGroupsRequest`. A server that does not know the request waits for `job.lease_seconds` instead."""
+    client_id = connection.settings.client_id
+    for start in range(0, len(groups), MAX_CLOSED_GROUPS):
+        some = list(groups[start : start + MAX_CLOSED_GROUPS])
+        body = CloseGroupsRequest(client_id=client_id, groups=some, not_needed=not_needed)
+        with suppress(NotFound):
+            await connection.request("POST", "/groups/close", body=body)
 
 
 _numbers = itertools.count(1)

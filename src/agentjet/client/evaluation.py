@@ -15,7 +15,7 @@ from typing import Literal
 
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
-from agentjet.client.episode import ABORT_SECONDS, begin_episode, wait_for_abort
+from agentjet.client.episode import ABORT_SECONDS, begin_episode, wait_for_end
 from agentjet.client.inputs import check_counts
 from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, Progress, best_of
 from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout, keep_alive
@@ -53,7 +53,7 @@ async def pin_policy_version(
     finally:
         heartbeats.cancel()
         aborting = pin.abort("not needed: the evaluation it held the policy version for is over")
-        await wait_for_abort(aborting, ABORT_SECONDS)
+        await wait_for_end(aborting, ABORT_SECONDS)
 
 
 async def run_evaluation(

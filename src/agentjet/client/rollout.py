@@ -3,6 +3,7 @@
 * An exception inside an agent aborts its episode and is reported; it is never scored.
 * Every begun episode is finished or aborted, also when the runner is cancelled while agents hang in their threads.
 * Each visit of a task in a training run has a new group id.
+* A group that gets no further episode, because attempts were given up or the run ends, is closed at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from agentjet.client.episode import (
     RunCoroutine,
     abort_reason,
     checked_reward,
-    wait_for_abort,
+    wait_for_end,
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import caller_of, in_thread
@@ -61,8 +62,16 @@ class Visit:
     is_closed: bool = False
     """True if no further episode is begun, because the recipe skips the task or the server dropped the group. Begun
     again, such a group would lack the members it had."""
+    num_left: int = 0
+    """Number of its specs that have not ended for good."""
+    num_finished: int = 0
     previous: Visit | None = None
     """In a reproducible run: the visit before it, whose group begins first."""
+
+    @property
+    def lacks_members(self) -> bool:
+        """True if its group is open as far as the client knows, and waits for members."""
+        return not self.is_closed and self.size is not None and self.num_finished < self.size
 
     async def wait_for_turn(self, place: int) -> None:
         """Waits until the groups before this one have begun, and the first episode of this one."""
@@ -124,7 +133,10 @@ class RolloutQueue:
         def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
             visit = None
             for epoch, task in _epochs(own, seed):
-                group, visit = f"{task.id[:200]}/{run}/{epoch}", Visit(previous=visit if base else None)
+                group, visit = (
+                    f"{task.id[:200]}/{run}/{epoch}",
+                    Visit(num_left=len(members), previous=visit if base else None),
+                )
                 for place, is_spare in enumerate(members):
                     seed_of = episode_seed(f"{base}/{epoch}", task, place) if base else None
                     yield RolloutSpec(task, group, next(index), is_spare, place, visit, seed_of)
@@ -193,6 +205,8 @@ gets an `AsyncEpisode`."""
 StartRollout = Callable[[RolloutSpec], Awaitable[tuple[AsyncEpisode, Agent]]]
 """Begins an episode, and chooses the agent that runs it."""
 Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
+CloseGroups = Callable[[Sequence[RolloutSpec], bool], Awaitable[None]]
+"""Closes the groups of these specs, which get no further episode. True: they are not needed."""
 
 
 class AgentFailing(AgentJetError):
@@ -248,9 +262,11 @@ class Runner:
         *,
         needs_calls: bool = False,
         is_on_trial: Callable[[str], bool] = lambda code_version: False,
+        close_groups: CloseGroups | None = None,
     ) -> None:
         """`needs_calls`: episodes without a call cannot be trained, so an agent that never makes one is an error.
         `is_on_trial` is True for a code version that may be the one that fails. Its failures do not use up attempts.
+        `close_groups` is for episodes in groups.
         """
         self._start, self._report = start, report
         self._needs_calls, self._is_on_trial = needs_calls, is_on_trial
@@ -260,6 +276,9 @@ class Runner:
         self.live: set[AsyncEpisode] = set()
         """Episodes that have begun and not ended."""
         self._num_beginning = 0
+        self._close_groups = close_groups
+        self._open: dict[str, RolloutSpec] = {}
+        """The last begun spec of each group that may get further episodes."""
 
     async def run(self, queue: RolloutQueue, concurrency: int) -> None:
         """Run every episode of the queue, `concurrency` at a time, with up to `ATTEMPTS` attempts each. While a task
@@ -283,14 +302,38 @@ class Runner:
                         if full == queue.task_sets:
                             await asyncio.sleep(FULL_SECONDS)
                             full.clear()
-                    elif refusal.code == "task_skipped":
+                        continue
+                    if refusal.code == "task_skipped":
                         queue.skip(spec.task)
                         spec.visit.is_closed = True
                         spec.visit.opened.set()
                     elif refusal.code != "group_closed":  # A spare episode, or the recipe wants fewer.
                         raise
+                await self._place_ended(spec)
 
-        await wait_until(asyncio.FIRST_EXCEPTION, [work() for _ in range(concurrency)])
+        try:
+            await wait_until(asyncio.FIRST_EXCEPTION, [work() for _ in range(concurrency)])
+        finally:
+            await self._close_open_groups()
+
+    async def _place_ended(self, spec: RolloutSpec) -> None:
+        """Record that a spec is not attempted again. Closes its group if that was the last one and members lack: the
+        server would wait for them.
+        """
+        visit = spec.visit
+        visit.num_left -= 1
+        if visit.num_left == 0:
+            self._open.pop(spec.group, None)
+            if visit.lacks_members and self._close_groups is not None:
+                await self._close_groups([spec], False)
+
+    async def _close_open_groups(self) -> None:
+        """At the end of a run: close the groups that other clients and later runs would wait for."""
+        left = [spec for spec in self._open.values() if spec.visit.lacks_members]
+        self._open.clear()
+        if left and self._close_groups is not None:
+            seconds = COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
+            await wait_for_end(self._close_groups(left, self.goal_reached), seconds)
 
     async def _run_spec(self, spec: RolloutSpec, check: _FailureCheck, full: set[str]) -> None:
         """Attempt an episode until it is scored, dropped or out of attempts; `full` is cleared once it has begun.
@@ -312,6 +355,7 @@ class Runner:
                 spec.visit.is_closed = True
                 return
             if result.outcome == "finished":
+                spec.visit.num_finished += 1
                 check.scored(result)
                 return
             check.failed(result)
@@ -375,6 +419,8 @@ class Runner:
         spec.visit.size = spec.visit.size or episode.begun.group_size or None
         self.num_begun += 1
         self.live.add(episode)
+        if spec.group:
+            self._open[spec.group] = spec
         return episode, agent
 
     async def _abort_on_exit(self, spec: RolloutSpec, episode: AsyncEpisode) -> None:
@@ -389,7 +435,7 @@ class Runner:
                 while self._num_beginning:
                     await asyncio.sleep(BEGINNING_SECONDS)
         why = NOT_NEEDED if self.goal_reached else STOPPED
-        await wait_for_abort(episode.abort(why, patience=seconds), seconds)
+        await wait_for_end(episode.abort(why, patience=seconds), seconds)
         if self.goal_reached:
             self._report(spec, not_needed(episode), True)
 

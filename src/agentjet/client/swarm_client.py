@@ -14,7 +14,15 @@ from pydantic import BaseModel, TypeAdapter
 from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings, reach_directly
-from agentjet.client.episode import AsyncEpisode, Endpoint, Returned, begin_episode, checked_reward, finish_body
+from agentjet.client.episode import (
+    AsyncEpisode,
+    Endpoint,
+    Returned,
+    begin_episode,
+    checked_reward,
+    close_groups,
+    finish_body,
+)
 from agentjet.client.evaluation import (
     CHECKPOINT_WAIT,
     EVAL_WAIT,
@@ -119,6 +127,15 @@ class AsyncSwarm:
     async def abort(self, episode_id: str, reason: str = "") -> protocol.EpisodeView:
         """End an episode that another process began, without a score."""
         return await self._end(episode_id, "abort", protocol.AbortRequest(reason=reason[:2000]))
+
+    async def close_group(self, group: str, *, task_set: str = "") -> None:
+        """Close a group of which this client begins no further episode, because it gave an attempt up or stops.
+
+        `group` is that of its episodes: `episode.group`. Training then waits for the live episodes of the group only.
+        The group is trained if at least `job.min_group_size` of them finished. Without this request training waits
+        `job.lease_seconds` for the missing ones. `train` sends it for its groups.
+        """
+        await close_groups(self._connection, [build_request(protocol.GroupName, group=group, task_set=task_set)])
 
     async def _end(
         self, episode_id: str, verb: str, body: protocol.FinishRequest | protocol.AbortRequest

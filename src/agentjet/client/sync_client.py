@@ -107,6 +107,7 @@ class Swarm:
     episode = begin  # An `Episode` is a context manager.
     finish = blocking(AsyncSwarm.finish)
     abort = blocking(AsyncSwarm.abort)
+    close_group = blocking(AsyncSwarm.close_group)
     train = blocking_run(AsyncSwarm.train)
     evaluate = blocking_run(AsyncSwarm.evaluate)
     sft = blocking_run(AsyncSwarm.sft)

@@ -16,13 +16,20 @@ from dataclasses import dataclass
 
 from agentjet.client.agent_source import AgentSource, AgentVersion
 from agentjet.client.connection import Connection
-from agentjet.client.episode import AsyncEpisode, begin_episode
+from agentjet.client.episode import AsyncEpisode, begin_episode, close_groups
 from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport
 from agentjet.client.rollout import Agent, RolloutQueue, RolloutSpec, Runner, not_needed, wait_until
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
-from agentjet.protocol import REPORTED_BATCHES, BeginRequest, StatusResponse, batches_without_variance, report_lines
+from agentjet.protocol import (
+    REPORTED_BATCHES,
+    BeginRequest,
+    GroupName,
+    StatusResponse,
+    batches_without_variance,
+    report_lines,
+)
 from agentjet.types import Task
 
 QUIET_SECONDS = 30.0
@@ -61,7 +68,13 @@ class Training:
         self._queue = RolloutQueue.training(self.tasks, status.group_size, self.seed, status.spare_episodes, base)
         sleep, notify = connection.retry.sleep, self._shown.notify
         self._live = LiveReload(self.version, self.code, group_size=status.group_size, sleep=sleep, notify=notify)
-        self._runner = Runner(self._start, self._note, needs_calls=True, is_on_trial=self._live.is_on_trial)
+        self._runner = Runner(
+            self._start,
+            self._note,
+            needs_calls=True,
+            is_on_trial=self._live.is_on_trial,
+            close_groups=self._close_groups,
+        )
         self._results: list[EpisodeResult] = []
         self._has_finished = False
         """True if an episode of this client finished since the last step."""
@@ -108,6 +121,10 @@ class Training:
         if spec.seed is not None:
             await spec.visit.wait_for_turn(spec.place)
         return await self._live.begin(spec, request)
+
+    async def _close_groups(self, specs: Sequence[RolloutSpec], not_needed: bool) -> None:
+        names = [GroupName(group=spec.group, task_set=spec.task.task_set) for spec in specs]
+        await close_groups(self.connection, names, not_needed=not_needed)
 
     def _note(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         self._results.append(result)

@@ -38,6 +38,7 @@ from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
+    CloseGroupsRequest,
     ClusterView,
     Event,
     FinishRequest,
@@ -49,7 +50,6 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, SwarmState
-from agentjet.swarm.groups import group_name
 from agentjet.types import (
     DEFAULT_RUN,
     JOURNAL,
@@ -225,7 +225,7 @@ class Gateway:
                 if later.status != 429 or left <= 0:
                     raise
                 is_limit = later.code == TOO_MANY_EPISODES
-            group = (request.client_id, group_name(request), request.task_set)
+            group = (request.client_id, request.group_name, request.task_set)
             pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see above.
             await self._waiters.wait(request.client_id if is_limit else group, pause)
 
@@ -286,6 +286,12 @@ class Gateway:
         with self._calling_recipe():
             episode = self.swarm.abort(episode_id, request, idempotency_key=idempotency_key)
         return await self._durably(episode)
+
+    async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
+        with self._calling_recipe():
+            num_waiting = self.swarm.close_groups(request, idempotency_key=idempotency_key)
+        await self.durable()
+        return num_waiting
 
     @contextmanager
     def _calling_recipe(self) -> Iterator[None]:

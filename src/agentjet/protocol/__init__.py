@@ -17,11 +17,14 @@ from agentjet.protocol.base import (
     remaining,
 )
 from agentjet.protocol.control import (
+    MAX_CLOSED_GROUPS,
     REPORTED_BATCHES,
     AbortRequest,
     BeginRequest,
     BeginResponse,
     CheckpointInfo,
+    CloseGroupsRequest,
+    CloseGroupsResponse,
     ClusterView,
     CodeVersionStatus,
     DemonstrationBody,
@@ -32,6 +35,7 @@ from agentjet.protocol.control import (
     EventForm,
     ExportRequest,
     FinishRequest,
+    GroupName,
     JobBody,
     Problem,
     ProcessView,
@@ -101,6 +105,10 @@ from agentjet.protocol.records import (
 )
 
 __all__ = [
+    "CloseGroupsRequest",
+    "CloseGroupsResponse",
+    "GroupName",
+    "MAX_CLOSED_GROUPS",
     "AbortRequest",
     "Answer",
     "BatchGroup",

@@ -24,6 +24,9 @@ from agentjet.protocol.base import (
 )
 from agentjet.types import MAX_NAME, RUN_NAME, EngineState, Mode, SamplersStatus
 
+MAX_CLOSED_GROUPS = 4096
+"""Maximum number of groups in a `CloseGroupsRequest`."""
+
 
 class BeginRequest(Request):
     """Begin an episode. 429 with `Retry-After` when the present batch needs none."""
@@ -31,7 +34,7 @@ class BeginRequest(Request):
     task_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     task_set: Name = ""
     group: Name = ""
-    """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""
+    """Episodes with the same group are compared with each other; default: the task. Namespaced per client."""
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
     instance_id: Annotated[str, Field(max_length=128)] = ""
@@ -55,6 +58,11 @@ class BeginRequest(Request):
     """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
     seed: Int64 | None = Field(None, ge=0)
     """Seeds the answers of the episode, together with `job.seed`. Default: the number of the episode in the run."""
+
+    @property
+    def group_name(self) -> str:
+        """The client's name for the group. Default: the task, with its task set if it has one."""
+        return self.group or (f"{self.task_set}/{self.task_id}" if self.task_set else self.task_id)
 
     @model_validator(mode="after")
     def _only_evaluation_is_pinned(self) -> Self:
@@ -110,6 +118,34 @@ class AbortRequest(Request):
     """The episode failed; it is never scored."""
 
     reason: Annotated[str, Field(max_length=2000)] = ""
+
+
+class GroupName(Request):
+    """A group of a client, by the name that its episodes have."""
+
+    group: Annotated[str, Field(min_length=1, max_length=2 * MAX_NAME + 1)]
+    """As `group` of the episode: the one it was begun with, else its task, after `TASK_SET/` if it has a task set."""
+    task_set: Name = ""
+
+
+class CloseGroupsRequest(Request):
+    """The client begins no further episode of these groups: it gave an attempt up, or it stops.
+
+    A group waits for its live episodes only. Then it is trained with the episodes it has if they are at least
+    `job.min_group_size`; otherwise it is dropped and counted. Groups that are not open are left as they are.
+    """
+
+    client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+    groups: Annotated[list[GroupName], Field(min_length=1, max_length=MAX_CLOSED_GROUPS)]
+    not_needed: bool = False
+    """Drop the groups as `surplus` instead, because the client has the steps that it wanted."""
+
+
+class CloseGroupsResponse(Response):
+    """The effect of a `CloseGroupsRequest`."""
+
+    num_waiting: int
+    """Groups among them that still wait for live episodes."""
 
 
 class EmptyRequest(Request):

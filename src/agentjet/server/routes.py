@@ -88,6 +88,15 @@ async def abort_episode(
     return view(await deps.gateway.abort(episode_id, body or bodies.AbortRequest(), idempotency_key=idempotency_key))
 
 
+@router.post("/groups/close", dependencies=CLIENT)
+async def close_groups(
+    body: bodies.CloseGroupsRequest, deps: Deps, idempotency_key: IdempotencyKey = None
+) -> bodies.CloseGroupsResponse:
+    """Close groups of which the client begins no further episode, so that training does not wait for one."""
+    num_waiting = await deps.gateway.close_groups(body, idempotency_key=idempotency_key)
+    return bodies.CloseGroupsResponse(num_waiting=num_waiting)
+
+
 @router.post("/sft", dependencies=CLIENT)
 async def learn_demonstrations(
     body: bodies.SftRequest, request: Request, deps: Deps, idempotency_key: IdempotencyKey = None

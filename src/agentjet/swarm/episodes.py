@@ -19,12 +19,19 @@ from dataclasses import replace
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, InvalidRequest, Later
-from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest, SftRequest
+from agentjet.protocol import (
+    AbortRequest,
+    BeginRequest,
+    CloseGroupsRequest,
+    EvaluationRequest,
+    FinishRequest,
+    SftRequest,
+)
 from agentjet.swarm import demonstrations, groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.demonstrations import Answered, Committed
-from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
+from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
@@ -175,7 +182,7 @@ class SwarmState:
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
-                group=groups.group_name(request),
+                group=request.group_name,
                 group_id=None if joined is None else joined.id,
                 mode=request.mode,
                 policy_version=self.policy_version,
@@ -320,6 +327,24 @@ class SwarmState:
             self._endings.close_if_complete(episode, now)
             self._mixture.record_end(episode)
         return episode
+
+    def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
+        """Close groups of which the client begins no further episode, or drop those that it does not need.
+
+        Returns the number of those that still wait for live members. A repeated request has one effect: a later group
+        of the same name stays open.
+        """
+        scope = f"close/{request.client_id}"
+        if self.store.recall(scope, idempotency_key, request) is None:
+            now, left = self._clock(), groups.named(self.store, request)
+            with self.store.transaction():
+                self.store.remember(scope, idempotency_key, request, "")
+                if request.not_needed:
+                    self._endings.drop_groups(left, "surplus", HAS_STEPS, now)
+                else:
+                    for group in left:
+                        self._endings.leave(group, now)
+        return sum(group.is_left for group in groups.named(self.store, request))
 
     # ---- calls ---------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Groups: admission of episodes, completion, drops, and the ends of episodes in them.
 
 A group has one client, one task set and one code version, so that its episodes are comparable. It is open until
-as many members have finished as the group's size. An aborted or expired member frees its place. A
-group below full size without a live member closes after `lease_seconds` without a new member. An abort may delay a
-batch that long, once more after a restart; an expired lease adds no delay.
+as many members have finished as the group's size. An aborted or expired member frees its place. A client that begins
+no further episode of a group leaves it: the group closes with its last live member.
+A client that is gone leaves nothing. Then a group below full size without a live member closes after `lease_seconds`
+without a new member. An abort may delay a batch that long, once more after a restart; an expired lease adds no delay.
 
 The functions take a `Store` and are called inside its transactions.
 """
@@ -15,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentjet.errors import Conflict, Later
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import BeginRequest, CloseGroupsRequest
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.rollout import Rollout
@@ -29,6 +30,7 @@ MAX_STEPS_RETRY_SECONDS = 60.0
 SURPLUS = "surplus: training had enough without it"
 STALE = "stale: its tokens are older than job.max_staleness allows"
 STALLED = "stalled: its task set finished nothing for as long as an episode may last, while others waited for it"
+HAS_STEPS = "not needed: its client's run has its steps"
 REPLACED = "replaced: another process of this client has taken its places over"
 OWN_REASONS = frozenset(
     {"too_few", "no_tokens", "no_members", "stalled", "surplus", "stale", "poisoned", "rolled_back"}
@@ -36,13 +38,6 @@ OWN_REASONS = frozenset(
 """Reasons to drop a group that are not those of recipes."""
 
 # ---- admission ---------------------------------------------------------------------------------------------
-
-
-def group_name(request: BeginRequest) -> str:
-    """The client's name for the group. Default: the task, with its task set if it has one."""
-    if request.group:
-        return request.group
-    return f"{request.task_set}/{request.task_id}" if request.task_set else request.task_id
 
 
 def training_is_over(store: Store) -> bool:
@@ -70,7 +65,7 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
             code="not_sampling",
             retry_after=MAX_STEPS_RETRY_SECONDS,
         )
-    name = group_name(request)
+    name = request.group_name
     group = _open_group(store, request, name)
     if group is not None:
         _check_place(store, request, group)
@@ -143,6 +138,7 @@ def _open_group(store: Store, request: BeginRequest, name: str) -> Group | None:
             group
             for group in store.groups.values()
             if group.state == "open"
+            and not group.is_left
             and (group.client_id, group.name, group.task_set) == wanted
             and (store.job.mix_code_versions or group.code_version == request.code_version)
         ),
@@ -166,6 +162,16 @@ def check_pin(store: Store, mixture: Mixture, at_version: int, now: float) -> No
     waits_since = max((group.closed or now for group in chosen), default=now) if chosen else now
     if store.pending is not None or now - waits_since >= store.job.max_episode_seconds:
         raise Later(f"Policy version {at_version} is about to learn.", code="not_sampling", retry_after=RETRY_SECONDS)
+
+
+def named(store: Store, request: CloseGroupsRequest) -> list[Group]:
+    """The open groups that a client leaves, of any code version."""
+    names = {(request.client_id, name.group, name.task_set) for name in request.groups}
+    return [
+        group
+        for group in store.groups.values()
+        if group.state == "open" and (group.client_id, group.name, group.task_set) in names
+    ]
 
 
 def outdated(store: Store, request: BeginRequest) -> list[Group]:
@@ -224,12 +230,16 @@ def stale(store: Store) -> list[Group]:
 
 def refill_deadline(store: Store, group: Group, lease_epoch: float) -> float | None:
     """Time at which a short group closes without a new member; None while a member is live."""
-    if group.state != "open" or any(store.episodes[member].ended is None for member in group.members):
+    if group.state != "open" or has_live_member(store, group):
         return None
     # No episode could join while the server was down, so a restart renews the wait, but only once: a server that
     # restarts again and again would otherwise never close the group.
     seconds = store.job.lease_seconds
     return min(max(group.touched, lease_epoch), group.touched + seconds) + seconds
+
+
+def has_live_member(store: Store, group: Group) -> bool:
+    return any(store.episodes[member].ended is None for member in group.members)
 
 
 def short_groups(store: Store, lease_epoch: float) -> list[tuple[float, Group]]:
@@ -349,13 +359,23 @@ class Endings:
         return episode
 
     def close_if_complete(self, episode: Episode, now: float) -> None:
-        """After an end: close the episode's group if it is complete, and abort its live members as surplus."""
+        """After an end: close the episode's group if it is complete, and abort its live members as surplus. A group
+        that its client left closes without its full size after its last live member.
+        """
         group, store = _group_of(self._store, episode), self._store
         if group is None or group.state != "open":
             return
-        if sum(store.episodes[member].status == "finished" for member in group.members) >= size(store, group):
+        if group.is_left and not has_live_member(store, group):
+            close(store, group, now)
+        elif sum(store.episodes[member].status == "finished" for member in group.members) >= size(store, group):
             self._abort_live_members(group, SURPLUS, now)
             close(store, store.groups[group.id], now)
+
+    def leave(self, group: Group, now: float) -> None:
+        """Record that the group gets no further member. It closes at once if no member is live."""
+        self._store.put_group(replace(group, is_left=True))
+        if not has_live_member(self._store, group):
+            close(self._store, self._store.groups[group.id], now)
 
     def drop_groups(self, unwanted: Sequence[Group], reason: str, abort_reason: str, now: float) -> None:
         """Drop groups that will not be trained, and abort their live members."""

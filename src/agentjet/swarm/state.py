@@ -160,6 +160,8 @@ class Group:
     task_set: str = ""
     code_version: str = ""
     """Code version of the episode that opened it."""
+    is_left: bool = False
+    """True once its client begins no further episode of it: it closes with its last live member."""
     size: int = 0
     """Number of episodes that complete it. 0: `job.group_size`."""
     temperature: float | None = None
