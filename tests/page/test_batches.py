@@ -180,6 +180,17 @@ def test_metrics_are_found_by_an_expression_that_is_the_url(viewer: Tab, site: S
     expect(page.locator("input[type=search]")).to_have_value("reward[")
 
 
+def test_five_metrics_are_shown_first_and_the_others_in_boards(viewer: Tab, site: Site) -> None:
+    page = viewer.open("/batches")
+    boards = page.locator("details.family")
+    expect(boards.first.locator("> summary")).to_contain_text("At a glance")
+    shown = boards.first.locator(".chart h3").all_inner_texts()
+    assert "reward/mean" in shown and len(shown) <= 5
+    assert [one.get_attribute("open") is not None for one in boards.all()] == [True, *[False] * (boards.count() - 1)]
+    num_metrics = len(site.get("/steps")["metrics"])
+    assert sum(int(one) for one in boards.locator("> summary small").all_inner_texts()) == num_metrics > 10
+
+
 def test_a_chart_is_read_by_keyboard(viewer: Tab, site: Site) -> None:
     steps = site.get("/steps")
     page = viewer.open("/batches?metrics=^reward/math/mean&smooth=0.8")

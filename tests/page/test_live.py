@@ -165,7 +165,7 @@ def test_a_metric_that_is_nan_is_a_gap(browser: Browser, tmp_path: Path) -> None
         site.run.compute.metrics = {"policy/kl": float("nan")}
         site.do(site.run.batch())
         assert site.get("/steps")["metrics"]["policy/kl"] == [0.125, None]
-        page = tab.open("/batches")
+        page = tab.open("/batches?metrics=policy")
         chart = page.get_by_role("slider", name="policy/kl, by step")
         expect(chart).to_have_attribute("aria-valuetext", "step 2: policy/kl –")
         expect(page.locator("main")).not_to_contain_text("NaN")

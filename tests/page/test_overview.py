@@ -93,6 +93,43 @@ def test_w_opens_the_worst_episode_of_the_newest_batch(tab: Tab, site: Site) -> 
     expect(page.locator("main h1")).to_have_text(f"Episode {worst}")
 
 
+def test_a_button_opens_the_worst_episode_of_the_newest_step(tab: Tab, site: Site) -> None:
+    worst = site.get("/episodes?batch=0&sort=reward&limit=1")["episodes"][0]["episode_id"]
+    tab.open().get_by_role("button", name="Worst episode of step 1").click()
+    expect(tab.page.locator("main h1")).to_have_text(f"Episode {worst}")
+
+
+def test_rewards_differ_by_colour_and_groups_have_their_tasks_as_names(tab: Tab, site: Site) -> None:
+    waiting = site.get("/waiting")
+    cells = [{"episode_id": f"e{n}", "state": "finished", "reward": reward} for n, reward in enumerate((0.0, 0.5, 1.0))]
+    group = {**waiting["groups"][0], "name": "3+4/1b2c3d4e/1", "cells": cells}
+    answering(tab.page, {"/waiting": lambda query: {**waiting, "groups": [group]}})
+    page = tab.open("/episodes")
+    page.reload()
+    drawn = tab.open().locator(".groups .cell.finished")
+    expect(drawn).to_have_count(3)
+    colours = [one.evaluate("cell => getComputedStyle(cell).backgroundColor") for one in drawn.all()]
+    assert len(set(colours)) == 3
+    expect(page.locator(".groups .name")).to_have_text("3+4, visit 2")
+
+
+def test_the_facts_have_the_time_left_and_the_machine(tab: Tab, site: Site) -> None:
+    status = {**site.get("/status"), "max_steps": 11, "policy_version": 1}
+    times = {"versions": [0, 1], "times": [1000.0, 1060.0], "metrics": {"batch/sampled_tokens": [30, 12]}}
+    gpu = {"name": "H", "load": 0.5, "memory_used": 4e9, "memory_total": 8e9}
+    machine = {"cores": 2, "cpu": 0.25, "memory_used": 6e9, "memory_total": 24e9, "gpus": [gpu]}
+    answers = {"/status": status, "/steps": times, "/machine": machine}
+    answering(tab.page, {path: lambda query, answer=answer: answer for path, answer in answers.items()})
+    page = tab.open("/episodes")
+    page.reload()
+    facts = tab.open().locator(".counts-line")
+    expect(facts).to_contain_text("about 10 min left")
+    expect(facts).to_contain_text("42 tokens sampled and trained")
+    expect(facts).to_contain_text("CPU 25 % of 2")
+    expect(facts).to_contain_text("memory 6 GB of 24 GB")
+    expect(facts).to_contain_text("GPU 0 50 %, 4 GB of 8 GB")
+
+
 def test_a_name_shows_its_tabs_and_newlines(tab: Tab) -> None:
     rows = [view(1, task_id="two\nlines\tlong", mode="eval", status="live")]
     answering(tab.page, {"/episodes": lambda query: {"episodes": rows, "next": None, "total": 1}})

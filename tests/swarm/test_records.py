@@ -17,7 +17,7 @@ from agentjet.errors import InvalidRequest, NotFound
 from agentjet.protocol import EpisodeQuery
 from agentjet.swarm import Episode
 from agentjet.swarm.records import find_episodes
-from agentjet.types import EpisodeOrder
+from agentjet.types import EpisodeOrder, Message, NewContext
 from tests.swarm.world import World
 
 
@@ -74,6 +74,22 @@ def test_filters(world: World) -> None:
     assert names(status="finished") == {"low", "high", "tested", ""} and names(status="live") == {"live"}
     assert find_episodes(world.journal, EpisodeQuery(task_set="math", count=True, limit=1)).total == 2
     assert find_episodes(world.journal, EpisodeQuery()).total is None
+
+
+def test_text_of_messages_and_answers_is_found_and_nothing_else_of_a_call(world: World) -> None:
+    asked, answered, other = (world.begin(f"g{n}") for n in range(3))
+    question = NewContext(messages=(Message("user", 'She said "grüß dich"\nand left.'),))
+    world.call(asked, 5, ask=question)
+    world.call(answered, 5, response=Message("assistant", "forty-two"))
+    world.call(other, 5)
+
+    def ids(text: str) -> set[str]:
+        return {episode.id for episode in found(world, text=text)}
+
+    assert ids('"grüß dich"\nand') == {asked.id}
+    assert ids("forty-two") == {answered.id}
+    assert ids("prompt_key") == ids("Forty-two") == set()
+    assert find_episodes(world.journal, EpisodeQuery(text="forty", count=True)).total == 1
 
 
 @pytest.mark.parametrize("sort", get_args(EpisodeOrder))

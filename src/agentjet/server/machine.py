@@ -61,8 +61,8 @@ def gpus() -> list[GpuView]:
 
 def read_gpu(line: str) -> GpuView | None:
     """Returns the GPU of a line of `nvidia-smi`; None if a figure is missing, such as `[N/A]`."""
-    *name, load, used, total = (part.strip() for part in line.split(","))
     try:
+        *name, load, used, total = (part.strip() for part in line.split(","))
         return GpuView(
             name=", ".join(name),
             load=float(load) / 100,

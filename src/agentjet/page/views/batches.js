@@ -66,12 +66,13 @@ function Metrics({ query }) {
   </section>`;
 }
 
-// Returns [[title, names, open], ...]: the board of five metrics to look at first, then a board for each family. A search
-// opens every board.
+// Returns [[title, names, open], ...]: the board of five metrics to look at first, then a closed board for each family.
+// A search has open boards of families only.
 function boards(chosen, search) {
+  if (search) return families(chosen).map(([title, those]) => [title, those, true]);
   const first = AT_A_GLANCE.filter((name) => chosen.includes(name));
   const rest = families(chosen.filter((name) => !first.includes(name)));
-  return [...(first.length ? [["At a glance", first, true]] : []), ...rest.map(([title, those]) => [title, those, Boolean(search) || !first.length])];
+  return [["At a glance", first, true], ...rest.map(([title, those]) => [title, those, false])];
 }
 
 function Metric({ name, all, x, query, markers }) {
