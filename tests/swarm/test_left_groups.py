@@ -62,7 +62,7 @@ def test_a_left_group_closes_with_its_last_live_member(
 
 
 def test_a_repeated_request_has_one_effect(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1)
+    world = make_world(group_size=3, min_group_size=1, recipe="rft")
     world.finish(world.begin(), 1.0)
     assert leave(world, "g", key="k") == 0
     world.reopen()
@@ -74,7 +74,7 @@ def test_a_repeated_request_has_one_effect(make_world: Make) -> None:
 
 
 def test_a_left_group_takes_no_member_and_survives_a_restart(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1)
+    world = make_world(group_size=3, min_group_size=1, recipe="rft")
     first = world.begin()
     world.call(first, 7)
     leave(world, "g")
@@ -87,14 +87,14 @@ def test_a_left_group_takes_no_member_and_survives_a_restart(make_world: Make) -
 
 
 def test_only_the_groups_of_the_client_are_closed_and_unknown_ones_are_no_error(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1)
+    world = make_world(group_size=3, min_group_size=1, recipe="rft")
     world.begin(client_id="other")
     assert leave(world, "g", "never begun") == 0
     assert [group.is_left for group in world.swarm.store.groups.values()] == [False]
 
 
 def test_groups_that_are_not_needed_are_dropped_as_surplus(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1)
+    world = make_world(group_size=3, min_group_size=1, recipe="rft")
     first, second = world.begin(), world.begin()
     world.finish(first, 1.0)
     assert leave(world, "g", not_needed=True) == 0

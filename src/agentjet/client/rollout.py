@@ -70,7 +70,7 @@ class Visit:
 
     @property
     def lacks_members(self) -> bool:
-        """True if its group is open as far as the client knows, and waits for members."""
+        """True if its group has begun and fewer members finished than the group wants."""
         return not self.is_closed and self.size is not None and self.num_finished < self.size
 
     async def wait_for_turn(self, place: int) -> None:
