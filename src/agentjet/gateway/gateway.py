@@ -27,6 +27,7 @@ from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
+from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
@@ -83,8 +84,10 @@ class Gateway:
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        lag: LoopLag | None = None,
     ) -> None:
-        """Opens the folder of the run and creates it if it is missing. `stopwatch` detects a blocked event loop.
+        """Opens the folder of the run and creates it if it is missing. `stopwatch` detects a blocked event loop, whose
+        lag `lag` measures.
 
         Raises `ConfigError` if the folder is in use or has other policies, or if its journal is incomplete.
         """
@@ -138,6 +141,7 @@ class Gateway:
         """Answers to the reads of viewers."""
         self.tracing = tracing or Tracing()
         """Makes no spans until its `tracer` is set."""
+        self.lag = lag or LoopLag()
         self.activity = Activity(self.folder / "durations.json", monotonic=stopwatch)
         parts = OpenRun(
             run,
@@ -151,6 +155,7 @@ class Gateway:
             self.changed,
             self.tracing,
             self.activity,
+            self.lag,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -411,6 +416,7 @@ class Gateway:
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
+            loop=views.loop(self.lag.recent()),
             uptime=now - self.began,
         )
 

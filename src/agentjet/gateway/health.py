@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from agentjet.config import JobConfig
 from agentjet.gateway.learning import REWARD, held_out_fall, learning
+from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence
 from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import REPORTED_BATCHES, EvaluationView, HealthRuleView, HealthView, Level, duration
@@ -49,6 +50,8 @@ class ServerFacts:
     """Seconds since a client was last seen; None before the first one."""
     is_over: bool = False
     """True if `job.max_steps` is reached."""
+    loop: Gap | None = None
+    """The worst gap of the event loop in the last ten minutes."""
 
 
 class SilentEpisode(NamedTuple):
@@ -206,6 +209,24 @@ def clients(facts: Facts) -> Finding | None:
     if seconds < SILENT_SECONDS:
         return Finding("ok", f"a client was seen {seconds:.0f} s ago")
     return Finding("warn", f"no client was seen for {seconds / 60:.0f} minutes: training waits for episodes")
+
+
+HELD_SECONDS = 0.25
+"""CPU seconds of a gap of the event loop that agents notice."""
+LONG_HELD_SECONDS = 3.0
+"""CPU seconds of a gap that leases are renewed after."""
+
+
+def loop(facts: Facts) -> Finding | None:
+    """States the longest gap of the event loop, in CPU seconds, which do not depend on other programs."""
+    gap = facts.server.loop if facts.server is not None else None
+    if gap is None:
+        return None
+    if gap.cpu < HELD_SECONDS:
+        return Finding("ok", f"the server was not held for more than {max(gap.cpu, BOUND) * 1000:.0f} ms of CPU time")
+    held_by = gap.held_by or "code that is not AgentJet's"
+    text = f"the server answered nothing for {gap.cpu:.2g} s of CPU time ({gap.wall:.2g} s), held by {held_by}"
+    return Finding(graded(gap.cpu, HELD_SECONDS, LONG_HELD_SECONDS), text)
 
 
 # ---- episodes ------------------------------------------------------------------------------------------------------
@@ -436,6 +457,7 @@ def drift(values: list[float], facts: Facts) -> Finding | None:
 RULES: Mapping[str, Judge] = {
     "engine": engine,
     "disk": disk,
+    "loop": loop,
     "clients": clients,
     "weights": weights,
     "gradient": gradient,

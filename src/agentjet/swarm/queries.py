@@ -235,7 +235,7 @@ class Queries:
             return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
         live = sum(episode.group_id is not None for episode in store.live())
         rewards = ["rewards"] if live else []
-        refills = groups.missing_members(store, self._leases.lease_epoch(), self._clock())
+        refills = groups.missing_members(store, self._leases.epoch, self._clock())
         wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixture.waiting_for():
             wanted += f" of {sets}"
