@@ -33,7 +33,7 @@ from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
 from agentjet.gateway.reader import Reader
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
-from agentjet.gateway.ticks import SharedAnswers, Ticks
+from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
@@ -136,7 +136,8 @@ class Gateway:
         self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
-        self.ticks = Ticks(lambda: self.last_event, lambda after: self.swarm.queries.events(after, EVENTS_PAGE))
+        self.ticks = Ticks(lambda: self.last_event, self.swarm.queries.event_kinds)
+        self._pages = EventPages(lambda: self.last_event, self.swarm.queries.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
         self.tracing = tracing or Tracing()
@@ -433,6 +434,16 @@ class Gateway:
                 after = event.seq
                 yield event
             if not page and not await self.changed.until(partial(self._has_events, after), keep_alive):
+                yield None
+
+    async def event_stream(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[bytes | None]:
+        """Yields pages of encoded events after number `after`; the rest as `events`."""
+        while not self.closing:
+            await self._pages.turn()
+            after, page = self._pages.after(after)
+            if page:
+                yield page
+            elif not await self.changed.until(partial(self._has_events, after), keep_alive):
                 yield None
 
     def _has_events(self, after: int) -> bool:

@@ -220,6 +220,10 @@ class Queries:
         """The oldest `limit` events numbered above `after`."""
         return self._journal.events(after, limit)
 
+    def event_kinds(self, after: int, last: int) -> Mapping[str, int]:
+        """Number of events of each kind above `after`, up to `last`; of the oldest 1,000 only."""
+        return self._journal.event_kinds(after, last, 1000)
+
     def waiting_for(self, *, names_silent: bool = True) -> str:
         """A phrase for the thing that training waits for, which names the episode that is silent for long."""
         store, job = self._store, self._store.job
