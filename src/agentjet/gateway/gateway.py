@@ -197,6 +197,7 @@ class Gateway:
                 await asyncio.wait([self._lease_task])
                 self._lease_task = None
             self._calls.close()
+            await self._calls.grammars.close()
             await self._commits.close()
             await self.reader.close()
             self._journal.close()
