@@ -30,7 +30,7 @@ from agentjet.protocol import EvaluationView
 from agentjet.swarm.store import RECENT_STEPS
 
 RESULT = Path(__file__).with_name("alarms.json")
-RUNS, POWER_RUNS, STEPS, SHORT, WITHIN = 2000, 300, 60, 12, 10
+RUNS, STEPS, SHORT, WITHIN = 2000, 60, 12, 10
 KINDS = ("flat", "rising", "noisy", "solved", "short", "with evaluations", "failing agents", "rare successes")
 NAMED = {"rare successes": {"groups"}}
 """Rules that name a kind: most groups with rare successes teach nothing, so that is no false alarm."""
@@ -374,7 +374,7 @@ def with_table(page: str, result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=RUNS, help="healthy runs of each kind")
-    parser.add_argument("--power-runs", type=int, default=POWER_RUNS, help="broken runs of each rule")
+    parser.add_argument("--power-runs", type=int, default=RUNS, help="broken runs of each rule")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name}")
     options = parser.parse_args()

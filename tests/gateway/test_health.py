@@ -29,6 +29,7 @@ from agentjet.gateway.health import (
     health,
     remedies,
 )
+from agentjet.gateway.loop_lag import Gap
 from agentjet.gateway.overview import health_of
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, HealthRuleView, ZeroVariance, flatten
 from bench import alarms
@@ -51,6 +52,11 @@ def same(num: int = 5, **metrics: float) -> Steps:
 
 def each(metric: str, *values: float) -> Steps:
     return [{metric: value} for value in values]
+
+
+def held(cpu: float, wall: float) -> Facts:
+    """A server whose event loop was held."""
+    return Facts(server=replace(UP, loop=Gap(0.0, cpu, wall, "agentjet.swarm.f")))
 
 
 def fallen(num: int, **metrics: float) -> Steps:
@@ -77,6 +83,8 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ("disk", Facts(server=replace(UP, refusal="disk full")), "bad", "disk full", Facts(server=UP)),
     ("disk", Facts(server=replace(UP, checkpoint_error="no space")), "bad", "no space", Facts(server=UP)),
     ("disk", Facts(server=replace(UP, unusable_checkpoints=2)), "warn", "2 checkpoints", Facts(server=UP)),
+    ("loop", held(0.26, 0.3), "warn", "0.26 s of CPU time (0.3 s), held by agentjet.swarm.f", held(0.24, 60.0)),
+    ("loop", held(3.1, 3.2), "bad", "3.1 s of CPU time (3.2 s), held by agentjet.swarm.f", held(0.01, 0.01)),
     (
         "clients",
         Facts(server=replace(UP, client_seconds=720.0)),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,7 +27,9 @@ class Stream:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.ticks = Ticks(lambda: len(self.events), lambda after: self.events[after:])
+        self.ticks = Ticks(
+            lambda: len(self.events), lambda after, last: Counter(event.kind for event in self.events[after:last])
+        )
 
     def emit(self, *kinds: str) -> None:
         for kind in kinds:
@@ -116,3 +120,51 @@ async def test_shared_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no"):
         await shared.get("/health", 6, failing)
     assert await shared.get("/health", 6, answer) == 6
+
+
+def test_a_page_is_read_once_for_all_streams_and_is_complete() -> None:
+    log = [Event(seq=seq, kind="episode", time=0.0, body={"n": seq}) for seq in range(1, 701) if not 150 < seq < 420]
+    newest, num_read = 300, 0
+
+    def read(after: int, limit: int) -> list[Event]:
+        nonlocal num_read
+        events = [event for event in log if event.seq > after][:limit]
+        num_read += len(events)
+        return events
+
+    pages = ticks.EventPages(lambda: newest, read)
+
+    def stream(after: int) -> list[int]:
+        found = b""
+        while (page := pages.after(after))[1]:
+            after, found = page[0], found + page[1]
+        return [int(line.removeprefix("id: ")) for line in found.decode().splitlines() if line.startswith("id: ")]
+
+    assert stream(0) == list(range(1, 151)), "an event that is not on disk yet is not sent"
+    newest = 700
+    for after in (0, 5, 127, 128, 149, 150, 300, 419, 500, 699, 700):
+        assert stream(after) == [event.seq for event in log if event.seq > after]
+    assert num_read < 2 * len(log), "eleven streams read each page once, and beyond its end where events were deleted"
+
+
+async def test_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = ticks.EventPages(lambda: 0, lambda after, limit: [])
+    order: list[int] = []
+    rounds: list[int] = []
+
+    async def stream(number: int) -> None:
+        for _ in range(3):
+            await pages.turn()
+            order.append(number)
+
+    async def watch() -> None:
+        while len(order) < 60:
+            rounds.append(len(order))
+            await asyncio.sleep(0)
+
+    ended = asyncio.create_task(stream(20))
+    await asyncio.sleep(0)
+    ended.cancel()
+    await asyncio.gather(watch(), *map(stream, range(20)))
+    assert [sorted(order[i : i + 20]) for i in (0, 20, 40)] == [list(range(20))] * 3
+    assert max(b - a for a, b in pairwise(rounds)) <= ticks.PAGES_A_ROUND

@@ -169,3 +169,16 @@ async def test_what_cannot_be_followed_is_refused_before_it_is_sampled(tmp_path:
             assert refused.value.param == param
             assert said in refused.value.message
         assert served.run.compute.asked == []
+
+
+@pytest.mark.e2e
+async def test_a_schema_that_takes_too_long_to_compile_is_refused_and_not_sampled(
+    tmp_path: Path, card: ModelInfo
+) -> None:
+    large = {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": 9_999_991}}}
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": large}}
+    async with serving(tmp_path / "d", walking(card), card=card) as served:
+        client = served.openai(await served.begin())
+        with pytest.raises(openai.BadRequestError, match="more than 2 s of CPU time to compile") as refused:
+            await client.chat.completions.create(model="policy", messages=HELLO, response_format=asked)
+        assert refused.value.code == "unsupported_schema" and not served.run.compute.asked

@@ -107,6 +107,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
             if ready.exception() is not None:
                 return False
             tune_gc()
+            runs.lag.start()  # The start does not count.
             _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")

@@ -44,6 +44,7 @@ from agentjet.gateway.prompts import Prompt, num_characters, prepare_prompt
 from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, choice_seed, sampling_params, with_overrides
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.rendering import Renderer
+from agentjet.rendering.grammar_trial import GrammarTrials
 from agentjet.swarm import Episode
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
@@ -118,6 +119,7 @@ class CallPath:
         self._clock = clock
         self._episodes: dict[str, EpisodeCalls] = {}
         self._calls_by_client: Counter[str] = Counter()
+        self.grammars = GrammarTrials()
         run.swarm.store.undelivered_calls = self._undelivered_calls
 
     @property
@@ -265,7 +267,7 @@ class CallPath:
             room = limit - len(prompt.tokens)
             if room < 1:
                 raise ContextOverflow(request.asked, len(prompt.tokens), limit)
-            grammar = await offload(request.num_bytes, renderer.grammar, conversation, request.constraint)
+            grammar = await self.grammars.write(episode.id, request.constraint, conversation.tools, renderer.style)
             limited = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
             call.prompts.append((replace(prompt, fork="role") if is_new_role else prompt, limited))
         self._swarm.note(episode.id, noted=request.notes)

@@ -28,12 +28,13 @@ from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
+from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.overview import Overview
 from agentjet.gateway.prompts import num_characters
 from agentjet.gateway.reader import Reader
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
-from agentjet.gateway.ticks import SharedAnswers, Ticks
+from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
@@ -84,8 +85,10 @@ class Gateway:
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        lag: LoopLag | None = None,
     ) -> None:
-        """Opens the folder of the run and creates it if it is missing. `stopwatch` detects a blocked event loop.
+        """Opens the folder of the run and creates it if it is missing. `stopwatch` detects a blocked event loop, whose
+        lag `lag` measures.
 
         Raises `ConfigError` if the folder is in use or has other policies, or if its journal is incomplete.
         """
@@ -134,11 +137,13 @@ class Gateway:
         self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
-        self.ticks = Ticks(lambda: self.last_event, lambda after: self.swarm.queries.events(after, EVENTS_PAGE))
+        self.ticks = Ticks(lambda: self.last_event, self.swarm.queries.event_kinds)
+        self._pages = EventPages(lambda: self.last_event, self.swarm.queries.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
         self.tracing = tracing or Tracing()
         """Makes no spans until its `tracer` is set."""
+        self.lag = lag or LoopLag()
         self.activity = Activity(self.folder / "durations.json", monotonic=stopwatch)
         parts = OpenRun(
             run,
@@ -152,6 +157,7 @@ class Gateway:
             self.changed,
             self.tracing,
             self.activity,
+            self.lag,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -194,6 +200,7 @@ class Gateway:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks = []
             self._calls.close()
+            await self._calls.grammars.close()
             await self._commits.close()
             await self.reader.close()
             self._journal.close()
@@ -420,6 +427,7 @@ class Gateway:
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
+            loop=views.loop(self.lag.recent()),
             uptime=now - self.began,
         )
 
@@ -436,6 +444,16 @@ class Gateway:
                 after = event.seq
                 yield event
             if not page and not await self.changed.until(partial(self._has_events, after), keep_alive):
+                yield None
+
+    async def event_stream(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[bytes | None]:
+        """Yields pages of encoded events after number `after`; the rest as `events`."""
+        while not self.closing:
+            await self._pages.turn()
+            after, page = self._pages.after(after)
+            if page:
+                yield page
+            elif not await self.changed.until(partial(self._has_events, after), keep_alive):
                 yield None
 
     def _has_events(self, after: int) -> bool:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from agentjet.config import JobConfig
 from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_metrics, rise
+from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence
 from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
@@ -54,6 +55,8 @@ class ServerFacts:
     """Seconds since a client was last seen; None before the first one."""
     is_over: bool = False
     """True if `job.max_steps` is reached."""
+    loop: Gap | None = None
+    """The worst gap of the event loop in the last ten minutes."""
 
 
 class SilentEpisode(NamedTuple):
@@ -260,6 +263,24 @@ def clients(facts: Facts) -> Finding | None:
     if seconds < SILENT_SECONDS:
         return Finding("ok", f"a client was seen {seconds:.0f} s ago")
     return Finding("warn", f"no client was seen for {seconds / 60:.0f} minutes: training waits for episodes")
+
+
+HELD_SECONDS = 0.25
+"""CPU seconds of a gap of the event loop that agents notice."""
+LONG_HELD_SECONDS = 3.0
+"""CPU seconds of a gap that leases are renewed after."""
+
+
+def loop(facts: Facts) -> Finding | None:
+    """States the longest gap of the event loop, in CPU seconds, which do not depend on other programs."""
+    gap = facts.server.loop if facts.server is not None else None
+    if gap is None:
+        return None
+    if gap.cpu < HELD_SECONDS:
+        return Finding("ok", f"the server was not held for more than {max(gap.cpu, BOUND) * 1000:.0f} ms of CPU time")
+    held_by = gap.held_by or "code that is not AgentJet's"
+    text = f"the server answered nothing for {gap.cpu:.2g} s of CPU time ({gap.wall:.2g} s), held by {held_by}"
+    return Finding(graded(gap.cpu, HELD_SECONDS, LONG_HELD_SECONDS), text)
 
 
 # ---- episodes ------------------------------------------------------------------------------------------------------
@@ -644,6 +665,7 @@ def drift(values: list[float], facts: Facts) -> Finding | None:
 RULES: Mapping[str, Judge] = {
     "engine": engine,
     "disk": disk,
+    "loop": loop,
     "clients": clients,
     "weights": weights,
     "gradient": gradient,
@@ -666,5 +688,5 @@ RULES: Mapping[str, Judge] = {
 }
 """The rules, causes before their consequences. Each name is the anchor of a section in the documentation."""
 
-STATED = frozenset(("engine", "disk", "clients", "weights", "update", "refill", "images", "tools", "drift"))
+STATED = frozenset(("engine", "disk", "loop", "clients", "weights", "update", "refill", "images", "tools", "drift"))
 """The rules that state a fact. The other ones are estimates."""

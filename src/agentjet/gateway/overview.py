@@ -83,6 +83,7 @@ class Overview:
             engine.training.checkpoint_error,
             None if seen is None else max(0.0, self._clock() - seen),
             queries.is_over,
+            self._run.lag.recent(),
         )
 
     def _checkpoints(self) -> list[int]:

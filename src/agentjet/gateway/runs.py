@@ -27,6 +27,7 @@ from agentjet.config import JobConfig, PolicyConfig, ServeConfig, first_mistake,
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
+from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.swarm import Journal
@@ -58,7 +59,10 @@ class Runs:
         """Opens the default run. Raises `ConfigError` like `Gateway`, and for a data dir of AgentJet 0.1."""
         self._config = config
         self._compute = compute
-        self._new_gateway = partial(Gateway, compute=compute, clock=clock, stopwatch=stopwatch, tracing=tracing)
+        self.lag = LoopLag()
+        self._new_gateway = partial(
+            Gateway, compute=compute, clock=clock, stopwatch=stopwatch, tracing=tracing, lag=self.lag
+        )
         self._folder = config.server.data_dir / "runs"
         self._gateways: dict[str, Gateway] = {}
         self._failed: dict[str, str] = {}
@@ -85,6 +89,7 @@ class Runs:
 
     async def start(self) -> None:
         """Starts the default run, and the other runs that were open when the server stopped."""
+        self.lag.start()
         await self.default.start()
         for name in self._names():
             try:
@@ -155,6 +160,7 @@ class Runs:
         try:
             await _all_of(gateway.close() for gateway in self.open_gateways())
         finally:
+            self.lag.close()
             await self._compute.close()
 
     # ---- one run ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""`Ticks`: a short form of the event stream for viewers, and answers that viewers share.
+"""The event stream: `EventPages`, which all streams share; `Ticks`, a short form of it for viewers; and answers that
+viewers share.
 
 A busy run has hundreds of events a second. A viewer needs to know which kinds there were, so that it reads again what
 they changed. A tick is encoded once for all viewers, and nothing is counted while there are none.
@@ -7,9 +8,9 @@ they changed. A tick is encoded once for all viewers, and nothing is counted whi
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -20,6 +21,11 @@ Answer = TypeVar("Answer")
 
 TICK_SECONDS = 0.7
 """Shortest time between two ticks. Viewers read after each, all at the same time, so that they share the answers."""
+PAGE = 128
+"""Events that a stream gets at a time."""
+PAGES_A_ROUND = 4
+MOST_PAGES = 128
+"""Encoded pages in memory, about 40 kB each."""
 KEPT_TICKS = 80
 """A viewer that is further behind is disconnected. It then reads everything again."""
 MOST_ANSWERS = 64
@@ -27,11 +33,84 @@ SHARED_SECONDS = 1.0
 """Answers also have times, so they are shared for this long at most."""
 
 
+@dataclass(slots=True)
+class _Page:
+    """Encoded events of a range of numbers, up to `seen`."""
+
+    seen: int
+    events: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class EventPages:
+    """The events on disk as server-sent events, a page at a time. A page is read and encoded once for all streams.
+
+    Streams take turns: in one round of the event loop at most `PAGES_A_ROUND` of them get a page, in the order in which
+    they asked. A socket that takes everything at once would otherwise let its stream run without a pause.
+    """
+
+    def __init__(self, last_event: Callable[[], int], read: Callable[[int, int], Sequence[Event]]) -> None:
+        """`last_event` returns the number of the newest event on disk; `read` returns the oldest events after a
+        number, as many as a limit.
+        """
+        self._last_event = last_event
+        self._read = read
+        self._pages: OrderedDict[int, _Page] = OrderedDict()
+        self._asking: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Waits for the turn of a stream."""
+        loop = asyncio.get_running_loop()
+        if not self._asking:
+            loop.call_soon(self._round)
+        turn = loop.create_future()
+        self._asking.append(turn)
+        await turn
+
+    def _round(self) -> None:
+        for _ in range(min(PAGES_A_ROUND, len(self._asking))):
+            turn = self._asking.popleft()
+            if not turn.done():  # Its stream may have ended.
+                turn.set_result(None)
+        if self._asking:
+            asyncio.get_running_loop().call_soon(self._round)
+
+    def after(self, after: int) -> tuple[int, bytes]:
+        """Returns the next events after a number, and the number of the last one; no bytes if there are none."""
+        newest = self._last_event()
+        while after < newest:
+            page = self._page(after // PAGE, newest)
+            if events := [encoded for number, encoded in page.events if number > after]:
+                return page.events[-1][0], b"".join(events)
+            following = self._read(after, 1)  # The rest of the page is no longer kept.
+            if not following or following[0].seq > newest:
+                break
+            after = following[0].seq - 1
+        return after, b""
+
+    def _page(self, number: int, newest: int) -> _Page:
+        page = self._pages.setdefault(number, _Page(number * PAGE))
+        self._pages.move_to_end(number)
+        if len(self._pages) > MOST_PAGES:
+            self._pages.popitem(last=False)
+        end = min((number + 1) * PAGE, newest)
+        if page.seen < end:
+            events = self._read(page.seen, end - page.seen)
+            page.events += [(event.seq, _message(event)) for event in events if event.seq <= end]
+            page.seen = end
+        return page
+
+
+def _message(event: Event) -> bytes:
+    return f"id: {event.seq}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+
+
 class Ticks:
     """Counts events by kind and passes the counts to the viewers that `follow`."""
 
-    def __init__(self, last_event: Callable[[], int], missed: Callable[[int], Iterable[Event]]) -> None:
-        """`last_event` returns the number of the newest event on disk, `missed` the events after a number."""
+    def __init__(self, last_event: Callable[[], int], missed: Callable[[int, int], Mapping[str, int]]) -> None:
+        """`last_event` returns the number of the newest event on disk, `missed` the number of events of each kind after
+        a number, up to another.
+        """
         self._newest = last_event
         self._missed = missed
         self._kinds: Counter[str] = Counter()
@@ -70,7 +149,7 @@ class Ticks:
         seen = self._num_ticks
         try:
             if (newest := self._newest()) > after:
-                yield _encoded(newest, Counter(event.kind for event in self._missed(after) if event.seq <= newest))
+                yield _encoded(newest, self._missed(after, newest))
             while not self._is_closed and self._num_ticks - seen <= len(self._ticks):
                 if seen < self._num_ticks:
                     seen += 1
@@ -92,7 +171,7 @@ class Ticks:
         self._changed.notify()
 
 
-def _encoded(last_event: int, kinds: Counter[str]) -> str:
+def _encoded(last_event: int, kinds: Mapping[str, int]) -> str:
     return Tick(last_event=last_event, kinds=dict(kinds)).model_dump_json()
 
 

@@ -33,6 +33,7 @@ from agentjet.gateway import observability
 from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
+from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
@@ -65,6 +66,7 @@ class OpenRun:
     changed: Broadcast
     tracing: Tracing
     activity: Activity
+    lag: LoopLag
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
@@ -87,6 +89,7 @@ class TrainingLoop:
         self.checkpoint_error = ""
         """Error of the newest checkpoint, or ''."""
         self.timer = StepTimer(run.gate.busy_seconds)
+        self._step_ended = run.lag.now()
         self._run = run
         self._swarm = run.swarm
         self._compute = run.compute
@@ -181,7 +184,7 @@ class TrainingLoop:
                 self._is_partial = False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
-                    await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)})
+                    await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens), **self._lag()})
                 self._next_operations = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
@@ -247,6 +250,12 @@ class TrainingLoop:
         self._swarm.batches.record_operation(op.policy, op.number, kind, batch)
         await self._run.commits.durable()
         self._is_partial = True
+
+    def _lag(self) -> dict[str, float]:
+        """Returns the worst lag of the event loop since the step before, in seconds."""
+        lag = self._run.lag
+        worst, self._step_ended = lag.worst(self._step_ended), lag.now()
+        return {} if worst is None else {"server/loop_lag": worst.cpu, "server/loop_lag_wall": worst.wall}
 
     async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
         merged = self._swarm.batches.learned(batch, metrics)

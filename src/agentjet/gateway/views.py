@@ -8,12 +8,14 @@ from typing import Any
 
 from agentjet import __version__
 from agentjet.gateway import health
+from agentjet.gateway.loop_lag import Gap
 from agentjet.gateway.observability import divergence
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CodeVersionStatus,
     EpisodeList,
     EpisodeView,
+    LoopView,
     ScoredAnswer,
     StepList,
     ZeroVariance,
@@ -98,6 +100,11 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
         answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
         rewards_fell=fell is not None and fell.level == "bad",
     )
+
+
+def loop(gap: Gap | None) -> LoopView | None:
+    """Returns the view of a gap of the event loop."""
+    return None if gap is None else LoopView(cpu=gap.cpu, wall=gap.wall, held_by=gap.held_by)
 
 
 def waiting_for(

@@ -383,6 +383,17 @@ class ZeroVariance(Response):
         return found
 
 
+class LoopView(Response):
+    """The longest time for which the event loop of the server answered no request, in the last ten minutes."""
+
+    cpu: float
+    """CPU seconds of the server's process in it."""
+    wall: float
+    """Seconds. Far more than `cpu` on a machine that other programs use."""
+    held_by: str = ""
+    """The function of AgentJet that ran then; empty for a short time."""
+
+
 class StatusResponse(Response):
     """`GET /swarm/v1/status`."""
 
@@ -431,6 +442,7 @@ class StatusResponse(Response):
     """The report if the newest 3 or more batches could teach nothing, else null."""
     last_event: int = 0
     """Number of the newest event. Read `events` after it to miss none."""
+    loop: LoopView | None = None
     uptime: float
 
 

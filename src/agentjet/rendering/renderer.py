@@ -65,7 +65,7 @@ class Renderer:
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
         in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
         ids = {literal: token.id for literal, token in self._control.items()}
-        self._style = OutputStyle(model_info.tool_format, self.reasons, in_reasoning, ids)
+        self.style = OutputStyle(model_info.tool_format, self.reasons, in_reasoning, ids)
 
     def render(self, conversation: Conversation, *, sampled: Mapping[int, bytes] | None = None) -> bytes:
         """Returns the conversation with the generation prompt as encoded text (see `types.ESCAPE`).
@@ -230,7 +230,7 @@ class Renderer:
         return parse_completion(
             text,
             reasons=self.reasons,
-            in_reasoning=self._style.in_reasoning,
+            in_reasoning=self.style.in_reasoning,
             tool_format=self.model.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
@@ -240,7 +240,7 @@ class Renderer:
 
         Raises `InvalidRequest` with the parameter if a schema is not supported.
         """
-        return write_grammar(constraint, conversation.tools, self._style)
+        return write_grammar(constraint, conversation.tools, self.style)
 
     def _encode(self, rendered: Rendered, bodies: Mapping[int, tuple[bytes, bytes]]) -> bytes:
         texts, marks = self._stripped(rendered), rendered.marks

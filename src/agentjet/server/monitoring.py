@@ -119,6 +119,10 @@ class _GatewayCollector(Collector):
         yield family("unusable_checkpoints", "Checkpoints that could not be used.", unusable)
         journal = [path for path in self._gateway.folder.glob("journal.sqlite*") if path.suffix != ".lock"]
         yield family("journal_bytes", "Size of the journal on disk.", sum(path.stat().st_size for path in journal))
+        worst = self._gateway.lag.recent()
+        meaning = "Longest time without an answer of the event loop in the last ten minutes"
+        lag = {} if worst is None else {"cpu": worst.cpu, "wall": worst.wall}
+        yield family("loop_lag_seconds", f"{meaning}, in CPU time of the process and in wall time.", lag, "clock")
         yield family("uptime_seconds", "Seconds since the server started.", status.uptime)
 
     def _family(self, name: str, meaning: str, values: float | Mapping[str, float], label: str = "") -> Metric:

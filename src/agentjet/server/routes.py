@@ -143,7 +143,9 @@ async def get_events(
     """
     start = last_event_id if last_event_id is not None else after or 0
     gateway = deps.gateway
-    stream = _ticks(gateway.ticks.follow(start)) if form == "tick" else _sse(gateway.events(start))
+    stream: AsyncGenerator[str | bytes] = (
+        _ticks(gateway.ticks.follow(start)) if form == "tick" else _sse(gateway.event_stream(start))
+    )
     return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
@@ -206,13 +208,10 @@ async def create_export(deps: Deps, body: bodies.ExportRequest | None = None) ->
     return await deps.gateway.versions.export(policy=wanted.policy, adapter=wanted.adapter)
 
 
-async def _sse(events: AsyncGenerator[bodies.Event | None]) -> AsyncGenerator[str]:
-    yield ": connected\n\n"
-    async for event in events:
-        if event is None:
-            yield ": nothing new\n\n"
-        else:
-            yield f"id: {event.seq}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
+async def _sse(pages: AsyncGenerator[bytes | None]) -> AsyncGenerator[bytes]:
+    yield b": connected\n\n"
+    async for page in pages:
+        yield b": nothing new\n\n" if page is None else page
 
 
 async def _ticks(ticks: AsyncGenerator[str | None]) -> AsyncGenerator[str]:

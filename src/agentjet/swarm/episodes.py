@@ -439,15 +439,15 @@ class SwarmState:
 
         Call it often: it is what frees the places of the lost.
         """
+        self._leases.check_stall()
         now, store = self._clock(), self.store
         expired = []
         for episode in [episode for episode in store.live() if self.expires_at(episode) <= now]:
             with store.transaction():
                 expired.append(self._endings.expire(episode, now))
                 self._endings.close_if_complete(episode, now)
-        epoch = self._leases.lease_epoch()
         for group in list(store.groups.values()):
-            deadline = groups.refill_deadline(store, group, epoch)
+            deadline = groups.refill_deadline(store, group, self._leases.epoch)
             if deadline is not None and deadline <= now:
                 with store.transaction():
                     groups.close(store, group, now)

@@ -495,6 +495,12 @@ class Journal:
         """The oldest `limit` events numbered above `after`."""
         return self._events("seq > ? ORDER BY seq LIMIT ?", after, limit)
 
+    def event_kinds(self, after: int, last: int, limit: int) -> dict[str, int]:
+        """Number of events of each kind among the oldest `limit` above `after`, up to `last`."""
+        chosen = "SELECT kind FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+        rows = self._db.execute(f"SELECT kind, COUNT(*) FROM ({chosen}) GROUP BY kind", (after, last, limit))
+        return dict(rows.fetchall())
+
     def events_of(self, kind: str) -> list[Event]:
         """All events of a kind that are kept, in order: evaluations and rollbacks are never deleted."""
         assert kind in ("evaluation", "rollback"), "events of other kinds have no index"

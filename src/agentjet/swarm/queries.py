@@ -144,7 +144,7 @@ class Queries:
 
     def refill(self) -> Refill | None:
         """The groups of the present batch that lost members and have no live one; None without any."""
-        short = groups.short_groups(self._store, self._leases.lease_epoch())
+        short = groups.short_groups(self._store, self._leases.epoch)
         if not short:
             return None
         deadline, first = short[0]
@@ -256,6 +256,10 @@ class Queries:
         """The oldest `limit` events numbered above `after`."""
         return self._journal.events(after, limit)
 
+    def event_kinds(self, after: int, last: int) -> Mapping[str, int]:
+        """Number of events of each kind above `after`, up to `last`; of the oldest 1,000 only."""
+        return self._journal.event_kinds(after, last, 1000)
+
     def waiting_for(self, *, names_silent: bool = True) -> str:
         """A phrase for the thing that training waits for, which names the episode that is silent for long."""
         store, job = self._store, self._store.job
@@ -271,7 +275,7 @@ class Queries:
             return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
         live = sum(episode.group_id is not None for episode in store.live())
         rewards = ["rewards"] if live else []
-        refills = groups.missing_members(store, self._leases.lease_epoch(), self._clock())
+        refills = groups.missing_members(store, self._leases.epoch, self._clock())
         wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixture.waiting_for():
             wanted += f" of {sets}"

@@ -8,6 +8,7 @@ read again. The store finds and keeps; the rules are in `episodes`, `groups`, `m
 from __future__ import annotations
 
 import hashlib
+import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import Journal, Slice
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree
+
+log = logging.getLogger(__name__)
 
 RECENT_STEPS = 50
 """Batches over which the shares and rewards of task sets are computed."""
@@ -323,21 +326,26 @@ class Leases:
         """Time of the last call of each live episode. Heartbeats of its client do not count."""
         self._calling: Counter[str] = Counter()
 
-    def lease_epoch(self) -> float:
-        """Time from which leases count. Reset to now if the event loop was blocked for more than `STALL_SECONDS`,
-        because heartbeats of that time may still be queued.
+    @property
+    def epoch(self) -> float:
+        """Time from which leases count: the start of the server, or the end of the last `check_stall` that was late."""
+        return self._opened
+
+    def check_stall(self) -> None:
+        """Starts all leases again if the event loop was blocked for more than `STALL_SECONDS` before this check,
+        because heartbeats of that time may still be queued. Call it before leases are judged.
         """
         before, self._checked_at = self._checked_at, self._stopwatch()
         if self._checked_at - before > STALL_SECONDS:
+            log.warning("the event loop was blocked for %.1f s: all leases start again", self._checked_at - before)
             self._opened = self._clock()
-        return self._opened
 
     def expires_at(self, episode: Episode, job: JobConfig) -> float:
         """Time at which a live episode expires without activity; at most its begin + `max_episode_seconds`."""
-        last, opened = episode.begun + job.max_episode_seconds, self.lease_epoch()
+        last = episode.begun + job.max_episode_seconds
         if self._calling[episode.id]:
             return last
-        seen = max(self._last_seen.get(episode.id, episode.begun), opened)
+        seen = max(self._last_seen.get(episode.id, episode.begun), self._opened)
         return min(seen + job.lease_seconds, last)
 
     def silent_seconds(self, episode: Episode) -> float:
@@ -353,7 +361,7 @@ class Leases:
         """Seconds since a call or a heartbeat of a live episode; 0 during a call. Counts like `expires_at`."""
         if self._calling[episode.id]:
             return 0.0
-        seen = max(self._last_seen.get(episode.id, episode.begun), self.lease_epoch())
+        seen = max(self._last_seen.get(episode.id, episode.begun), self.epoch)
         return max(0.0, self._clock() - seen)
 
     def renew(self, episode: Episode) -> None:

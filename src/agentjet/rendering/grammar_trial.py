@@ -1,0 +1,192 @@
+"""`GrammarTrials`: grammars are written and compiled in a process with limits first, before a worker sees them.
+
+The schemas of agents decide the cost of a grammar: `multipleOf = 9999991` takes 40 s or 3 GB to compile. A small child
+process forks for each grammar; the fork has limits of CPU time and memory, so it ends without an effect on others. A
+compiled grammar cannot be passed on: the worker compiles it again, which costs at most what the trial did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import struct
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+from agentjet.errors import InvalidRequest, Later
+from agentjet.rendering.grammar import OutputStyle, write_grammar
+from agentjet.types import ANY_ANSWER, Constraint
+
+CPU_SECONDS = 2
+"""CPU time in which a grammar must be written and compiled."""
+MEMORY_BYTES = 256 * 2**20
+"""Memory that this may take."""
+MOST_RESULTS = 64
+SIZE = struct.Struct("!I")
+CONTROL_TOKEN = re.compile(r"<\[\d+\]>")
+
+
+class GrammarTrials:
+    """Writes and tries grammars, one at a time. The child process starts with the first one. Close it at the end."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._results: OrderedDict[bytes, str | InvalidRequest] = OrderedDict()
+        self._one_at_a_time = asyncio.Lock()
+        self._of_owner: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """An owner has one grammar in the queue, so that those of others wait for one of its grammars at most."""
+
+    async def write(
+        self, owner: str, constraint: Constraint, tools: Sequence[Mapping[str, Any]], style: OutputStyle
+    ) -> str:
+        """Returns the grammar of a completion: see `write_grammar`. `owner` is the episode that asks.
+
+        Raises `InvalidRequest` for a schema that is not supported or exceeds a limit, `Later` if the trial failed.
+        """
+        if constraint == ANY_ANSWER:
+            return ""
+        asked = pickle.dumps((constraint, list(tools), style))
+        if asked not in self._results:
+            lock = self._of_owner[owner]
+            try:
+                async with lock, self._one_at_a_time:
+                    if asked not in self._results:
+                        self._keep(asked, await self._try(asked, constraint))
+            finally:
+                if not lock.locked():
+                    self._of_owner.pop(owner, None)
+        result = self._results[asked]
+        self._results.move_to_end(asked)
+        if isinstance(result, InvalidRequest):
+            raise InvalidRequest(str(result), code=result.code, param=result.param)
+        return result
+
+    def _keep(self, asked: bytes, result: str | InvalidRequest) -> None:
+        self._results[asked] = result
+        if len(self._results) > MOST_RESULTS:
+            self._results.popitem(last=False)
+
+    async def _try(self, asked: bytes, constraint: Constraint) -> str | InvalidRequest:
+        try:
+            answer = await self._ask(asked)
+        except (OSError, asyncio.IncompleteReadError):
+            await self.close()
+            raise Later(
+                "The process that checks grammars ended.", code="grammar_check_failed", status=503, retry_after=1.0
+            ) from None
+        except BaseException:  # A cancelled trial would leave its answer in the pipe.
+            await self.close()
+            raise
+        if "grammar" in answer:
+            return str(answer["grammar"])
+        param = constraint.schema_param if constraint.schema is not None else "tools"
+        if "limit" in answer:
+            return InvalidRequest(
+                f"{param}: this JSON schema takes more than {answer['limit']} to compile, the limit: simplify it. "
+                "A large `multipleOf` costs the most.",
+                code="unsupported_schema",
+                param=param,
+            )
+        return InvalidRequest(answer["message"], code=answer["code"], param=answer["param"])
+
+    async def _ask(self, asked: bytes) -> dict[str, Any]:
+        if self._process is None:
+            command = [sys.executable, "-P", "-m", __name__]
+            pipe = asyncio.subprocess.PIPE
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, start_new_session=True
+            )
+        sending, receiving = self._process.stdin, self._process.stdout
+        assert sending is not None and receiving is not None
+        sending.write(SIZE.pack(len(asked)) + asked)
+        await sending.drain()
+        (size,) = SIZE.unpack(await receiving.readexactly(SIZE.size))
+        answer: dict[str, Any] = json.loads(await receiving.readexactly(size))
+        return answer
+
+    async def close(self) -> None:
+        """Ends the child process. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+# ---- the child process -----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answers requests on standard input until it ends."""
+    os.nice(5)
+    received, sent = sys.stdin.buffer, sys.stdout.buffer
+    while head := received.read(SIZE.size):
+        answer = _tried_in_a_fork(received.read(*SIZE.unpack(head)))
+        sent.write(SIZE.pack(len(answer)) + answer)
+        sent.flush()
+
+
+def _tried_in_a_fork(asked: bytes) -> bytes:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "wb") as pipe:
+                _limit()
+                _tried(asked, pipe)
+            os._exit(0)
+        except MemoryError:
+            os._exit(-signal.SIGABRT & 0x7F)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 0:
+        return answer
+    is_time = code in (-signal.SIGXCPU, -signal.SIGKILL)
+    limit = f"{CPU_SECONDS} s of CPU time" if is_time else f"{MEMORY_BYTES // 2**20} MiB of memory"
+    return json.dumps({"limit": limit}).encode()
+
+
+def _limit() -> None:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        size = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # The allocator reports that it failed.
+
+
+def _tried(asked: bytes, pipe: BinaryIO) -> None:
+    constraint, tools, style = pickle.loads(asked)
+    try:
+        grammar = write_grammar(constraint, tools, style)
+    except InvalidRequest as error:
+        answer = {"message": str(error), "code": error.code, "param": error.param}
+    else:
+        if grammar:
+            _compile(grammar)
+        answer = {"grammar": grammar}
+    pipe.write(json.dumps(answer).encode())
+
+
+def _compile(grammar: str) -> None:
+    """Compiles a grammar over single bytes: its cost does not depend on the vocabulary. The worker reports errors."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    known = CONTROL_TOKEN.sub("<[0]>", grammar)  # The ids of a model are unknown to a tokenizer of bytes.
+    LLMatcher(LLTokenizer("byte"), known, log_level=0).compute_bitmask()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""One agent's schema costs no other agent anything:
+
+1. a schema above the limit of time or memory is refused by name, again at once, and others are answered after it;
+2. a small schema gives the same grammar as without a trial, and one that is wrong the same error;
+3. a grammar with control tokens is compiled in the trial, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentjet.errors import InvalidRequest, Later
+from agentjet.rendering.grammar import OutputStyle, write_grammar
+from agentjet.rendering.grammar_trial import GrammarTrials
+from agentjet.types import ANY_ANSWER, Constraint
+
+pytestmark = pytest.mark.anyio
+PLAIN = OutputStyle("", False, False, {})
+REASONS = OutputStyle("", True, False, {"<think>": 151_667, "</think>": 151_668})
+LARGE = {"type": "integer", "multipleOf": 9_999_991}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("schema", "style"),
+    [
+        pytest.param(LARGE, PLAIN, id="one multiple"),
+        pytest.param({"type": "object", "properties": {"x": LARGE}}, REASONS, id="control tokens"),
+        pytest.param(
+            {"allOf": [{"type": "integer", "multipleOf": n} for n in (9967, 9973)]}, PLAIN, id="product of two"
+        ),
+    ],
+)
+async def test_a_schema_above_the_limits_is_refused_by_name(schema: dict[str, Any], style: OutputStyle) -> None:
+    trials = GrammarTrials()
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                InvalidRequest, match=r"text\.format: .* more than .*, the limit: simplify it"
+            ) as refused:
+                await trials.write("evil", Constraint(schema=schema, schema_param="text.format"), [], style)
+            assert (refused.value.code, refused.value.param) == ("unsupported_schema", "text.format")
+        small = Constraint(schema={"type": "integer"})
+        assert await trials.write("good", small, [], style) == write_grammar(small, [], style)
+        with pytest.raises(InvalidRequest, match="Invalid type: strin"):
+            await trials.write("good", Constraint(schema={"type": "strin"}), [], style)
+        assert await trials.write("good", ANY_ANSWER, [], style) == ""
+    finally:
+        await trials.close()
+
+
+class Slow(GrammarTrials):
+    """Trials whose child answers when the test says so, or ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[asyncio.Future[dict[str, Any]]] = []
+
+    async def _ask(self, asked: bytes) -> dict[str, Any]:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+
+async def test_the_grammars_of_one_owner_wait_for_each_other() -> None:
+    trials = Slow()
+    evil = [asyncio.create_task(trials.write("evil", Constraint(schema={"const": n}), [], PLAIN)) for n in range(3)]
+    good = asyncio.create_task(trials.write("good", Constraint(schema={"const": "good"}), [], PLAIN))
+    await asyncio.sleep(0)
+    trials.asked[0].set_result({"grammar": "evil"})
+    while len(trials.asked) < 2:
+        await asyncio.sleep(0)
+    trials.asked[1].set_result({"grammar": "good"})
+    assert await good == "good" and not evil[1].done() and not evil[2].done()
+    for n in (2, 3):
+        while len(trials.asked) <= n:
+            await asyncio.sleep(0)
+        trials.asked[n].set_result({"grammar": f"evil {n}"})
+    assert sorted(await asyncio.gather(*evil)) == ["evil", "evil 2", "evil 3"] and trials._of_owner == {}
+
+
+async def test_a_child_that_ends_is_replaced() -> None:
+    trials = GrammarTrials()
+    one, other = (Constraint(schema={"const": n}) for n in range(2))
+    await trials.write("a", one, [], PLAIN)
+    assert trials._process is not None
+    trials._process.kill()
+    await trials._process.wait()
+    with pytest.raises(Later, match="ended"):
+        await trials.write("a", other, [], PLAIN)
+    assert await trials.write("a", other, [], PLAIN) == write_grammar(other, [], PLAIN)
+    await trials.close()
