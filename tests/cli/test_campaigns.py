@@ -57,7 +57,9 @@ def research(*arguments: object) -> str:
 )
 def test_options_that_do_not_fit(options: list[str], message: str, tmp_path: Path) -> None:
     subject = write_subject(tmp_path / "user")
-    given = ["start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c", *options]
+    usual = {"--topic": "why?", "--subject": subject, "--budget": "20runs", "--out": tmp_path / "c"}
+    kept = [word for name, value in usual.items() if name not in options for word in (name, value)]
+    given = ["start", *kept, *options]
     assert message in " ".join(research(*given).split())
     assert not (tmp_path / "c" / "notebook.sqlite").exists()
 

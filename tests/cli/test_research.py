@@ -84,8 +84,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def new(topic: str, *more: str, held_out: str = "play.py:held_out") -> str:
-    named = ("--agent", "play.py:agent", "--tasks", "play.py:train", "--held-out", held_out)
-    return research("new", topic, *named, "--space", "kl.toml", "--out", "study", "--budget", "60", *more)
+    usual = {
+        "--agent": "play.py:agent",
+        "--tasks": "play.py:train",
+        "--held-out": held_out,
+        "--space": "kl.toml",
+        "--out": "study",
+        "--budget": "60",
+    }
+    named = [word for name, value in usual.items() if name not in more for word in (name, value)]
+    return research("new", topic, *named, *more)
 
 
 def test_a_plan_is_written_and_read(here: Path) -> None:

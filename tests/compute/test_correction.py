@@ -40,7 +40,7 @@ def exact(tiny_folder: Path) -> Forest:
 @pytest.mark.parametrize("loss", ["clip", "cispo", "gspo"])
 @pytest.mark.parametrize(
     ("correction", "scale"),
-    [("tis", [0.25, 0.9, 1.1, 2.0]), ("icepop", [0, 0.9, 1.1, 0]), ("mis", [0, 0.9, 1.1, 0])],
+    [("tis", [0.25, 0.9, 1.1, 2.0]), ("icepop", [0, 0.9, 1.1, 3.0]), ("mis", [0, 0.9, 1.1, 0])],
 )
 def test_a_correction_scales_what_each_token_teaches(
     tiny_folder: Path, exact: Forest, loss: str, correction: str, scale: list[float]

@@ -59,6 +59,8 @@ REASONS = {
     "qwen3_next": "layers of kind linear_attention",
     "falcon_h1": "layers of kind hybrid",
     "bamba": "layers of kind linear_attention",
+    "llama4": "layers of kind chunked_attention of 8192 in a context of 512",
+    "recurrent_gemma": "layers of kind linear_attention, sliding_attention of 8 in a context of 512",
 }
 SAMPLED = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
 
@@ -149,8 +151,9 @@ def test_the_gradient_is_that_of_one_row_per_call(folders: dict[str, Path], kind
         baseline = Baseline(policy, rows, reference)
         whole = learner_gradient(policy, build_forest(rows), clip, reference)
         cut = learner_gradient(policy, build_forest(rows), gspo, reference, micro_batch_tokens=60)
-    assert relative(whole, baseline.gradient(clip)) <= 1e-9
-    assert relative(cut, baseline.gradient(gspo)) <= 1e-9
+    bound = 1e-7 if kind == "recurrent_gemma" else 1e-9  # The gates of its recurrence are in float32 in any case.
+    assert relative(whole, baseline.gradient(clip)) <= bound
+    assert relative(cut, baseline.gradient(gspo)) <= bound
 
 
 def test_rows_are_timelines_within_the_budget(folders: dict[str, Path]) -> None:

@@ -38,7 +38,8 @@ def serve_command(model: Path | str, data_dir: Path, *options: str, **settings: 
     """The command line of a server on a free port; `settings` are `section__setting=value`."""
     chosen = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
     sets = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
-    where = ["--model", str(model), "--data-dir", str(data_dir), "--port", "0"]
+    port = [] if "--port" in options else ["--port", "0"]
+    where = ["--model", str(model), "--data-dir", str(data_dir), *port]
     return [sys.executable, "-m", "agentjet.cli", "serve", *where, *sets, *options]
 
 

@@ -139,7 +139,7 @@ class CallFacts(Response):
     temperature: float
     finish_reason: FinishReason
     created: float
-    seconds: float | None
+    seconds: float | None = None
     """Seconds from the arrival of the request to `created`; null in journals of earlier versions."""
 
 
