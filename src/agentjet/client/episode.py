@@ -47,6 +47,8 @@ COMPLETE_SECONDS = 30.0
 of the next run until its lease expires."""
 SERVER_WAIT = 20.0
 """Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
+SHOWN = 60
+"""Characters of a wrong value in a message."""
 NO_LEASE = 1e9
 """Seconds: such a lease does not expire."""
 
@@ -233,7 +235,7 @@ def _turns(reward: Reward) -> Mapping[str, Sequence[float]]:
     """The rewards of turns by role. The role is empty if the agent names none."""
     if isinstance(reward.by_turn, Mapping):
         return reward.by_turn
-    return {"": reward.by_turn} if reward.by_turn else {}
+    return {"": reward.by_turn} if len(reward.by_turn) else {}
 
 
 def checked_reward(returned: object, policies: tuple[str, ...] = ()) -> Reward:
@@ -278,31 +280,49 @@ def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> R
 
 
 def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
+    """The reward with plain floats. NumPy and torch scalars are numbers, and True is 1."""
     if not isinstance(returned, Reward):
         return Reward(_checked_number(returned, name))
-    _checked_number(returned.value, name)
-    named = (("by_role", returned.by_role), ("by_call", returned.by_call), ("metrics", returned.metrics))
-    for field_name, numbers in named:
-        for key, value in numbers.items():
-            _checked_number(value, f"{prefix}{field_name}[{key!r}]")
-    if "" in returned.metrics:
+    metrics = _checked_map(returned.metrics, f"{prefix}metrics")
+    if "" in metrics:
         raise _invalid_reward(f"{prefix}metrics has an empty name: give each metric a name", f"{prefix}metrics")
-    for role, rewards in _turns(returned).items():
-        for turn, value in enumerate(rewards):
-            _checked_number(value, f"{prefix}by_turn[{role!r}][{turn}]")
-    return returned
+    return Reward(
+        _checked_number(returned.value, name),
+        _checked_map(returned.by_role, f"{prefix}by_role"),
+        metrics,
+        {
+            role: [_checked_number(value, f"{prefix}by_turn[{role!r}][{turn}]") for turn, value in enumerate(rewards)]
+            for role, rewards in _turns(returned).items()
+        }
+        or (),
+        _checked_map(returned.by_call, f"{prefix}by_call"),
+    )
+
+
+def _checked_map(numbers: object, name: str) -> dict[str, float]:
+    if not isinstance(numbers, Mapping):
+        raise _invalid_reward(f"{name} is {_shown(numbers)}: give numbers by name, such as {{'solved': 1}}", name)
+    return {key: _checked_number(value, f"{name}[{key!r}]") for key, value in numbers.items()}
 
 
 def _checked_number(value: Any, name: str) -> float:
     try:
-        fits = math.isfinite(value) and abs(value) <= LARGEST and not isinstance(value, str)
+        if isinstance(value, str | bytes) or len(getattr(value, "shape", ())):  # float() reads text, and arrays of one
+            raise TypeError
+        number = float(value)
     except OverflowError:  # a whole number beyond every float
-        value, fits = math.inf, False
-    except TypeError:
-        raise _invalid_reward(f"{name} is {value!r}: an agent returns a number or a Reward", name) from None
-    if not fits:
-        raise _invalid_reward(f"{name} is {value}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}", name)
-    return float(value)
+        value = number = math.inf
+    except (TypeError, ValueError):
+        raise _invalid_reward(f"{name} is {_shown(value)}: an agent returns a number or a Reward", name) from None
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        text = f"{name} is {_shown(value)}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}"
+        raise _invalid_reward(text, name)
+    return number
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _invalid_reward(message: str, param: str) -> InvalidRequest:

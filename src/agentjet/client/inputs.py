@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import codecs
 import copy
+import hashlib
 import inspect
+import io
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -26,6 +30,8 @@ SHOWN = 60
 """Characters of a wrong value in a message."""
 MAX_TASKS = 1_000_000
 """Tasks are kept for the whole run."""
+IDENTITIES_KEPT = 1_000_000
+"""Tasks of a stream that are compared with later ones."""
 MAX_ROW_BYTES = 100_000
 """A row travels in a process's environment, where Linux allows 128 KiB."""
 FIXED = ("model", "sampler", "server")
@@ -75,16 +81,75 @@ def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
         )
     if not isinstance(tasks, Iterable):
         raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
-    listed = tuple(itertools.islice(tasks, MAX_TASKS + 1))
+    identities = TaskIdentities(named, are_visits=not isinstance(tasks, Sequence))
+    listed = tuple(identities.checked(task) for task in itertools.islice(tasks, MAX_TASKS + 1))
     if len(listed) > MAX_TASKS:
         raise ValueError(
             f"{named} has more than {MAX_TASKS} tasks: all of them are read before the run, so a generator must end; "
             f"give a part, such as itertools.islice({named}, 10_000)"
         )
-    for index, task in enumerate(listed):
-        if not isinstance(task, Task):
-            raise ValueError(f"{named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")
     return listed
+
+
+class TaskIdentities:
+    """The tasks seen so far, by their identity: task set and id.
+
+    Two tasks with one identity would be compared with each other, and their scores would be merged.
+    """
+
+    def __init__(self, named: str, *, are_visits: bool) -> None:
+        """`named` is the argument with the tasks. `are_visits`: the same task again, with the same payload, is one more
+        visit, as in a stream of tasks. In a list it is a mistake.
+        """
+        self._named = named
+        self._are_visits = are_visits
+        self._num_seen = 0
+        self._seen: OrderedDict[tuple[str, str], tuple[int, bytes]] = OrderedDict()
+
+    def checked(self, task: object) -> Task:
+        """The next task. Raises `ValueError` for anything but a task, and for a wrongly repeated identity."""
+        index, self._num_seen = self._num_seen, self._num_seen + 1
+        if not isinstance(task, Task):
+            raise ValueError(
+                f"{self._named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)"
+            )
+        identity = (task.task_set, task.id)
+        digest = payload_digest(task.payload) if self._are_visits else b""
+        first, before = self._seen.setdefault(identity, (index, digest))
+        self._seen.move_to_end(identity)
+        if len(self._seen) > IDENTITIES_KEPT and self._are_visits:
+            self._seen.popitem(last=False)
+        if first != index and not (self._are_visits and digest == before):
+            in_set = f" of task set {task.task_set!r}" if task.task_set else ""
+            with_other = " with another payload" if self._are_visits else ""
+            raise ValueError(
+                f"{self._named}[{first}] and {self._named}[{index}] both have the id {task.id!r}{in_set}{with_other}: "
+                "the episodes of a task are compared with each other. Give each task its own id, or each subset its "
+                "own task_set, such as Task(id, task_set='algebra', payload=...)"
+            )
+        return task
+
+
+def payload_digest(payload: object) -> bytes:
+    """A digest of a task's content: its JSON with sorted keys, else its pickle. Payloads without either have equal
+    digests if they have the same class.
+    """
+    try:
+        content = json.dumps(payload, sort_keys=True).encode()
+    except (TypeError, ValueError, RecursionError):
+        content = _pickled(payload)
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _pickled(payload: object) -> bytes:
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.fast = True  # Without references, equal content has equal bytes. Cyclic objects are refused.
+    try:
+        pickler.dump(payload)
+    except Exception:  # the boundary: any class of the user, which may not be made for pickling
+        return type(payload).__qualname__.encode()
+    return file.getvalue()
 
 
 def check_signature(agent: Callable[..., object], named: str) -> None:
@@ -153,12 +218,17 @@ def read_tasks(path: Path) -> list[Task]:
 
     Raises `ConfigError` naming the line.
     """
-    tasks: dict[str, tuple[int, Task]] = {}
+    tasks: dict[tuple[str, str], tuple[int, Task]] = {}
     for number, row in read_json_lines(path):
         task = _task(row, number, f"{path} line {number}")
-        if task.id in tasks:
-            raise ConfigError(f"{path} line {number}: the id {task.id!r} is also that of line {tasks[task.id][0]}")
-        tasks[task.id] = (number, task)
+        identity = (task.task_set, task.id)
+        if identity in tasks:
+            in_set = f" in task set {task.task_set!r}" if task.task_set else ""
+            raise ConfigError(
+                f"{path} line {number}: the id {task.id!r} is also that of line {tasks[identity][0]}{in_set}; "
+                'give each row its own "id", or each subset its own "task_set"'
+            )
+        tasks[identity] = (number, task)
     if not tasks:
         raise ConfigError(f"{path}: the file has no tasks")
     return [task for _, task in tasks.values()]

@@ -128,13 +128,13 @@ class RolloutQueue:
         The order of each task set is independent, so a set that is passed over misses none of its tasks.
         """
         members = [number >= group_size for number in range(group_size + spare)]
-        run, index = uuid.uuid4().hex[:8], itertools.count()
+        run, index, visits = uuid.uuid4().hex[:8], itertools.count(), itertools.count()
 
         def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
             visit = None
             for epoch, task in _epochs(own, seed):
                 group, visit = (
-                    f"{task.id[:200]}/{run}/{epoch}",
+                    f"{task.id[:200]}/{run}/{next(visits)}",
                     Visit(num_left=len(members), previous=visit if base else None),
                 )
                 for place, is_spare in enumerate(members):

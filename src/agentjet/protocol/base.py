@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -37,7 +37,14 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 LARGEST = 1e12
 """Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
-Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
+
+
+def _as_number(value: object) -> object:
+    return float(value) if isinstance(value, bool) else value
+
+
+Finite = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
+"""A number. `true` is 1 and `false` is 0. Text is refused."""
 NumberMap = Annotated[dict[Name, Finite], Field(max_length=64)]
 MetricMap = Annotated[NumberMap, AfterValidator(_without_empty_name)]
 MAX_CALL_REWARDS = 4096
