@@ -64,7 +64,8 @@ def sample(worker: Worker, policy: PolicyId, id: int, max_tokens: int = 6) -> No
 
 
 def train(worker: Worker, policy: PolicyId, version: int, batch: TrainingBatch, job: JobConfig) -> None:
-    worker.handle("forward_backward", policy, Op.of(policy, 2 * version), batch, LossSpec.of(job))
+    worker.handle("load_batch", policy, batch)
+    worker.handle("forward_backward", policy, Op.of(policy, 2 * version), batch.id, LossSpec.of(job))
     worker.handle("optim_step", policy, Op.of(policy, 2 * version + 1), job.optimizer)
     worker.handle("publish", policy, version + 1)
 
@@ -306,10 +307,14 @@ def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
     with pytest.raises(OperationConflict, match="operation 2 of policy other/b is out of order: the next one is 0"):
         train(worker, B, 1, batch, job)
     train(worker, B, 0, batch, job)
-    first = worker.handle("forward_backward", A, Op.of(A, 2), batch, LossSpec.of(job))
-    assert worker.handle("forward_backward", A, Op.of(A, 2), batch, LossSpec.of(job)) == first
+    with pytest.raises(ComputeError, match="policy default/a does not have batch 0: load it first"):
+        worker.handle("forward_backward", A, Op.of(A, 2), batch.id, LossSpec.of(job))
+    for policy in (A, B):
+        worker.handle("load_batch", policy, batch)
+    first = worker.handle("forward_backward", A, Op.of(A, 2), batch.id, LossSpec.of(job))
+    assert worker.handle("forward_backward", A, Op.of(A, 2), batch.id, LossSpec.of(job)) == first
     with pytest.raises(OperationConflict, match="operation 0 of policy other/b was applied with another body"):
-        worker.handle("forward_backward", B, Op.of(B, 0), None, None)
+        worker.handle("forward_backward", B, Op.of(B, 0), batch.id, LossSpec.of(job, 1))
 
 
 async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
@@ -378,7 +383,8 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
         await asyncio.sleep(2)
         await compute.publish(A, 1)
         assert (await completion).policy_version == 1
-        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 2), None, None))
+        await compute.load_batch(A, batch)
+        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 2), batch.id, None))
         waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
         failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
         assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)

@@ -174,9 +174,12 @@ class ClusterCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return await self._hosted(policy).replicas.score(token_ids, num_likeliest)
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        await self._ranks(policy).load_batch(batch)
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         await self._start_learning(op.policy_id)
-        return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch, loss))
+        return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch_id, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         await self._start_learning(op.policy_id)
@@ -429,6 +432,7 @@ _RANK_STATES = {
     "rendezvous": "meets the other ranks",
     "join": "meets the other ranks",
     "add": "loads the model",
+    "load_batch": "receives a batch",
     "forward_backward": "computes gradients",
     "optim_step": "updates the weights",
     "publish": "writes the weights for the samplers",

@@ -13,14 +13,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from agentjet.compute.channel import Request, encode
+from agentjet.compute.channel import LargeRequest, Request, encode
 from agentjet.compute.cluster.hub import Peer
 from agentjet.compute.cluster.site import REASON_SECONDS, Site
 from agentjet.compute.embedded.backend import Watchdog
 from agentjet.config import ComputeConfig, ModelConfig
 from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, PolicyId
 
+Send = Callable[[Peer], Coroutine[Any, Any, Any]]
+"""Sends a rank a request; returns its answer."""
 Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
 """Starts the rank of that name and number; returns its connection. Raises `ConfigError` or `WorkerDied`."""
 
@@ -71,14 +74,21 @@ class LearnerGroup:
             peer.died.add_done_callback(partial(self._on_death, peer))
         watchdog, count = Watchdog(self._timeout), len(self._peers)
         self._watching = asyncio.create_task(self._watch(watchdog))
-        address = await self._ask_all([self._request("rendezvous")])
-        await self._ask_all([self._request("join", n, count, address, watchdog.interval) for n in range(count)])
+        address = await self._ask_all("rendezvous", [self._send("rendezvous")])
+        joins = [self._send("join", n, count, address, watchdog.interval) for n in range(count)]
+        await self._ask_all("join", joins)
         info: ModelInfo = await self.ask("add", model, settings)
         return info
 
     async def ask(self, op: str, *args: Any) -> Any:
         """Send a request to every rank; returns the answer of rank 0. Raises the error of any, or `WorkerDied`."""
-        return await self._ask_all([self._request(op, *args)] * len(self._peers))
+        return await self._ask_all(op, [self._send(op, *args)] * len(self._peers))
+
+    async def load_batch(self, batch: TrainingBatch) -> None:
+        """Send a batch to every rank, encoded once."""
+        request = Request("load_batch", next(self._ids), self._policy, (batch,))
+        large = await LargeRequest.encoded(request)
+        await self._ask_all(request.op, [lambda peer: peer.send_large(large)] * len(self._peers))
 
     async def close(self) -> None:
         """End the ranks and wait for the end of their processes. Idempotent."""
@@ -91,19 +101,18 @@ class LearnerGroup:
             peer.close()
         await asyncio.gather(*(self._site.stop(name) for name in self.names))
 
-    def _request(self, op: str, *args: Any) -> tuple[Request, bytes]:
-        """Returns a request and its bytes, which are made once for all ranks: a batch is large."""
+    def _send(self, op: str, *args: Any) -> Send:
+        """Returns a function that sends a request, which is encoded once for all ranks."""
         request = Request(op, next(self._ids), self._policy, args)
-        return request, encode(request)
+        message = encode(request)
+        return lambda peer: peer.send(request, message)
 
-    async def _ask_all(self, requests: Sequence[tuple[Request, bytes]]) -> Any:
+    async def _ask_all(self, op: str, sends: Sequence[Send]) -> Any:
         """Send the first ranks a request each; returns the answer of rank 0."""
         if self._end is not None:
             raise copy.copy(self._end)
-        self.request = requests[0][0].op
-        asked = {
-            asyncio.create_task(peer.send(*request)): peer for peer, request in zip(self._peers, requests, strict=False)
-        }
+        self.request = op
+        asked = {asyncio.create_task(send(peer)): peer for peer, send in zip(self._peers, sends, strict=False)}
         try:
             await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
             if any(task.done() and task.exception() for task in asked):

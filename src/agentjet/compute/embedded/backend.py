@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from agentjet.compute.channel import Channel
+from agentjet.compute.channel import SENDING, Channel
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
@@ -170,6 +170,10 @@ class WorkerProcess:
             self._unpublished.add(policy)
         return await channel.ask(op, policy, *args)
 
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        """See `Channel.ask_large`."""
+        await self._running().ask_large("load_batch", policy, batch)
+
     def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
         """See `Channel.sample`."""
         return self._running().sample(policy, *args)
@@ -206,7 +210,7 @@ class WorkerProcess:
     def _reason(self, code: int, channel: Channel) -> WorkerDied:
         if self._closing:
             return PolicyRemoved("the worker process was ended")
-        operations = (str(one.policy) for one in channel.pending.values() if one.op != "sample")
+        operations = (str(one.policy) for one in channel.pending.values() if one.op not in ("sample", SENDING))
         during = next(operations, "") or self._sampled(channel)
         kind, end = WorkerDied, f"ended with exit code {code}"
         if self._hung:
@@ -289,8 +293,11 @@ class EmbeddedCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return cast(list[TokenScore], await self._ask("score", policy, np.asarray(token_ids, np.int32), num_likeliest))
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        return cast(Outputs, await self._ask("forward_backward", op.policy_id, op, batch, loss))
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        await self._process(policy).load_batch(policy, batch)
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
+        return cast(Outputs, await self._ask("forward_backward", op.policy_id, op, batch_id, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))

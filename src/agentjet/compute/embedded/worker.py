@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from agentjet.compute.channel import Answer, Message, Request, encode, read
+from agentjet.compute.channel import Answer, Message, Request, encode, requests
 from agentjet.compute.embedded import checkpoint, downloads
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
@@ -112,8 +112,8 @@ class Worker:
     def read_forever(self, stream: BinaryIO) -> None:
         """The loop of the reader thread."""
         try:
-            while True:
-                self._inbox.put(read(stream))
+            for request in requests(stream):
+                self._inbox.put(request)
         except EOFError:
             os._exit(0)  # the gateway is gone
 
