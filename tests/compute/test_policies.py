@@ -36,7 +36,7 @@ from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
-from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, Sampled, SamplingParams
@@ -390,6 +390,31 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
         assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
         for error in (waited, death):
             assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: Path, tmp_path: Path) -> None:
+    """It uses CPU time, or waits; the policies of other runs see whose hook it was."""
+    config = ServeConfig.model_validate(
+        {"server": {"data_dir": tmp_path, "hook_timeout": 1.0}, "sampler": {"cache_tokens": 1024}}
+    )
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+        for name, hook in {"EndlessLoss": "token_loss", "EndlessColumns": "columns"}.items():
+            await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
+            job = JobConfig.model_validate({"recipe": f"tests.plugins.endless:{name}"})
+            failed, died = await asyncio.gather(
+                learn(compute, Op.of(A, 0), batch, job), compute.died([B]), return_exceptions=True
+            )
+            for error in (failed, died):
+                assert isinstance(error, HookHung) and error.during == "default/a", "B must not count it"
+                assert f"`{hook}` did not return within 1 s (server.hook_timeout); it was at " in str(error)
+                assert "endless.py:" in str(error)
         await compute.close()
 
     asyncio.run(scenario())

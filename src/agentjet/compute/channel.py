@@ -154,6 +154,8 @@ class Channel:
         self._pending: dict[int, Pending] = {}
         self.work: SlowWork | None = None
         """Progress of the request that the process works on, if the process reported any."""
+        self.fatal: AgentJetError | None = None
+        """The failure with which the process said that it ends."""
         self._end: WorkerDied | None = None
 
     @property
@@ -231,7 +233,9 @@ class Channel:
         self.work = None
         if (pending := self._pending.get(message.id)) is None:
             return None
-        if not message.ends:  # Else it stays the oldest one, for the reason of the end.
+        if message.ends:  # It stays the oldest one, for the reason of the end.
+            self.fatal = message.error
+        else:
             del self._pending[message.id]
         pending.answers.put_nowait(message.result if message.error is None else message.error)
         return pending if message.error is None else None

@@ -145,8 +145,10 @@ class ClusterCompute:
         hosted.num_groups += 1
         hosted.meter = StepMeter()  # The time of a dead group is not learning time.
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
-        launch, timeout = partial(self._start_rank, policy, hosted), self._config.server.worker_timeout
-        hosted.ranks = LearnerGroup(policy, names, launch, hosted.site, timeout=timeout)
+        launch, server = partial(self._start_rank, policy, hosted), self._config.server
+        hosted.ranks = LearnerGroup(
+            policy, names, launch, hosted.site, timeout=server.worker_timeout, hook_timeout=server.hook_timeout
+        )
         hosted.rank_state = STARTS
         info = await hosted.ranks.start(model, settings)
         hosted.rank_state = ""

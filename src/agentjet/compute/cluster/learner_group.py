@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from agentjet.compute.cluster.hub import Peer
 from agentjet.compute.cluster.site import REASON_SECONDS, Site
 from agentjet.compute.embedded.backend import Watchdog
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.errors import AgentJetError, CheckpointError, HookHung, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, PolicyId
 
@@ -35,7 +36,16 @@ HUNG = "the ranks did no work for {:g} s (server.worker_timeout); this one fell 
 class LearnerGroup:
     """The ranks of a policy. `died` is done when they ended unexpectedly."""
 
-    def __init__(self, policy: PolicyId, names: Sequence[str], launch: Launch, site: Site, *, timeout: float) -> None:
+    def __init__(
+        self,
+        policy: PolicyId,
+        names: Sequence[str],
+        launch: Launch,
+        site: Site,
+        *,
+        timeout: float,
+        hook_timeout: float = math.inf,
+    ) -> None:
         """`names` are those of the processes at `site`, by rank.
 
         If none works for `timeout` seconds at a request, all end.
@@ -48,6 +58,7 @@ class LearnerGroup:
         self._launch = launch
         self._site = site
         self._timeout = timeout
+        self._hook_timeout = hook_timeout
         self._watching: asyncio.Task[None] | None = None
         self._hung = False
         self._peers: list[Peer] = []
@@ -75,7 +86,7 @@ class LearnerGroup:
         watchdog, count = Watchdog(self._timeout), len(self._peers)
         self._watching = asyncio.create_task(self._watch(watchdog))
         address = await self._ask_all("rendezvous", [self._send("rendezvous")])
-        joins = [self._send("join", n, count, address, watchdog.interval) for n in range(count)]
+        joins = [self._send("join", n, count, address, watchdog.interval, self._hook_timeout) for n in range(count)]
         await self._ask_all("join", joins)
         info: ModelInfo = await self.ask("add", model, settings)
         return info
@@ -138,7 +149,7 @@ class LearnerGroup:
         if self._fallen is None and self._end is not None:  # `close` was called.
             return copy.copy(self._end)
         if self._fallen is None:  # Some succeeded or wait for ever: their states may differ.
-            self._fall(next(iter(own)))
+            self._fall(next(iter(own or errors)))
         assert self._fallen is not None and self._ending is not None
         await asyncio.shield(self._ending)
         assert self._end is not None
@@ -178,6 +189,8 @@ class LearnerGroup:
             reason = f"{fallen.name}: {HUNG.format(self._timeout)}"
         elif not fallen.died.done():
             reason = f"{fallen.name} failed alone, so the ranks do not agree"
+        if self._end is None and isinstance(fallen.fatal, HookHung):
+            self._end = fallen.fatal
         if self._end is None:
             kind = WorkerHung if self._hung else WorkerDied
             self._end = kind(reason, during=str(self._policy))

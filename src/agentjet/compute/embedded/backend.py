@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import psutil
 from agentjet.compute.channel import SENDING, Channel
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, HookHung, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
     CheckpointStamp,
@@ -108,8 +109,9 @@ def cpu_seconds_of(pid: int) -> float | None:
 class WorkerProcess:
     """One process from its start to its end."""
 
-    def __init__(self, log_path: Path, timeout: float) -> None:
-        """`timeout` in seconds is that of the watchdog."""
+    def __init__(self, log_path: Path, timeout: float, hook_timeout: float = math.inf) -> None:
+        """`timeout` in seconds is that of the watchdog, `hook_timeout` the limit of one call of a recipe's hook."""
+        self._hook_timeout = hook_timeout
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done when the process ended unexpectedly."""
         self._log_path = log_path
@@ -150,7 +152,8 @@ class WorkerProcess:
             self._log_path.touch(0o600)
             with self._log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "agentjet.compute.embedded"),  # Nothing from the current folder.
+                    # -P: nothing from the current folder.
+                    *(sys.executable, "-P", "-m", "agentjet.compute.embedded", str(self._hook_timeout)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
@@ -210,6 +213,8 @@ class WorkerProcess:
     def _reason(self, code: int, channel: Channel) -> WorkerDied:
         if self._closing:
             return PolicyRemoved("the worker process was ended")
+        if isinstance(channel.fatal, HookHung):
+            return channel.fatal
         operations = (str(one.policy) for one in channel.pending.values() if one.op not in ("sample", SENDING))
         during = next(operations, "") or self._sampled(channel)
         kind, end = WorkerDied, f"ended with exit code {code}"
@@ -260,8 +265,9 @@ class EmbeddedCompute:
     ) -> ModelInfo:
         process = self._workers.get(worker)
         if process is None or process.has_ended:
-            log_path = self._config.server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
-            process = self._workers[worker] = WorkerProcess(log_path, self._config.server.worker_timeout)
+            server = self._config.server
+            log_path = server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
+            process = self._workers[worker] = WorkerProcess(log_path, server.worker_timeout, server.hook_timeout)
         replaced, self._hosts[policy] = self._hosts.get(policy), process
         if replaced is not None and replaced is not process:
             await self._leave(policy, replaced)

@@ -332,7 +332,8 @@ class PolicyLearner:
                 columns |= {f"new_{name}": value for name, value in new.items()}
             loss, metrics = hooks.token_loss(recipe, logp, columns)
             sums[NOT_FINITE] += hooks.num_not_finite(loss, logp, columns)
-            (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
+            with hooks.running(recipe, "token_loss"):  # A loss may have a backward pass of its own.
+                (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
             for name, values in metrics.items():
                 sums[name] += float(values.detach().sum())
