@@ -84,6 +84,8 @@ class ScriptedPolicy:
         """Batches learned since it was added, replays included."""
         self.gradient = ""
         self.batch_id = -1
+        self.batch: TrainingBatch | None = None
+        """The loaded batch."""
         self.next_operation = 0
         self.published = asyncio.Event()
         """Clear from an `optim_step` to the next `publish`: nothing is sampled."""
@@ -285,8 +287,14 @@ class ScriptedCompute:
         await self._alive(policy)
         return scored
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        known = await self._alive(policy)
+        known.batch = batch
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         known = self.policies[op.policy_id]
+        batch = known.batch
+        assert batch is not None and batch.id == batch_id, "a batch is loaded before its operations"
         self.begun.append(batch.id)
         await known.while_alive(self.may_learn.wait())
         if self.fail_learn:

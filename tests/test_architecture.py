@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "agentjet"
 MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
-PRIMITIVES = {"forward_backward", "optim_step"}
+PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
 """Operations that the gateway asks for through `operations.learn`."""
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 

@@ -22,7 +22,6 @@ from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.swarm import Journal
-from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams
 from bench.breaking.plan import TRANSITIONS
 
@@ -165,12 +164,12 @@ class MortalCompute(EmbeddedCompute):
         self._strike("sample", policy)
         return super().sample(policy, token_ids, params)
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         self._strike("forward_backward", op.policy_id)
-        if batch.id + 1 >= self._newest[op.run]:
-            self._newest[op.run] = batch.id + 1
+        if batch_id + 1 >= self._newest[op.run]:
+            self._newest[op.run] = batch_id + 1
             self._strike("learn newest", op.policy_id)
-        outputs = await super().forward_backward(op, batch, loss)
+        outputs = await super().forward_backward(op, batch_id, loss)
         if self._verb == "accumulated" and self._times:  # The gradient exists, and its `optim_step` was not sent.
             self._times -= 1
             self._kill("accumulated", op.policy_id)

@@ -102,7 +102,10 @@ class ScriptedCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         raise AssertionError("the bench asks for no scores")
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        raise AssertionError("the bench fills no batch")
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         raise AssertionError("the bench fills no batch")
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from agentjet.compute.channel import Request, encode
+from agentjet.compute.channel import LargeRequest, Request
 from agentjet.compute.cluster.routing import Load, Work, choose
 from agentjet.swarm import Journal
 from agentjet.types import PolicyId
@@ -213,7 +213,7 @@ def measure_batch(folder: Path, effort: Effort) -> tuple[float, float, float]:
         began = time.process_time()
         [training] = swarm.batches.training_batches(batch).values()
         built = time.process_time()
-        message = encode(Request("forward_backward", 1, PolicyId("default", "policy"), (training,)))
+        message = b"".join(LargeRequest._encoded(Request("load_batch", 1, PolicyId(), (training,))).parts())
         sent = time.process_time()
         journal.close()
     nodes = training.forest.num_nodes

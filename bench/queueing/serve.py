@@ -148,7 +148,10 @@ class ReplicatedCompute(ScriptedCompute):
             async for piece in pieces:
                 yield piece
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        return
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         await asyncio.sleep(self._settings.learn_seconds)
         return Outputs({})
 

@@ -148,6 +148,13 @@ class WorkerHung(WorkerDied):
     """The worker process made no progress for `server.worker_timeout` seconds and was killed."""
 
 
+class HookHung(WorkerHung):
+    """A hook of a recipe did not return within `server.hook_timeout` seconds, so its process was ended.
+
+    The run of the policy `during` stops with this reason. Other runs of the process continue on another one.
+    """
+
+
 class PolicyRemoved(WorkerDied):
     """The policy was removed from its worker, or no worker has it. The worker did not crash."""
 

@@ -76,7 +76,8 @@ async def life_of_a_group(folder: Path) -> None:
         assert first.num_bytes == Path(first.path).stat().st_size and first.version == 0
 
         op = Op.of(POLICY, 0)
-        outputs = await group.ask("forward_backward", op, batch, loss)
+        await group.load_batch(batch)
+        outputs = await group.ask("forward_backward", op, batch.id, loss)
         assert outputs.num_steps == 1
         with pytest.raises(OperationConflict):
             await group.ask("save", folder / "step_000001")
@@ -99,7 +100,8 @@ async def life_of_a_group(folder: Path) -> None:
         assert again.digest == published.digest and again.probe_logprobs == published.probe_logprobs
 
         op = op.next().next()
-        await group.ask("forward_backward", op, batch, loss)
+        await group.load_batch(batch)
+        await group.ask("forward_backward", op, batch.id, loss)
         metrics = await group.ask("optim_step", op.next(), OptimizerConfig(lr=1e38))
         assert metrics["weights/finite"] == 0
         diverged: Publication = await group.ask("publish", 2)
@@ -107,17 +109,17 @@ async def life_of_a_group(folder: Path) -> None:
 
         processes[1].kill()
         with pytest.raises(WorkerDied, match="rank-1 ended by SIGKILL"):
-            await group.ask("forward_backward", op.next().next(), batch, loss)
+            await group.load_batch(batch)
         processes[0].wait()
         assert not Path(diverged.path).parent.exists()
 
 
 async def a_rank_that_is_stopped(folder: Path) -> None:
-    batch, loss = training_batch(recorded_batch(4), 0), LossSpec.of(settings(4))
+    batch = training_batch(recorded_batch(4), 0)
     async with two_ranks(folder, timeout=10.0) as (group, processes):
         processes[1].suspend()
         with pytest.raises(WorkerHung, match=r"rank-1: .*server\.worker_timeout") as hung:
-            await group.ask("forward_backward", Op.of(POLICY, 0), batch, loss)
+            await group.load_batch(batch)
         assert str(await group.died) == str(hung.value)
         await group.close()
         assert not any(process.is_running() for process in processes)

@@ -4,35 +4,40 @@
 2. gradients accumulate over calls until the optimiser step;
 3. a recipe computes advantages from facts as swarms did: within groups and roles;
 4. a target need not have been sampled;
-5. the sampler pauses from an optimiser step to its publication.
+5. the sampler pauses from an optimiser step to its publication;
+6. a batch is sent once, in parts, and gives the weights of one that is given directly;
+7. an operation that fails changes nothing: no gradient, no state.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import queue
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import Request
+from agentjet.compute.channel import LargeRequest, Part, Request, encode, requests
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.worker import Worker
+from agentjet.compute.embedded.worker import Worker, WorkerPolicyHost
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import ComputeError, OperationConflict
+from agentjet.errors import ComputeError, OperationConflict, RecipeError
 from agentjet.recipes.registry import make_recipe
+from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
-from tests.compute.test_locks import other_facts
+from tests.compute.test_locks import digest, other_facts
 
 POLICY = PolicyId()
 
@@ -193,7 +198,8 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
     assert worker._next_request(0.0) is None, "time for a step of the sampler"
     hosted = worker.policies[POLICY]
     batch = TrainingBatch(0, build_forest(sampled_rows(hosted.policy)))
-    hosted.forward_backward(Op.of(POLICY, 0), batch, LossSpec.of(JobConfig()))
+    hosted.load_batch(batch)
+    hosted.forward_backward(Op.of(POLICY, 0), batch.id, LossSpec.of(JobConfig()))
     assert worker._next_request(0.0) is None, "a gradient changes no weights"
     with pytest.raises(OperationConflict, match="pending gradient"):
         hosted.save(tmp_path / "never")
@@ -204,3 +210,92 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
     worker._inbox = queue.SimpleQueue()
     hosted.publish(1)
     assert worker._next_request(0.0) is None and hosted.version == 1
+
+
+JOB = JobConfig(
+    recipe=make_recipe({"epochs": 2, "mini_batches": 2, "kl_coef": 0.05}), optimizer=OptimizerConfig(lr=1e-2)
+)
+
+
+def hosted_policy(folder: Path) -> tuple[Worker, WorkerPolicyHost]:
+    config = ServeConfig.model_validate(
+        {"model": {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}}
+    )
+    worker = Worker(io.BytesIO())
+    worker.handle("add", POLICY, config.model, config.sampler)
+    return worker, worker.policies[POLICY]
+
+
+def passed_through_a_pipe(batch: TrainingBatch) -> TrainingBatch:
+    """The batch as the parts of a large request carry it, between the parts of another request that was given up."""
+    large = asyncio.run(LargeRequest.encoded(Request("load_batch", 1, POLICY, (batch,))))
+    cut = [encode(Part(2, 0, b"half", False)), encode(Part(2, -1, b"", True)), encode(Request("cancel", 3, POLICY, ()))]
+    parts = list(large.parts())
+    received = requests(io.BytesIO(b"".join([*parts[:1], *cut, *parts[1:]])))
+    other, last = next(received), next(received)
+    assert (other.op, last.op) == ("cancel", "load_batch")
+    return last.args[0]  # type: ignore[no-any-return]
+
+
+def test_a_batch_that_is_loaded_once_gives_the_same_weights(tiny_folder: Path) -> None:
+    """The lock of the way over the pipe: bit by bit the weights of a learner that gets the batches directly."""
+    direct = PolicyLearner(make_policy(tiny_folder))
+    _, hosted = hosted_policy(tiny_folder)
+    op = Op.of(POLICY, 0)
+    for number in range(3):
+        batch = TrainingBatch(number, build_forest(sampled_rows(direct.policy, seed=number)))
+        direct.learn(batch.forest, JOB, number)
+        hosted.load_batch(passed_through_a_pipe(batch))
+        for step in range(4):
+            outputs = hosted.forward_backward(op, number, LossSpec.of(JOB, step))
+            assert outputs.num_steps == 4 and outputs == hosted.forward_backward(op, number, LossSpec.of(JOB, step))
+            hosted.optim_step(op.next(), JOB.optimizer)
+            op = op.next().next()
+        hosted.publish(number + 1)
+        assert hosted._batch is None, "its memory is free"
+        assert digest(direct.masters()) == digest(hosted.learner.masters())
+
+
+class Failing(Grpo):
+    """Fails in a hook: at a call, or with a loss that is not finite, which is found after the gradient."""
+
+    where: ClassVar[str] = ""
+    calls: ClassVar[int] = 0
+
+    def token_loss(self, logp: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> Any:
+        Failing.calls += 1
+        loss, metrics = super().token_loss(logp, columns)
+        if Failing.where == "second call" and Failing.calls == 2:
+            raise ValueError("a bug")
+        return (loss * float("nan") if Failing.where == "not finite" else loss), metrics
+
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {"x": 1 / 0} if Failing.where == "next_state" else {"x": 1.0}
+
+
+@pytest.mark.parametrize("where", ["second call", "not finite", "next_state"])
+def test_an_operation_that_fails_changes_nothing(
+    tiny_folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobConfig(recipe=Failing(), micro_batch_tokens=20, optimizer=OptimizerConfig(lr=1e-2))
+    loss, optimizer = LossSpec.of(job), job.optimizer
+    batches = [TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder), seed=seed))) for seed in (1, 2)]
+
+    def weights(fails: bool, earlier: bool) -> str:
+        learner = PolicyLearner(make_policy(tiny_folder))
+        monkeypatch.setattr(Failing, "where", "")
+        if earlier:
+            learner.forward_backward(batches[1], loss)
+        if fails:
+            monkeypatch.setattr(Failing, "where", where)
+            monkeypatch.setattr(Failing, "calls", 0)
+            with pytest.raises(RecipeError):
+                learner.forward_backward(batches[0], loss)
+            monkeypatch.setattr(Failing, "where", "")
+        assert learner.has_gradient == earlier and learner._contributed == earlier
+        learner.forward_backward(batches[0], loss)
+        learner.optim_step(optimizer, 0)
+        return digest(learner.masters())
+
+    assert weights(fails=True, earlier=False) == weights(fails=False, earlier=False)
+    assert weights(fails=True, earlier=True) == weights(fails=False, earlier=True)

@@ -36,7 +36,7 @@ from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
-from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, Sampled, SamplingParams
@@ -64,7 +64,8 @@ def sample(worker: Worker, policy: PolicyId, id: int, max_tokens: int = 6) -> No
 
 
 def train(worker: Worker, policy: PolicyId, version: int, batch: TrainingBatch, job: JobConfig) -> None:
-    worker.handle("forward_backward", policy, Op.of(policy, 2 * version), batch, LossSpec.of(job))
+    worker.handle("load_batch", policy, batch)
+    worker.handle("forward_backward", policy, Op.of(policy, 2 * version), batch.id, LossSpec.of(job))
     worker.handle("optim_step", policy, Op.of(policy, 2 * version + 1), job.optimizer)
     worker.handle("publish", policy, version + 1)
 
@@ -295,10 +296,14 @@ def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
     with pytest.raises(OperationConflict, match="operation 2 of policy other/b is out of order: the next one is 0"):
         train(worker, B, 1, batch, job)
     train(worker, B, 0, batch, job)
-    first = worker.handle("forward_backward", A, Op.of(A, 2), batch, LossSpec.of(job))
-    assert worker.handle("forward_backward", A, Op.of(A, 2), batch, LossSpec.of(job)) == first
+    with pytest.raises(ComputeError, match="policy default/a does not have batch 0: load it first"):
+        worker.handle("forward_backward", A, Op.of(A, 2), batch.id, LossSpec.of(job))
+    for policy in (A, B):
+        worker.handle("load_batch", policy, batch)
+    first = worker.handle("forward_backward", A, Op.of(A, 2), batch.id, LossSpec.of(job))
+    assert worker.handle("forward_backward", A, Op.of(A, 2), batch.id, LossSpec.of(job)) == first
     with pytest.raises(OperationConflict, match="operation 0 of policy other/b was applied with another body"):
-        worker.handle("forward_backward", B, Op.of(B, 0), None, None)
+        worker.handle("forward_backward", B, Op.of(B, 0), batch.id, LossSpec.of(job, 1))
 
 
 async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
@@ -367,12 +372,38 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
         await asyncio.sleep(2)
         await compute.publish(A, 1)
         assert (await completion).policy_version == 1
-        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 2), None, None))
+        await compute.load_batch(A, batch)
+        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 2), batch.id, None))
         waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
         failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
         assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
         for error in (waited, death):
             assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: Path, tmp_path: Path) -> None:
+    """It uses CPU time, or waits; the policies of other runs see whose hook it was."""
+    config = ServeConfig.model_validate(
+        {"server": {"data_dir": tmp_path, "hook_timeout": 1.0}, "sampler": {"cache_tokens": 1024}}
+    )
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+        for name, hook in {"EndlessLoss": "token_loss", "EndlessColumns": "columns"}.items():
+            await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
+            job = JobConfig.model_validate({"recipe": f"tests.plugins.endless:{name}"})
+            failed, died = await asyncio.gather(
+                learn(compute, Op.of(A, 0), batch, job), compute.died([B]), return_exceptions=True
+            )
+            for error in (failed, died):
+                assert isinstance(error, HookHung) and error.during == "default/a", "B must not count it"
+                assert f"`{hook}` did not return within 1 s (server.hook_timeout); it was at " in str(error)
+                assert "endless.py:" in str(error)
         await compute.close()
 
     asyncio.run(scenario())

@@ -346,7 +346,8 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> N
     before = sample()
     forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
     batch, loss = TrainingBatch(0, forest), LossSpec.of(JobConfig())
-    outputs = worker.handle("forward_backward", policy, Op.of(policy, 0), batch, loss)
+    worker.handle("load_batch", policy, batch)
+    outputs = worker.handle("forward_backward", policy, Op.of(policy, 0), batch.id, loss)
     assert outputs.metrics["forest/tokens_computed"] >= forest.num_nodes
     worker.handle("optim_step", policy, Op.of(policy, 1), OptimizerConfig(lr=1e-2))
     worker.handle("publish", policy, 1)

@@ -104,7 +104,8 @@ def host(folder: Path, offload: bool = False) -> WorkerPolicyHost:
 def learn(hosted: WorkerPolicyHost, job: JobConfig, version: int) -> dict[str, float]:
     """One batch of one step, from the operation `2 * version` on."""
     batch, op = training_batch(recorded_batch(version), version), Op.of(PolicyId(), 2 * version)
-    outputs = hosted.forward_backward(op, batch, LossSpec.of(job))
+    hosted.load_batch(batch)
+    outputs = hosted.forward_backward(op, batch.id, LossSpec.of(job))
     metrics = {**outputs.metrics, **hosted.optim_step(op.next(), job.optimizer)}
     hosted.publish(version + 1)
     return metrics

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.errors import ConfigError, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import Op
+from agentjet.types import PolicyId
 from tests.fakes import ScriptedCompute, running
 
 pytestmark = pytest.mark.anyio
@@ -89,13 +88,13 @@ async def test_the_learner_gets_facts(tmp_path: Path) -> None:
     batches: list[TrainingBatch] = []
 
     def watch(compute: ScriptedCompute) -> None:
-        forward_backward = compute.forward_backward
+        load_batch = compute.load_batch
 
-        async def watched(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        async def watched(policy: PolicyId, batch: TrainingBatch) -> None:
             batches.append(batch)
-            return await forward_backward(op, batch, loss)
+            await load_batch(policy, batch)
 
-        compute.forward_backward = watched  # type: ignore[method-assign]
+        compute.load_batch = watched  # type: ignore[method-assign]
 
     async with running(tmp_path / "d", job={"batch_size": 1}, prepare=watch) as run:
         for reward in (1.0, 0.0):

@@ -7,6 +7,7 @@
 5. A journal that refuses writes while the policies are brought up is no failure of the worker.
 6. An engine recovers and stops also if its policy cannot be removed from the worker.
 7. A call that the backend cannot serve fails with the reason.
+8. A hook that does not return stops its run with the reason. Its batch is kept, and other runs of the worker recover.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, Later, RequestError, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, HookHung, Later, RequestError, WorkerHung
 from agentjet.gateway.engine import MAX_FAILURES
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import BeginRequest, RunSettings
 from agentjet.types import SamplingParams
 from tests.fakes import running
 
@@ -130,3 +131,24 @@ async def test_a_call_that_the_backend_cannot_serve_fails_with_the_reason(
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         with pytest.raises(RequestError, match="The worker failed: no replica can start"):
             await run.say(episode.id)
+
+
+async def test_a_hook_that_does_not_return_stops_its_run_alone(tmp_path: Path) -> None:
+    reason = "the recipe 'x': `token_loss` did not return within 20 s"
+    async with running(tmp_path / "d") as run:
+        await run.runs.put("other", RunSettings())
+        other = run.of_run("other")
+        await other.until(lambda: other.gateway.engine.state == "sampling")
+        run.compute.may_learn.clear()
+        await run.fill_batch()
+        await run.until(lambda: run.compute.begun == [0])
+        run.compute.die(HookHung(reason, during="default/policy"))
+        await run.until(lambda: run.gateway.engine.state == "failed")
+        run.compute.may_learn.set()
+        assert reason in run.gateway.engine.reason and run.gateway.engine.num_workers == 1
+        pending = run.gateway.swarm.pending
+        assert pending is not None and pending.id == 0, "it is not quarantined"
+        await other.batch()
+        assert other.gateway.engine.num_workers == 2
+        await run.gateway.start_engine()
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)

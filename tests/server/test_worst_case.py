@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.timeline import ConversationTree, Forest
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import Op
+from agentjet.types import PolicyId
 from tests.fakes import ScriptedCompute
 from tests.server.conversations import TOOLS, Body
 from tests.server.serving import Served, serving
@@ -47,13 +46,13 @@ class Learning:
         self.forests: list[Forest] = []
 
     def attach(self, compute: ScriptedCompute) -> None:
-        forward_backward = compute.forward_backward
+        load_batch = compute.load_batch
 
-        async def learn_and_tell(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        async def load_and_tell(policy: PolicyId, batch: TrainingBatch) -> None:
             self.forests.append(batch.forest)
-            return await forward_backward(op, batch, loss)
+            await load_batch(policy, batch)
 
-        compute.forward_backward = learn_and_tell  # type: ignore[method-assign]
+        compute.load_batch = load_and_tell  # type: ignore[method-assign]
         compute.piece = 64
 
 

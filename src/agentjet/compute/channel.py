@@ -1,5 +1,6 @@
 """A channel: requests of the gateway to one process that hosts weights, and their answers. No torch.
 
+A batch travels in parts, with other requests between them, so that no thread holds Python's lock for long.
 Messages are pickles with their length in front. The pipe or connection is private to the two processes: a connection
 over TCP proves its secret before the first pickle (`cluster.hub`).
 """
@@ -12,14 +13,18 @@ import copy
 import itertools
 import pickle
 import struct
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from agentjet.errors import AgentJetError, WorkerDied
 from agentjet.types import PolicyId, Sampled, SlowWork
 
 _LENGTH = struct.Struct("<Q")
+PART_BYTES = 2**18
+"""Size of a part. The event loop copies one part at a time."""
+SENDING = "sending"
+"""Operation of a request whose parts are being sent: the process cannot work on it yet."""
 
 
 class Request(NamedTuple):
@@ -62,6 +67,61 @@ def read(stream: BinaryIO) -> Any:
     return pickle.loads(body)
 
 
+class Part(NamedTuple):
+    """A part of a large request: some bytes of one of its contents. `content` is -1 if the request was given up."""
+
+    id: int
+    content: int
+    body: bytes
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LargeRequest:
+    """A request with large arrays. Its contents are a pickle, then the memory of each array, which is not copied."""
+
+    request: Request
+    contents: Sequence[bytes | memoryview]
+
+    @classmethod
+    async def encoded(cls, request: Request) -> Self:
+        """Encode a request in a thread."""
+        return await asyncio.to_thread(cls._encoded, request)
+
+    @classmethod
+    def _encoded(cls, request: Request) -> Self:
+        arrays: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(request, protocol=5, buffer_callback=arrays.append)
+        return cls(request, (head, *(array.raw() for array in arrays)))
+
+    def parts(self) -> Iterator[bytes]:
+        """Yields the encoded parts, each when it is needed."""
+        last = len(self.contents) - 1
+        for number, content in enumerate(self.contents):
+            for start in range(0, max(1, len(content)), PART_BYTES):
+                body = bytes(content[start : start + PART_BYTES])
+                is_last = number == last and start + PART_BYTES >= len(content)
+                yield encode(Part(self.request.id, number, body, is_last))
+
+
+def requests(stream: BinaryIO) -> Iterator[Request]:
+    """Yields the requests of a blocking stream, large ones when their last part came. Raises `EOFError` at its end."""
+    incomplete: dict[int, list[bytearray]] = {}
+    while True:
+        message = read(stream)
+        if not isinstance(message, Part):
+            yield message
+            continue
+        contents = incomplete.setdefault(message.id, [])
+        if message.content == len(contents):
+            contents.append(bytearray())
+        contents[message.content] += message.body
+        if message.is_last:
+            del incomplete[message.id]
+            if message.content >= 0:
+                yield pickle.loads(contents[0], buffers=contents[1:])
+
+
 async def read_async(reader: asyncio.StreamReader) -> Any:
     """Returns the next message; raises `asyncio.IncompleteReadError` at the end."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -94,6 +154,8 @@ class Channel:
         self._pending: dict[int, Pending] = {}
         self.work: SlowWork | None = None
         """Progress of the request that the process works on, if the process reported any."""
+        self.fatal: AgentJetError | None = None
+        """The failure with which the process said that it ends."""
         self._end: WorkerDied | None = None
 
     @property
@@ -109,6 +171,31 @@ class Channel:
         """As `ask`, for a request whose encoded `message` several processes get. The caller chooses all ids."""
         self._write(message)
         pending = self._pending[request.id] = Pending(request.op, request.policy)
+        return await pending.next()
+
+    async def ask_large(self, op: str, policy: PolicyId, *args: Any) -> Any:
+        """As `ask`, for arguments with large arrays."""
+        return await self.send_large(await LargeRequest.encoded(Request(op, next(self._ids), policy, args)))
+
+    async def send_large(self, large: LargeRequest) -> Any:
+        """As `send`, in parts."""
+        op, id, policy, _ = large.request
+        self._pending[id] = Pending(SENDING, policy)
+        is_sent = False
+        try:
+            for part in large.parts():
+                self._write(part)
+                with contextlib.suppress(ConnectionError):  # The next part raises the reason of the end.
+                    await self._writer.drain()
+            is_sent = True
+        finally:
+            self._pending.pop(id, None)
+            if not is_sent:
+                with contextlib.suppress(WorkerDied):
+                    self._write(encode(Part(id, -1, b"", True)))
+        if self._end is not None:
+            raise copy.copy(self._end)
+        pending = self._pending[id] = Pending(op, policy)
         return await pending.next()
 
     async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
@@ -146,7 +233,9 @@ class Channel:
         self.work = None
         if (pending := self._pending.get(message.id)) is None:
             return None
-        if not message.ends:  # Else it stays the oldest one, for the reason of the end.
+        if message.ends:  # It stays the oldest one, for the reason of the end.
+            self.fatal = message.error
+        else:
             del self._pending[message.id]
         pending.answers.put_nowait(message.result if message.error is None else message.error)
         return pending if message.error is None else None

@@ -56,8 +56,11 @@ class ChosenCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return await self._of(policy).score(policy, token_ids, num_likeliest)
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        return await self._of(op.policy_id).forward_backward(op, batch, loss)
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        await self._of(policy).load_batch(policy, batch)
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
+        return await self._of(op.policy_id).forward_backward(op, batch_id, loss)
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return await self._of(op.policy_id).optim_step(op, optimizer)

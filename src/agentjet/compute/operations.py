@@ -29,15 +29,17 @@ async def learn(
 ) -> tuple[dict[str, float], Op]:
     """Train a policy on a batch, from operation `op` on; returns metrics and the next operation.
 
-    Each optimiser step is a `forward_backward` and an `optim_step`. `before` is awaited before each of them, to record
-    it. The new weights are not published yet. A repetition with the same arguments changes nothing.
+    The learner gets the batch once. Each optimiser step is a `forward_backward` and an `optim_step`. `before` is
+    awaited before each of them, to record it. The new weights are not published yet. A repetition with the same
+    arguments changes nothing.
     """
     steps: list[Mapping[str, float]] = []
     num_steps = 1
+    await learner.load_batch(op.policy_id, batch)
     while len(steps) < num_steps:
         if before is not None:
             await before(op, "forward_backward")
-        outputs = await learner.forward_backward(op, batch, LossSpec.of(job, len(steps)))
+        outputs = await learner.forward_backward(op, batch.id, LossSpec.of(job, len(steps)))
         if before is not None:
             await before(op.next(), "optim_step")
         update = await learner.optim_step(op.next(), job.optimizer_of(op.policy))
@@ -47,9 +49,11 @@ async def learn(
     return merged_metrics(steps), op
 
 
+FINGERPRINT = "weights/fingerprint"
+"""A number of 52 bits for all bits of the masters after a step. It is journalled with the batch, and not shown."""
 SUMS = ("forest/tokens_computed", "optim/steps", "optim/skipped_steps")
 MAXIMA = ("weights/learner", "weights/sampler")
-LAST = ("optim/lr", "weights/finite")
+LAST = ("optim/lr", "weights/finite", FINGERPRINT)
 
 
 def merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

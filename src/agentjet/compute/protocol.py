@@ -122,8 +122,18 @@ class Sampler(Protocol):
 class Learner(Protocol):
     """Computes gradients and updates. See the rules for operations above."""
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        """Add the gradient of a loss to the accumulated gradient of the policy."""
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        """Give the policy a batch for its operations, encoded off the event loop. Idempotent.
+
+        The policy keeps it until the next `load_batch`, `publish` or `load`.
+        """
+        ...
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
+        """Add the gradient of a loss over the loaded batch to the accumulated gradient of the policy.
+
+        Raises `ComputeError` if the policy has another batch, or none. A failure changes nothing.
+        """
         ...
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:

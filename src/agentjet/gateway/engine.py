@@ -26,6 +26,7 @@ from agentjet.errors import (
     CheckpointError,
     ConfigError,
     Conflict,
+    HookHung,
     Later,
     RecipeError,
     WorkerDied,
@@ -208,6 +209,10 @@ class Engine:
         # The journal refuses writes for a while: the worker is not to blame.
         is_ours = not (isinstance(error, Later) or self.is_of_another_run(error))
         version = self._swarm.policy_version
+        if is_ours and isinstance(error, HookHung):  # The recipe is to blame, not the batch.
+            self.training.worker_failed(error, is_ours=False)
+            await self._fail(error)
+            return False
         self.training.worker_failed(error, is_ours=is_ours)
         if self.training.stopping:
             return False

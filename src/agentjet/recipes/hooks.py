@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agentjet.errors import AgentJetError, RecipeError
 from agentjet.recipes.recipe import FinishedGroup, Recipe
@@ -33,10 +36,35 @@ LIBRARIES = ("numpy", "torch", "pydantic")
 WAY_OUT = "mend the recipe and start the server again; nothing is lost"
 
 
+class HookCall(NamedTuple):
+    """A call of a hook that has not returned."""
+
+    recipe: str
+    hook: str
+    since: float
+    """Time of its begin, by `time.monotonic`."""
+
+
+RUNNING: dict[int, HookCall] = {}
+"""The calls of hooks in this process by thread."""
+
+
+@contextmanager
+def running(recipe: Recipe, hook: str) -> Iterator[None]:
+    """Context of a call of a hook, or of the backward pass of its loss."""
+    thread = threading.get_ident()
+    RUNNING[thread] = HookCall(recipe.name, hook, time.monotonic())
+    try:
+        yield
+    finally:
+        RUNNING.pop(thread, None)
+
+
 def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
     """Returns what a hook returns. Raises `RecipeError` if it fails."""
     try:
-        return function()
+        with running(recipe, hook):
+            return function()
     except (AgentJetError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # Boundary: the recipe may be a plug-in, which may also call `sys.exit`.

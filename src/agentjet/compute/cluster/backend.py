@@ -145,8 +145,10 @@ class ClusterCompute:
         hosted.num_groups += 1
         hosted.meter = StepMeter()  # The time of a dead group is not learning time.
         names = [f"{policy}/rank-{rank}.{hosted.num_groups}" for rank in range(settings.ranks)]
-        launch, timeout = partial(self._start_rank, policy, hosted), self._config.server.worker_timeout
-        hosted.ranks = LearnerGroup(policy, names, launch, hosted.site, timeout=timeout)
+        launch, server = partial(self._start_rank, policy, hosted), self._config.server
+        hosted.ranks = LearnerGroup(
+            policy, names, launch, hosted.site, timeout=server.worker_timeout, hook_timeout=server.hook_timeout
+        )
         hosted.rank_state = STARTS
         info = await self._started(hosted, hosted.ranks)
         hosted.rank_state = ""
@@ -186,9 +188,12 @@ class ClusterCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return await self._hosted(policy).replicas.score(token_ids, num_likeliest)
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        await self._ranks(policy).load_batch(batch)
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         await self._start_learning(op.policy_id)
-        return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch, loss))
+        return cast(Outputs, await self._ranks(op.policy_id).ask("forward_backward", op, batch_id, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         await self._start_learning(op.policy_id)
@@ -440,6 +445,7 @@ _RANK_STATES = {
     "rendezvous": "meets the other ranks",
     "join": "meets the other ranks",
     "add": "loads the model",
+    "load_batch": "receives a batch",
     "forward_backward": "computes gradients",
     "optim_step": "updates the weights",
     "publish": "writes the weights for the samplers",

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, Self
 
-from agentjet.compute.channel import Channel, Message, Request, encode, read
+from agentjet.compute.channel import Channel, Message, Request, encode, requests
 from agentjet.compute.cluster.handshake import dial, listen, tune, verify_async
 from agentjet.errors import ComputeError, WorkerDied
 
@@ -67,8 +67,8 @@ class Link:
 
         def loop() -> None:
             try:
-                while True:
-                    deliver(read(self._stream))
+                for request in requests(self._stream):
+                    deliver(request)
             except (EOFError, OSError):
                 self._exit()
             except Exception:  # Boundary: a message that cannot be read.

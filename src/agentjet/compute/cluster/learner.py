@@ -114,6 +114,10 @@ class RankLearner(PolicyLearner):
             self._sums[name] = self._sums[name].add_(p.grad) if name in self._sums else p.grad.float()
             p.grad = None
 
+    def _take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        self._sums.clear()
+        return super()._take_gradients()
+
     def _reduce_gradients(self) -> None:
         """Add up the gradients of gathered weights. FSDP has added up those of its layers."""
         for name, p in self._params.items():

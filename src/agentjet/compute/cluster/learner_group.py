@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from agentjet.compute.channel import Request, encode
+from agentjet.compute.channel import LargeRequest, Request, encode
 from agentjet.compute.cluster.hub import Peer
 from agentjet.compute.cluster.site import REASON_SECONDS, Site
 from agentjet.compute.embedded.backend import Watchdog
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, CheckpointError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.errors import AgentJetError, CheckpointError, HookHung, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, PolicyId
 
+Send = Callable[[Peer], Coroutine[Any, Any, Any]]
+"""Sends a rank a request; returns its answer."""
 Launch = Callable[[str, int], Coroutine[Any, Any, Peer]]
 """Starts the rank of that name and number; returns its connection. Raises `ConfigError` or `WorkerDied`."""
 
@@ -32,7 +36,16 @@ HUNG = "the ranks did no work for {:g} s (server.worker_timeout); this one fell 
 class LearnerGroup:
     """The ranks of a policy. `died` is done when they ended unexpectedly."""
 
-    def __init__(self, policy: PolicyId, names: Sequence[str], launch: Launch, site: Site, *, timeout: float) -> None:
+    def __init__(
+        self,
+        policy: PolicyId,
+        names: Sequence[str],
+        launch: Launch,
+        site: Site,
+        *,
+        timeout: float,
+        hook_timeout: float = math.inf,
+    ) -> None:
         """`names` are those of the processes at `site`, by rank.
 
         If none works for `timeout` seconds at a request, all end.
@@ -45,6 +58,7 @@ class LearnerGroup:
         self._launch = launch
         self._site = site
         self._timeout = timeout
+        self._hook_timeout = hook_timeout
         self._watching: asyncio.Task[None] | None = None
         self._hung = False
         self._peers: list[Peer] = []
@@ -71,14 +85,21 @@ class LearnerGroup:
             peer.died.add_done_callback(partial(self._on_death, peer))
         watchdog, count = Watchdog(self._timeout), len(self._peers)
         self._watching = asyncio.create_task(self._watch(watchdog))
-        address = await self._ask_all([self._request("rendezvous")])
-        await self._ask_all([self._request("join", n, count, address, watchdog.interval) for n in range(count)])
+        address = await self._ask_all("rendezvous", [self._send("rendezvous")])
+        joins = [self._send("join", n, count, address, watchdog.interval, self._hook_timeout) for n in range(count)]
+        await self._ask_all("join", joins)
         info: ModelInfo = await self.ask("add", model, settings)
         return info
 
     async def ask(self, op: str, *args: Any) -> Any:
         """Send a request to every rank; returns the answer of rank 0. Raises the error of any, or `WorkerDied`."""
-        return await self._ask_all([self._request(op, *args)] * len(self._peers))
+        return await self._ask_all(op, [self._send(op, *args)] * len(self._peers))
+
+    async def load_batch(self, batch: TrainingBatch) -> None:
+        """Send a batch to every rank, encoded once."""
+        request = Request("load_batch", next(self._ids), self._policy, (batch,))
+        large = await LargeRequest.encoded(request)
+        await self._ask_all(request.op, [lambda peer: peer.send_large(large)] * len(self._peers))
 
     async def close(self) -> None:
         """End the ranks and wait for the end of their processes. Idempotent."""
@@ -91,19 +112,18 @@ class LearnerGroup:
             peer.close()
         await asyncio.gather(*(self._site.stop(name) for name in self.names))
 
-    def _request(self, op: str, *args: Any) -> tuple[Request, bytes]:
-        """Returns a request and its bytes, which are made once for all ranks: a batch is large."""
+    def _send(self, op: str, *args: Any) -> Send:
+        """Returns a function that sends a request, which is encoded once for all ranks."""
         request = Request(op, next(self._ids), self._policy, args)
-        return request, encode(request)
+        message = encode(request)
+        return lambda peer: peer.send(request, message)
 
-    async def _ask_all(self, requests: Sequence[tuple[Request, bytes]]) -> Any:
+    async def _ask_all(self, op: str, sends: Sequence[Send]) -> Any:
         """Send the first ranks a request each; returns the answer of rank 0."""
         if self._end is not None:
             raise copy.copy(self._end)
-        self.request = requests[0][0].op
-        asked = {
-            asyncio.create_task(peer.send(*request)): peer for peer, request in zip(self._peers, requests, strict=False)
-        }
+        self.request = op
+        asked = {asyncio.create_task(send(peer)): peer for peer, send in zip(self._peers, sends, strict=False)}
         try:
             await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
             if any(task.done() and task.exception() for task in asked):
@@ -129,7 +149,7 @@ class LearnerGroup:
         if self._fallen is None and self._end is not None:  # `close` was called.
             return copy.copy(self._end)
         if self._fallen is None:  # Some succeeded or wait for ever: their states may differ.
-            self._fall(next(iter(own)))
+            self._fall(next(iter(own or errors)))
         assert self._fallen is not None and self._ending is not None
         await asyncio.shield(self._ending)
         assert self._end is not None
@@ -169,6 +189,8 @@ class LearnerGroup:
             reason = f"{fallen.name}: {HUNG.format(self._timeout)}"
         elif not fallen.died.done():
             reason = f"{fallen.name} failed alone, so the ranks do not agree"
+        if self._end is None and isinstance(fallen.fatal, HookHung):
+            self._end = fallen.fatal
         if self._end is None:
             kind = WorkerHung if self._hung else WorkerDied
             self._end = kind(reason, during=str(self._policy))

@@ -4,7 +4,7 @@ The gateway sends every request to every rank. The answer of rank 0 counts, and 
 one after another, because each needs the others. A failure that is not an `AgentJetError` ends the process: the other
 ranks may wait for it, and the gateway then ends them all.
 
-    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address, interval)
+    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address, interval, hook_timeout)
     add(model, compute) -> ModelInfo          forward_backward, optim_step, save, load, export: see `Learner`
     publish(version, wanted) -> Publication, or None without `wanted`
 
@@ -14,6 +14,7 @@ From `join` on, a rank sends a sign of work after each `interval` seconds in whi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import shutil
@@ -47,6 +48,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
 from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.worker import make_deterministic
+from agentjet.compute.hook_limit import end_overdue
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.forest import Row, build_forest
@@ -164,6 +166,8 @@ class Rank:
         self._link = link
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._rendezvous: Rendezvous | None = None
+        self._present: Request | None = None
+        """The request that this rank works on."""
         self._place: tuple[int, int] | None = None
         self._server: WeightsServer | None = None
         self._policy: RankPolicyHost | None = None
@@ -173,7 +177,7 @@ class Rank:
         self._link.before_exit = self.close
         self._link.read_forever(self._inbox.put)
         while True:
-            request = self._inbox.get()
+            request = self._present = self._inbox.get()
             try:
                 result = self.handle(request.op, *request.args)
             except AgentJetError as error:
@@ -201,7 +205,9 @@ class Rank:
         self._rendezvous = Rendezvous(self._link.local_host)
         return self._rendezvous.address
 
-    def _join(self, rank: int, num_ranks: int, address: str, interval: float) -> None:
+    def _join(self, rank: int, num_ranks: int, address: str, interval: float, hook_timeout: float) -> None:
+        if hook_timeout < math.inf:
+            end_overdue(hook_timeout, lambda: self._present, self._link.send)
         threading.Thread(target=show_work, args=[self._link.send, interval], daemon=True).start()
         join(rank, num_ranks, address, self._rendezvous, self._link.local_host)
         self._place = rank, num_ranks

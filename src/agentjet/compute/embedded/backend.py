@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -20,10 +21,10 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from agentjet.compute.channel import Channel
+from agentjet.compute.channel import SENDING, Channel
 from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, HookHung, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
     CheckpointStamp,
@@ -108,8 +109,9 @@ def cpu_seconds_of(pid: int) -> float | None:
 class WorkerProcess:
     """One process from its start to its end."""
 
-    def __init__(self, log_path: Path, timeout: float) -> None:
-        """`timeout` in seconds is that of the watchdog."""
+    def __init__(self, log_path: Path, timeout: float, hook_timeout: float = math.inf) -> None:
+        """`timeout` in seconds is that of the watchdog, `hook_timeout` the limit of one call of a recipe's hook."""
+        self._hook_timeout = hook_timeout
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done when the process ended unexpectedly."""
         self._log_path = log_path
@@ -150,7 +152,8 @@ class WorkerProcess:
             self._log_path.touch(0o600)
             with self._log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "agentjet.compute.embedded"),  # Nothing from the current folder.
+                    # -P: nothing from the current folder.
+                    *(sys.executable, "-P", "-m", "agentjet.compute.embedded", str(self._hook_timeout)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
@@ -169,6 +172,10 @@ class WorkerProcess:
         if op == "optim_step":
             self._unpublished.add(policy)
         return await channel.ask(op, policy, *args)
+
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        """See `Channel.ask_large`."""
+        await self._running().ask_large("load_batch", policy, batch)
 
     def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
         """See `Channel.sample`."""
@@ -206,7 +213,9 @@ class WorkerProcess:
     def _reason(self, code: int, channel: Channel) -> WorkerDied:
         if self._closing:
             return PolicyRemoved("the worker process was ended")
-        operations = (str(one.policy) for one in channel.pending.values() if one.op != "sample")
+        if isinstance(channel.fatal, HookHung):
+            return channel.fatal
+        operations = (str(one.policy) for one in channel.pending.values() if one.op not in ("sample", SENDING))
         during = next(operations, "") or self._sampled(channel)
         kind, end = WorkerDied, f"ended with exit code {code}"
         if self._hung:
@@ -256,8 +265,9 @@ class EmbeddedCompute:
     ) -> ModelInfo:
         process = self._workers.get(worker)
         if process is None or process.has_ended:
-            log_path = self._config.server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
-            process = self._workers[worker] = WorkerProcess(log_path, self._config.server.worker_timeout)
+            server = self._config.server
+            log_path = server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
+            process = self._workers[worker] = WorkerProcess(log_path, server.worker_timeout, server.hook_timeout)
         replaced, self._hosts[policy] = self._hosts.get(policy), process
         if replaced is not None and replaced is not process:
             await self._leave(policy, replaced)
@@ -289,8 +299,11 @@ class EmbeddedCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         return cast(list[TokenScore], await self._ask("score", policy, np.asarray(token_ids, np.int32), num_likeliest))
 
-    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        return cast(Outputs, await self._ask("forward_backward", op.policy_id, op, batch, loss))
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        await self._process(policy).load_batch(policy, batch)
+
+    async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
+        return cast(Outputs, await self._ask("forward_backward", op.policy_id, op, batch_id, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))

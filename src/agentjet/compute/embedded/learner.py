@@ -104,8 +104,12 @@ class PolicyLearner:
     def forward_backward(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         """Add the gradient of one mini-batch to the accumulated gradient; returns its metrics.
 
-        Raises `ComputeError` if a later step of a batch comes without its first step.
+        A failure changes nothing. Raises `ComputeError` if a later step of a batch comes without its first step.
         """
+        with self._undone_on_failure():
+            return self._forward_backward(batch, loss)
+
+    def _forward_backward(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         if loss.step == 0:
             self._prepared = self._prepare(batch, loss)
         prepared = self._prepared
@@ -118,13 +122,44 @@ class PolicyLearner:
             metrics |= prepared.metrics
         else:  # Only before the first optimiser step the learner has the weights that sampled.
             metrics.pop(MISMATCH, None)
-        prepared.steps.append(metrics)
+        steps = [*prepared.steps, metrics]
         if loss.step == prepared.num_steps - 1:
-            self._prepared = None
-            state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(prepared.steps))
+            state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(steps))
             states = {**self.recipe_states, loss.recipe.name: state}
             self._next_states = {name: values for name, values in states.items() if values}
+            self._prepared = None
+        prepared.steps.append(metrics)
         return Outputs(metrics, num_steps=prepared.num_steps)
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Context of a `forward_backward`. After a failure the gradient is that of the operations before it."""
+        before = self._prepared, self._next_states, self._contributed, self._values
+        heads = None if self._values is None else self._values.heads
+        accumulated = self._take_gradients()
+        try:
+            yield
+        except BaseException:
+            self._take_gradients()
+            self._pass.forget()
+            self._prepared, self._next_states, self._contributed, self._values = before
+            if self._values is not None and heads is not None:
+                self._values.heads = heads
+            raise
+        finally:
+            for tensor, gradient in accumulated:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
+
+    def _take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Remove the gradients of masters, weights and value heads; returns them beside their tensors."""
+        tensors = [*self.masters(), *self._params.values()]
+        tensors += [] if self._values is None else [self._values.weights]
+        taken: list[tuple[Tensor, Tensor]] = []
+        for tensor in tensors:  # Some masters are the weights themselves.
+            if tensor.grad is not None:
+                taken.append((tensor, tensor.grad))
+                tensor.grad = None
+        return taken
 
     def optim_step(self, optimizer: OptimizerConfig, version: int) -> dict[str, float]:
         """Apply the accumulated gradient; returns metrics. `version` is the policy version, for the schedule.
@@ -297,7 +332,8 @@ class PolicyLearner:
                 columns |= {f"new_{name}": value for name, value in new.items()}
             loss, metrics = hooks.token_loss(recipe, logp, columns)
             sums[NOT_FINITE] += hooks.num_not_finite(loss, logp, columns)
-            (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
+            with hooks.running(recipe, "token_loss"):  # A loss may have a backward pass of its own.
+                (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
             for name, values in metrics.items():
                 sums[name] += float(values.detach().sum())
@@ -350,6 +386,11 @@ class PolicyLearner:
         for name, p in self._params.items():
             if self._masters[name] is not p:
                 p.copy_(self._masters[name])
+
+    @property
+    def fingerprint(self) -> int:
+        """52 bits that depend on all bits of the masters, as `weights_changed` found them."""
+        return self._fingerprints["weights/learner"] % 2**52
 
     def _fingerprint(self, weights: Sequence[Tensor], known: dict[int, Tensor]) -> int:
         return fingerprint(weights, known)

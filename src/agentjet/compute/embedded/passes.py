@@ -57,6 +57,10 @@ class Pass(Protocol):
         """Complete the gradients after the last piece."""
         return
 
+    def forget(self) -> None:
+        """Drop what is kept of pieces, after a failure between them."""
+        return
+
 
 def pass_of(policy: Policy) -> Pass:
     """Returns the pass for a policy."""
@@ -208,6 +212,10 @@ class PrefixPass(Pass):
         """Do the backward passes of the kept pieces. Gradients are complete only then."""
         self._last = None
         self._close(0)
+
+    def forget(self) -> None:
+        self._last = None
+        self._kept.clear()
 
     def _close(self, level: int) -> None:
         while len(self._kept) > level:

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 import psutil
 
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.operations import OperationLog
+from agentjet.compute.operations import FINGERPRINT, OperationLog, body_digest
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import OptimizerConfig
-from agentjet.errors import OperationConflict
+from agentjet.errors import ComputeError, OperationConflict
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op
 
@@ -34,9 +34,17 @@ class PolicyHost(ABC, Generic[AnyLearner]):
         self._is_published = True
         """False from an `optim_step` to the next `publish`."""
         self._operations = OperationLog()
+        self._batch: TrainingBatch | None = None
+        self._batch_digest = ""
 
-    def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        body = ("forward_backward", batch, loss)
+    def load_batch(self, batch: TrainingBatch) -> None:
+        self._batch, self._batch_digest = batch, body_digest(batch)
+
+    def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
+        batch = self._batch
+        if batch is None or batch.id != batch_id:
+            raise ComputeError(f"policy {op.policy_id} does not have batch {batch_id}: load it first")
+        body = ("forward_backward", self._batch_digest, loss)
         return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
 
     def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
@@ -65,12 +73,13 @@ class PolicyHost(ABC, Generic[AnyLearner]):
         """Change the weights; returns metrics."""
         self._is_published = False
         metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
+        metrics[FINGERPRINT] = float(self.learner.fingerprint)
         HEAP.settle()
         return metrics
 
     def _change_version(self, version: int) -> None:
-        """Name the present weights with this version."""
-        self.version, self._is_published = version, True
+        """Name the present weights with this version. Frees the batch that led to it."""
+        self.version, self._is_published, self._batch = version, True, None
 
     @abstractmethod
     def _save(self, path: Path, state: dict[str, Any]) -> str:

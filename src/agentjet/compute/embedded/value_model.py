@@ -45,6 +45,11 @@ class ValueModel:
         return dict(zip(self.heads.names, found.unbind(-1), strict=True))
 
     @property
+    def weights(self) -> Tensor:
+        """The tensor that has the gradient."""
+        return self._weights
+
+    @property
     def has_finite_gradient(self) -> bool:
         """True if the gradient is finite or missing."""
         return self._weights.grad is None or bool(self._weights.grad.isfinite().all())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import queue
 import signal
@@ -25,7 +26,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from agentjet.compute.channel import Answer, Message, Request, encode, read
+from agentjet.compute.channel import Answer, Message, Request, encode, requests
 from agentjet.compute.embedded import checkpoint, downloads
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
@@ -33,6 +34,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.policy_host import HEAP, PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
+from agentjet.compute.hook_limit import end_overdue
 from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
@@ -107,13 +109,15 @@ class Worker:
         """Held while a message is written: another thread reports the progress of a download."""
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
+        self._present: Request | None = None
+        """The request that the main loop works on."""
         self.policies: dict[PolicyId, WorkerPolicyHost] = {}
 
     def read_forever(self, stream: BinaryIO) -> None:
         """The loop of the reader thread."""
         try:
-            while True:
-                self._inbox.put(read(stream))
+            for request in requests(stream):
+                self._inbox.put(request)
         except EOFError:
             os._exit(0)  # the gateway is gone
 
@@ -129,6 +133,10 @@ class Worker:
             self._answer(request)
             if request.op == "sample":
                 arrivals_end = arrivals_end or time.monotonic() + ARRIVALS_SECONDS
+
+    def end_overdue(self, limit: float) -> None:
+        """End the process if a hook of a recipe takes more than `limit` seconds."""
+        end_overdue(limit, lambda: self._present, self._send)
 
     def handle(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """Handle one request; returns its result. Raises `AgentJetError`, or anything else for a bug."""
@@ -153,7 +161,7 @@ class Worker:
 
     def _answer(self, request: Request) -> None:
         """Handle a request. Boundary: a failure becomes an answer, and may also end the process."""
-        op, id, policy, args = request
+        op, id, policy, args = self._present = request
         try:
             result = self.handle(op, policy, *args)
         except AgentJetError as error:
@@ -279,4 +287,6 @@ def main() -> None:
     make_deterministic()
     worker = Worker(output)
     threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
+    if (limit := float(sys.argv[1])) < math.inf:
+        worker.end_overdue(limit)
     worker.run()

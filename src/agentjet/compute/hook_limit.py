@@ -1,0 +1,47 @@
+"""Ends a process that computes when a hook of a recipe does not return. Workers and ranks share it. No torch.
+
+A hook in an endless loop uses CPU time, so the watchdog of the gateway takes it for work. A thread of the process
+measures it instead, and reports the hook before it ends the process. A hook that holds Python's lock in C stops this
+thread, too: then only the watchdog is left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from agentjet.compute.channel import Answer, Request
+from agentjet.errors import HookHung
+from agentjet.recipes import hooks
+
+LOOKS_PER_LIMIT = 10
+
+
+def end_overdue(limit: float, request: Callable[[], Request | None], send: Callable[[Answer], object]) -> None:
+    """Start the thread. `limit` in seconds; `request` returns the one that the process works on."""
+
+    def watch() -> None:
+        while not (overdue := overdue_call(limit)):
+            time.sleep(limit / LOOKS_PER_LIMIT)
+        present = request()
+        if present is not None:
+            send(Answer(present.id, error=HookHung(overdue, during=str(present.policy)), ends=True))
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def overdue_call(limit: float) -> str:
+    """Returns a sentence about a hook that has run for more than `limit` seconds, or ''."""
+    for thread, call in list(hooks.RUNNING.items()):
+        if time.monotonic() - call.since > limit:
+            frame = sys._current_frames().get(thread)
+            place = "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return (
+                f"the recipe {call.recipe!r}: `{call.hook}` did not return within {limit:g} s (server.hook_timeout); "
+                f"it was at {place}; {hooks.WAY_OUT}"
+            )
+    return ""
