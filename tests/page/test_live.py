@@ -3,24 +3,27 @@
 1. An event changes the page without a reload. One tab reads the stream, because browsers allow six
    connections to a server, and all of them follow.
 2. A server that stops and comes back: the page says that it waits, and is right again.
-3. A session that has ended, a token of another run and a run that does not exist are explained.
+3. A session that has ended, a token of another run and a run that does not exist are explained. An answer about the
+   run that was left changes nothing.
 4. A run without episodes shows the lines that start one. A metric that is NaN is a gap.
 5. While nothing happens, what changes with time is read again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, Error, Route, expect
 
 from agentjet.server.auth import SESSION_SECONDS
 from tests.fakes import ScriptedCompute
-from tests.page.chromium import Site, Tab, opened_tab, served_site
+from tests.page.chromium import Site, Tab, arrive, opened_tab, served_site
 from tests.server.serving import ADMIN, in_thread, serving
 
 
@@ -117,6 +120,30 @@ def test_another_run_and_one_that_does_not_exist(new_tab: Tab, site: Site, name:
         page.goto(f"{site.url}/#/runs/other/")
         expect(page.locator(".first-run pre")).to_contain_text(f'Swarm("{site.url}/runs/other")')
         expect(page.locator(".first-run pre")).to_contain_text("token of this run")
+
+
+@pytest.mark.parametrize("begun_by", ["first.js", "stream.js"])
+def test_an_answer_about_the_run_that_was_left(new_tab: Tab, site: Site, begun_by: str) -> None:
+    """The first requests of a page cannot be aborted; of later ones, some are answered when they are aborted."""
+    page, held, nothing = new_tab.page, list[Route](), f"{site.url}/#/runs/nothing/"
+    if begun_by == "stream.js":
+        new_tab.open()
+        arrive(page, nothing)
+        expect(page.locator(".connection")).to_have_text("✕ Not shown")
+    page.route(re.compile(r"^http://[^/]+/swarm/v1/waiting"), lambda route: held.append(route))
+    with page.expect_response("**/swarm/v1/status*"), page.expect_response("**/swarm/v1/steps*"):
+        if begun_by == "stream.js":
+            arrive(page, f"{site.url}/#/")
+        else:
+            new_tab.open()
+    arrive(page, nothing)
+    expect(page.locator(".connection")).to_have_text("✕ Not shown")
+    for route in held:
+        with contextlib.suppress(Error):  # Aborted by now.
+            route.continue_()
+    page.wait_for_timeout(300)
+    expect(page.get_by_role("link", name="Run default")).to_be_visible(timeout=1)
+    expect(page.locator(VERSION)).to_have_count(0)
 
 
 def test_what_changes_with_time_is_read_again(new_tab: Tab) -> None:

@@ -49,6 +49,7 @@ export async function request(method, target, { body, signal, key = session.peek
     if (error.name === "AbortError") throw error;
     throw new Problem(0, "unreachable", UNREACHABLE);
   }
+  signal?.throwIfAborted(); // A request that `first.js` began does not end with the signal.
   if (!response.ok) await refuse(response, key);
   return response;
 }
@@ -56,7 +57,9 @@ export async function request(method, target, { body, signal, key = session.peek
 // Returns the JSON of `GET /swarm/v1{path}`. `run` names another run than the one of the page.
 export async function get(path, query = {}, { signal, run } = {}) {
   const response = await request("GET", url(path, query, run), { signal });
-  return response.json();
+  const value = await response.json();
+  signal?.throwIfAborted();
+  return value;
 }
 
 // Sends a change and returns the JSON of the answer. A repeated request with the same `once` has one effect.

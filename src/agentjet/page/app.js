@@ -26,6 +26,7 @@ const STORED_TABS = [
 const THEME = "agentjet.theme";
 const THEMES = ["auto", "light", "dark"];
 const loaded = { overview: OverviewView };
+const attempts = {}; // By view, the imports so far.
 
 const tabs = () => (session.value?.live === false ? [...TABS, ...STORED_TABS] : TABS);
 
@@ -95,10 +96,11 @@ function Help({ onClose }) {
   <//>`;
 }
 
-// Imports a view at its first use.
+// Imports a view at its first use. A browser may remember that an address failed, so each try has another one.
 async function importView(name) {
   if (!name || loaded[name]) return;
-  const module = await import(`./views/${name}.js`);
+  const attempt = (attempts[name] = (attempts[name] ?? 0) + 1);
+  const module = await import(`./views/${name}.js${attempt > 1 ? `?attempt=${attempt}` : ""}`);
   loaded[name] = module[`${name[0].toUpperCase()}${name.slice(1)}View`];
 }
 

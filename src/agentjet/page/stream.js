@@ -62,10 +62,10 @@ export function joined(known, more) {
   return { versions: [...known.versions, ...more.versions], times: [...known.times, ...more.times], metrics };
 }
 
-// The reader of one tab. `tell` receives { name: value } of the signals that changed.
+// The reader of one tab. `tell` receives { name: value } of the signals that changed, until `signal` aborts.
 class Reader {
   constructor(tell, signal) {
-    this.tell = tell;
+    this.tell = (changed) => { if (!signal.aborted) tell(changed); }; // The page shows another run by now.
     this.signal = signal;
     this.dirty = new Set();
     this.counts = { ...pulse.peek() };
@@ -155,7 +155,7 @@ function followRun(name, signal) {
   signal.addEventListener("abort", () => channel.close());
   const tell = (changed) => {
     apply(changed);
-    if (!signal.aborted) channel.postMessage({ changed });
+    channel.postMessage({ changed });
   };
   channel.onmessage = ({ data }) => {
     if (data.changed) apply(data.changed);

@@ -1,8 +1,9 @@
 """The page: `/` and its files below `/ui/`, with the headers that confine it.
 
 The files are read once, at the start. Comments and indentation are left out. The style sheets become one file, and so
-do the modules of the first view (`page_modules`). The URLs contain a digest of all files, so browsers keep them until
-an upgrade; `/` itself is always validated. The page needs no token: it contains no data of a run.
+do the modules of the first view and those of each later view (`page_modules`). The URLs contain a digest of all files,
+so browsers keep them until an upgrade; `/` itself is always validated. The page needs no token: it contains no data of
+a run.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Page:
         sheets = [found.pop(name) for name in sorted(found, key=style_order) if name.endswith(".css")]
         found["style.css"] = b"".join(sheets)
         index = found.pop("index.html").decode()
-        found |= joined(found, ENTRY, apart=(FIRST,))
+        views = [name for name in found if name.startswith("views/")]
+        found |= joined(found, ENTRY, later=views, apart=(FIRST,))
         parts = [part for name, content in found.items() for part in (name.encode(), content)]
         self.digest = hashlib.sha256(b"\0".join([index.encode(), *parts])).hexdigest()[:16]
         self.files = {name: PageFile.of(name, content) for name, content in found.items()}
