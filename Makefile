@@ -20,7 +20,7 @@ SITE_INSTALLED := $(SITE)/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
 
-.PHONY: help setup demo test thorough fast check bench scale conformance docs screens site clean
+.PHONY: help setup ray demo test thorough fast check bench scale conformance docs screens site clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -39,6 +39,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[bench]'
 	touch $@
+
+ray: $(RAY_INSTALLED)  ## add Ray, for the tests of clusters
 
 $(RAY_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[cluster]'

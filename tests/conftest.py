@@ -18,6 +18,8 @@ import typer.main
 import typer.testing
 from hypothesis import settings
 
+from tests.needs import need
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # What is started in the background has it ignored, for good.
 gc.disable()  # until `pytest_collection_finish`
 
@@ -44,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         longest[item.path] = max(longest[item.path], takes)
     items.sort(key=lambda item: -longest[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that needs more than `make setup` gives is skipped, or fails if that is required (`tests.needs`)."""
+    for marker in item.iter_markers("needs"):
+        need(*marker.args)
 
 
 def pytest_collection_finish() -> None:

@@ -95,7 +95,9 @@ def test_make_targets_exist(page: Path) -> None:
 
 def test_ci_runs_what_the_readme_says() -> None:
     assert ["test"] in list(commands(README, "make"))
-    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    made = [line for line in lines if line.startswith("make ")]
+    assert made[0] == "make test", "nothing else is installed before it"
 
 
 def is_checked(module: str, page: Path) -> bool:

@@ -26,8 +26,7 @@ from agentjet.compute.cluster.ray_launcher import RayLauncher, RayProcess
 from agentjet.errors import ComputeError, ConfigError
 from tests.cluster.raylets import LocalCluster
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'agentjet[cluster]'")
-pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.anyio, pytest.mark.thorough]
 
 SLEEPER = (
     sys.executable,

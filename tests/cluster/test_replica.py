@@ -51,7 +51,7 @@ PYTHON = sampler_python()
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.thorough,
-    pytest.mark.skipif(PYTHON is None, reason="no environment with vLLM: set AGENTJET_SAMPLER_PYTHON"),
+    pytest.mark.needs("vllm"),
 ]
 
 TOLERANCE = 1e-4

@@ -93,7 +93,7 @@ def adapted(folder: str, seed: int) -> Any:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.skipif(PYTHON is None, reason="no environment with vLLM: set AGENTJET_SAMPLER_PYTHON")
+@pytest.mark.needs("vllm")
 @pytest.mark.parametrize("suspends", [False, True])
 def test_adapters_reach_running_completions_whole(world: World, suspends: bool) -> None:
     params = SamplingParams(max_tokens=300, seed=1)

@@ -6,8 +6,6 @@ Compiled for a CPU it uses the table, in the forward pass only. Tests that need 
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,7 @@ from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import tokens
 
 CPU = torch.device("cpu")
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+cuda = pytest.mark.needs("cuda")
 
 
 def a_forest(seed: int) -> Forest:
@@ -84,7 +82,7 @@ def test_a_cpu_keeps_the_forest_plan() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+@pytest.mark.needs("compiler")
 def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(2):
         forest = a_forest(seed)

@@ -54,7 +54,7 @@ JOB = JobConfig(
 )
 SCRIPT = Path(__file__).parent.parent.parent / "bench" / "gpu.sh"
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
-cuda = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
+cuda = pytest.mark.needs(DEVICE)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ In eager mode `flex_attention` evaluates the mask and ignores the tables of bloc
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,7 +57,7 @@ def requests() -> dict[int, tuple[np.ndarray, SamplingParams]]:
             True,
             marks=[
                 pytest.mark.thorough,
-                pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++"),
+                pytest.mark.needs("compiler"),
             ],
         ),
     ],

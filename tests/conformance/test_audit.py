@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -82,7 +81,7 @@ def test_an_answer_against_the_grammar_is_seen(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node here")
+@pytest.mark.needs("node")
 def test_the_guard_of_node(tmp_path: Path) -> None:
     program = "fetch('http://203.0.113.7/').catch((error) => { console.error(error.cause.message); process.exit(1); })"
     episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "policy"}

@@ -16,8 +16,7 @@ from tests.cluster.raylets import LocalCluster
 from tests.e2e.server import Server
 from tests.e2e.test_cluster import SETTINGS, ended_by_itself, model, processes, sampler_python  # noqa: F401
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'agentjet[cluster]'")
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_a_server_on_two_raylets(model: Path, sampler_python: Path, tmp_path: Path) -> None:  # noqa: F811

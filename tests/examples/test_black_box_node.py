@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "black_box_node"
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+pytestmark = pytest.mark.needs("node")
 
 
 def adds(prompt: str) -> str:
@@ -34,12 +33,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("script", ["agent_fetch.mjs", "agent.mjs"])
+@pytest.mark.parametrize(
+    "script", ["agent_fetch.mjs", pytest.param("agent.mjs", marks=pytest.mark.needs("npm-openai"))]
+)
 def test_a_program_in_another_language_is_trained(
     served: Served, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if script == "agent.mjs" and not (EXAMPLE / "node_modules" / "openai").is_dir():
-        pytest.skip("npm's openai is not installed: npm install in examples/black_box_node")
     monkeypatch.chdir(EXAMPLE)
     options = ["--url", served.url, "--token", TOKEN, "--task-file", "tasks.jsonl", "--reward", "reward.py:score"]
     command = ["node", script, "{task.a}", "{task.b}"]

@@ -15,14 +15,11 @@ import pytest
 
 from agentjet import Swarm
 from agentjet.config import load_config
+from examples.textarena_self_play.agent import RandomPlayer, against_random, games, play, self_play
+from examples.textarena_self_play.train import SETTINGS, main
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.tiny import make_model, set_options
-
-pytest.importorskip("textarena", reason="textarena is not installed: pip install -e '.[examples]'")
-
-from examples.textarena_self_play.agent import RandomPlayer, against_random, games, play, self_play
-from examples.textarena_self_play.train import SETTINGS, main
 
 
 def moves(*numbers: int) -> Iterator[str]:

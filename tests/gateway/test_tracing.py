@@ -12,15 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from agentjet.protocol import BeginRequest
-from tests.fakes import running
-
-pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
-
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from agentjet.protocol import BeginRequest
+from tests.fakes import running
 
 
 class Recording:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Iterator
@@ -13,12 +12,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect
 
 from agentjet.client.threads import LoopThread
 from agentjet.protocol import AbortRequest, BeginRequest
 from tests.fakes import Running
+from tests.needs import BROWSERS, need
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, in_thread, serving
 
 T = TypeVar("T")
@@ -33,7 +32,6 @@ ARGUMENTS = [
     "--disable-sync",
     "--force-color-profile=srgb",
 ]
-REQUIRE = "AGENTJET_REQUIRE_BROWSER"
 TOKENS = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
 REPORT_VIOLATIONS = """
 addEventListener("securitypolicyviolation", (event) => {
@@ -44,12 +42,8 @@ addEventListener("securitypolicyviolation", (event) => {
 
 def chromium_path() -> str:
     """Returns the path of Chromium; skips the test if there is none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        if os.environ.get(REQUIRE):
-            pytest.fail(f"{REQUIRE} is set, and there is no Chromium on PATH: apt-get install chromium")
-        pytest.skip("needs Chromium: apt-get install chromium")
-    return found
+    need("browser")
+    return next(filter(None, map(shutil.which, BROWSERS)))
 
 
 @dataclass

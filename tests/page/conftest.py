@@ -2,7 +2,7 @@
 
 `browser` and `tab` are shared by the tests of a module, `new_tab` is a test's own. `site` is an in-process server with
 scripted compute. A tab fails its test if the browser reports a failed script, a violation of the Content Security
-Policy, or a request to another origin. Tests are skipped where there is no Chromium, unless AGENTJET_REQUIRE_BROWSER=1.
+Policy, or a request to another origin. The tests need a Chromium (`tests.needs`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 
 from tests.page.chromium import ARGUMENTS, Site, Tab, chromium_path, opened_tab, served_site
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.needs("browser"))
 
 
 @pytest.fixture(scope="module")

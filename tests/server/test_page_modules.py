@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_a_later_view_is_one_file() -> None:
     assert sources == [f"../{JOINED}"]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+@pytest.mark.needs("node")
 def test_the_joined_modules_do_the_same(tmp_path: Path) -> None:
     replaced = {name: content.decode() for name, content in files_of(MODULES).items()}
     assert {*replaced} == {*MODULES, JOINED} - {"begun.js", "parts/own.js"}

@@ -20,6 +20,7 @@ from agentjet.client import AsyncSwarm, Retry
 from agentjet.config import ServerConfig, load_config
 from agentjet.errors import ConfigError, Unreachable
 from agentjet.server.http import check_certificate
+from tests.needs import need
 from tests.server.serving import TOKEN, serving
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -32,12 +33,10 @@ def make_certificate(folder: Path, *, passphrase: str = "") -> tuple[Path, Path]
     protection = ["-passout", f"pass:{passphrase}"] if passphrase else ["-nodes"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=127.0.0.1"]
     names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    try:
-        subprocess.run(
-            [*command, *names, *protection, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
-        )
-    except FileNotFoundError:
-        pytest.skip("the program openssl, which makes the certificate, is not installed")
+    need("openssl")
+    subprocess.run(
+        [*command, *names, *protection, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+    )
     return cert, key
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from agentjet.trackers.sink import Run, Step, id_of_run
+from tests.needs import need
 from tests.trackers.steps import ListSource, Rows, copy, copy_through_kills, rows_of, steps_of
 
 STEPS, MANY = steps_of(12), steps_of(60)
@@ -54,7 +55,6 @@ def event_rows(folder: Path) -> Rows:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder for TensorBoard."""
-    pytest.importorskip("tensorboardX")
     return tmp_path / "runs"
 
 
@@ -80,10 +80,12 @@ def test_tensorboard_has_settings_and_times(runs: Path, tmp_path: Path) -> None:
     assert len(texts) == 1 and b"job.optimizer.lr = 1e-06" in texts[0][0]
 
 
+@pytest.mark.needs("tensorboard")
 def test_tensorboard_itself_reads_them(runs: Path, tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator
+
     copy_through_kills(MANY, f"tensorboard:{runs}", tmp_path, kills=5)
-    shown = accumulator.EventAccumulator(str(runs), size_guidance={"scalars": 0})
+    shown = event_accumulator.EventAccumulator(str(runs), size_guidance={"scalars": 0})
     shown.Reload()
     points = [(point.step, tag, point.value) for tag in shown.Tags()["scalars"] for point in shown.Scalars(tag)]
     assert gathered(points) == as_float32(MANY)
@@ -95,8 +97,7 @@ def test_tensorboard_itself_reads_them(runs: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
     """A database for MLflow."""
-    for library in ("mlflow", "sqlalchemy", "alembic"):
-        pytest.importorskip(library)
+    need("mlflow")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
@@ -140,9 +141,9 @@ def test_mlflow_completes_a_step_that_arrived_half(uri: str, tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
+@pytest.mark.needs("trackio")
 def test_trackio_has_each_step_once_after_20_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
     copy_through_kills(MANY, "trackio:project", tmp_path)
@@ -157,8 +158,8 @@ def test_trackio_has_each_step_once_after_20_kills(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.thorough
+@pytest.mark.needs("wandb")
 def test_wandb_has_each_step_once_after_20_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
     from agentjet.trackers.wandb import _records

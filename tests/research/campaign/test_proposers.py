@@ -22,7 +22,6 @@ import pytest
 
 from agentjet.cli.research.campaign import proposers_of
 from agentjet.errors import ConfigError
-from agentjet.research import fence
 from agentjet.research.campaign.coding_agent import CodingAgent
 from agentjet.research.campaign.llm import (
     MAX_TURNS,
@@ -244,7 +243,7 @@ def test_an_endpoint_that_is_away() -> None:
 
 # ---- coding agents ---------------------------------------------------------------------------------------------------
 
-fenced = pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
+fenced = pytest.mark.needs("landlock")
 EDIT = """
 import json, sys
 task = sys.stdin.read()

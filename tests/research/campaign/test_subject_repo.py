@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research import fence
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
 from agentjet.research.campaign.subject_file import read_subject
@@ -226,7 +225,7 @@ def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
 
 
-@pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
+@pytest.mark.needs("landlock")
 def test_the_fence_hides_the_judge(tmp_path: Path) -> None:
     target = tmp_path / "c" / "judge" / "held_out.jsonl"
     spying = f"{AGENT}\nopen({str(target)!r})\n"
