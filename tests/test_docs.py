@@ -93,6 +93,15 @@ def test_make_targets_exist(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
 
 
+def test_nothing_installs_the_other_project_of_this_name() -> None:
+    """`agentjet` on PyPI is not this project: its extras do not exist."""
+    files = [*PAGES, *SOURCE.rglob("*.py"), *(path for path in (ROOT / "examples").rglob("*.y*ml"))]
+    past = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"}
+    wrong = re.compile(r"install (?:-\S+ )*['\"]?agentjet\b")
+    found = [path for path in files if path not in past and wrong.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
 def test_ci_runs_what_the_readme_says() -> None:
     assert ["test"] in list(commands(README, "make"))
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()

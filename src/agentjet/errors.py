@@ -194,3 +194,9 @@ def edit_distance(one: str, other: str) -> int:
 
 def _share_of_equal(one: str, other: str) -> float:
     return SequenceMatcher(None, other, one).ratio()
+
+
+def install_extra(*extras: str) -> str:
+    """Returns the way to install extras of this package, which is not on PyPI: its name there is another project's."""
+    named = f"[{','.join(extras)}]"
+    return f"pip install '.{named}' in a checkout of AgentJet, or its wheel (make wheel) with {named}"

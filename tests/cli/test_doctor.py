@@ -197,10 +197,10 @@ def test_the_bundled_model_is_on_this_machine(model: Path, tmp_path: Path, monke
 def test_missing_packages(model: Path) -> None:
     bare = Machine(memory=10**12, versions={"torch": "2.13.0"})
     text = lines(settings(model, address="auto", sampler_python=""), bare)
-    assert "problem ray is not installed: pip install 'agentjet[cluster]'" in text
+    assert "problem ray is not installed: pip install '.[cluster]'" in text
     assert "note vllm is not installed in the samplers' environment: agentjet cluster install" in text
     assert "Only the nodes of replicas need it" in text
-    assert "problem transformers is not installed: pip install 'agentjet[server]'" in text
+    assert "problem transformers is not installed: pip install '.[server]'" in text
     assert "problem vllm is not installed" in lines(settings(model, sampler_python=""), bare)
     for_cpus = replace(EIGHT, versions={**VERSIONS, "torch": "2.13.0+cpu"})
     assert "problem torch is a build without CUDA" in lines(settings(model), for_cpus)

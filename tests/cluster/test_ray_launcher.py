@@ -30,7 +30,7 @@ def keeper(log_path: Path, *command: str, shared: bool = True) -> Keeper:
 
 
 def test_no_ray() -> None:
-    with pytest.raises(ConfigError, match=r"compute.address = 'auto' needs Ray: pip install 'agentjet\[cluster\]'"):
+    with pytest.raises(ConfigError, match=r"compute.address = 'auto' needs Ray: pip install '\.\[cluster\]'"):
         check_ray("auto", lambda name: None)
 
 

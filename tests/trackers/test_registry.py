@@ -58,7 +58,5 @@ def test_a_module_of_the_user_that_needs_a_package(module: str) -> None:
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.package])
 def test_a_missing_package_is_refused_with_the_install_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, KINDS[name].package, None)
-    with pytest.raises(
-        ConfigError, match=rf"needs the package '{KINDS[name].package}': pip install 'agentjet\[{name}\]'"
-    ):
+    with pytest.raises(ConfigError, match=rf"needs the package '{KINDS[name].package}': pip install '\.\[{name}\]'"):
         open_sink(f"{name}:x")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentjet.cli import Override, print_text
+from agentjet.errors import install_extra
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
@@ -132,10 +133,10 @@ def _shared_memory(computes: Sequence[ComputeConfig], machine: Machine) -> Itera
 
 
 def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
-    needs = {"torch": "pip install 'agentjet[server]'", "transformers": "pip install 'agentjet[server]'"}
+    needs = dict.fromkeys(("torch", "transformers"), install_extra("server"))
     computes = [one for policy in settings.policy_names if (one := settings.compute_of(policy)).backend == "cluster"]
     if any(one.address for one in computes):
-        needs["ray"] = "pip install 'agentjet[cluster]'"
+        needs["ray"] = install_extra("cluster")
     for package, way_out in needs.items():
         installed = machine.versions.get(package)
         if installed is None:

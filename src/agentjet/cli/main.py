@@ -30,7 +30,7 @@ from agentjet.cli import (
     track,
     watch,
 )
-from agentjet.errors import AgentJetError, ConfigError
+from agentjet.errors import AgentJetError, ConfigError, install_extra
 
 SUMMARY = "Reinforcement learning for the language models inside agents, as a swarm."
 app = typer.Typer(
@@ -133,7 +133,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "agentjet":
             raise
-        _fail(f"this command needs the package {error.name!r}: pip install 'agentjet[server,demo,research]'")
+        _fail(f"this command needs the package {error.name!r}: {install_extra('server', 'demo', 'research')}")
 
 
 def _fail(message: str) -> None:

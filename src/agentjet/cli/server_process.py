@@ -31,7 +31,7 @@ from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.cluster.backend import ClusterCompute
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig, ServerConfig, server_token
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, install_extra
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import Tracing
 from agentjet.gateway.runs import Runs
@@ -283,7 +283,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: pip install 'agentjet[otel]', or "
+            f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: {install_extra('otel')}. Or "
             "leave the setting out"
         ) from None
     provider = TracerProvider(

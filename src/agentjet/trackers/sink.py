@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agentjet.errors import ConfigError, nearest_name
+from agentjet.errors import ConfigError, install_extra, nearest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def open_sink(label: str) -> Sink:
     if kind is None:
         return _own_sink(label)
     if kind.package and importlib.util.find_spec(kind.package) is None:
-        raise ConfigError(f"--to {label} needs the package {kind.package!r}: pip install 'agentjet[{name}]'")
+        raise ConfigError(f"--to {label} needs the package {kind.package!r}: {install_extra(name)}")
     sink: Sink = _class(kind.path)(target)
     return sink
 

@@ -33,7 +33,7 @@ from agentjet.compute.cluster import guardian, keeper
 from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.keeper import Keeper, Launch
 from agentjet.compute.cluster.ray_launcher import accepts, check_address
-from agentjet.errors import AgentJetError, ComputeError, ConfigError
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, install_extra
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ FAREWELL_SECONDS = 5.0
 """Limit of the stops after Ray's head is gone."""
 STOP_SECONDS = 15.0
 """Limit of an orderly stop; then Ray kills the actor."""
-INSTALL = "pip install 'agentjet[cluster]'"
 
 
 @dataclass
@@ -216,7 +215,9 @@ def check_version(version: str) -> None:
     """Raises `ConfigError` for a version of Ray that is too old."""
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
         needed = ".".join(map(str, MIN_RAY))
-        raise ConfigError(f"Ray {version} is installed and AgentJet needs {needed} or newer: {INSTALL}")
+        raise ConfigError(
+            f"Ray {version} is installed and AgentJet needs {needed} or newer: {install_extra('cluster')}"
+        )
 
 
 def why_not_joined(address: str, message: str) -> str:

@@ -21,7 +21,7 @@ from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.keeper import Launch
 from agentjet.compute.cluster.launcher import LocalLauncher, create_log
 from agentjet.compute.cluster.site import Site
-from agentjet.errors import ComputeError, ConfigError, Later
+from agentjet.errors import ComputeError, ConfigError, Later, install_extra
 from agentjet.types import PolicyId
 
 AWAY_SECONDS = 10.0
@@ -38,8 +38,8 @@ def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_
     """Raises `ConfigError` if Ray is not installed. Does not import it."""
     if find("ray") is None:
         raise ConfigError(
-            f"compute.address = {address!r} needs Ray: pip install 'agentjet[cluster]', or leave the address empty "
-            "for processes of this machine"
+            f"compute.address = {address!r} needs Ray: {install_extra('cluster')}. Or leave the address empty for "
+            "processes of this machine"
         )
 
 
