@@ -256,7 +256,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
             yield Finding("note", f"{text}, so its memory is unknown here; docs/models.md lists what such models get")
             return
         size = model_size(folder)
-    except (OSError, ValueError, ConfigError) as error:
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
         yield Finding("problem", f"{policy}: {folder / 'config.json'} cannot be read: {error}")
         return
     exactly = "" if size.is_exact else ", estimated from config.json"

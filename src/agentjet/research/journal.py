@@ -315,6 +315,6 @@ class StudyFolder:
             raise ConfigError(
                 f"{self.path} has no study.json: name the folder of a study, or plan one with `agentjet research new`"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         return Study.from_json(content)

@@ -110,7 +110,7 @@ def read_space(path: Path) -> Space:
         raise ConfigError(f"--space {str(path)!r} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise ConfigError(f"--space {str(path)!r}: {mistake(error, sorted(known))}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--space {str(path)!r} is not valid TOML: {error}") from None
 
 

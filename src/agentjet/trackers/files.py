@@ -98,7 +98,7 @@ def _complete_text(path: Path) -> str:
 def _checked(path: Path, version: Callable[[], object]) -> int:
     try:
         found = version()
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         found = None
     if isinstance(found, int) and found > 0:
         return found

@@ -200,7 +200,7 @@ class Cursor:
         try:
             found = json.loads(held)
             run_id, version = str(found["run"]), int(found["version"])
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise ConfigError(f"{self.path} is not a cursor of `agentjet track`: choose another target") from None
         if run_id != self._run.id:
             raise ConfigError(

@@ -129,7 +129,7 @@ def reasons(file: Path) -> dict[str, str]:
     """Name and reasons of the command's change; defaults if it gave none."""
     try:
         given = json.loads(file.read_text(encoding="utf-8")) if not file.is_symlink() else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         given = {}
     given = given if isinstance(given, dict) else {}
     found = {key: str(given.get(key, ""))[:2000] for key in REASONS}

@@ -54,7 +54,7 @@ def parse_subject(text: str, name: str) -> Subject:
         if isinstance(content.get("steps"), int):
             content.setdefault("evaluations", max(1, min(4, content["steps"])))
         return Subject.from_json({**DEFAULTS, **content, "judged": True})
-    except (ConfigError, ValueError) as wrong:
+    except (ConfigError, ValueError, RecursionError) as wrong:
         raise ConfigError(f"{name}: {wrong}") from None
 
 
