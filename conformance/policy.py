@@ -12,7 +12,6 @@ from agentjet.compute.grammars import Grammars
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.errors import ComputeError
 from agentjet.timeline import Forest
-from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import Op, SamplingParams
 from conformance.conversation import Turn
 from tests.fakes import ScriptedCompute
@@ -81,9 +80,11 @@ class Policy:
         """Keep what `compute` learns."""
         forward_backward = compute.forward_backward
 
-        async def learn_and_keep(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        async def learn_and_keep(op: Op, batch_id: int, loss: LossSpec) -> Outputs:
+            batch = compute.policies[op.policy_id].batch
+            assert batch is not None, "a batch is loaded before its operations"
             self.learned.append(loss.recipe.columns(batch, {})[0])
-            return await forward_backward(op, batch, loss)
+            return await forward_backward(op, batch_id, loss)
 
         compute.forward_backward = learn_and_keep  # type: ignore[method-assign]
         compute.piece = 3
