@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.rollout import RolloutQueue, RolloutSpec, keep_alive, wait_until
+from agentjet.client.rollout import RolloutQueue, RolloutSpec, wait_until
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import QUIET_SECONDS
-from agentjet.errors import Conflict, InvalidRequest, NotFound, Unauthorized, Unreachable
+from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -261,19 +261,6 @@ def test_evaluate_reports_in_the_order_of_the_tasks_and_trains_nothing() -> None
     assert report.policy_versions == (0, 0)
     assert server.version == 0
     assert {view.mode for view in server.episodes.values()} == {"eval"}
-
-
-class Unknown:
-    """An episode of a run that is not served any more."""
-
-    status, lease_seconds = "live", 0.0
-
-    async def heartbeat(self) -> None:
-        raise NotFound("There is no episode 'ep_1' in this run.")
-
-
-def test_heartbeats_end_with_the_servers_knowledge_of_the_episode() -> None:
-    assert asyncio.run(asyncio.wait_for(keep_alive(Unknown()), 5))  # type: ignore[arg-type]
 
 
 def test_silence_inside_an_agent_ends_its_episode_only() -> None:

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from agentjet.client.heartbeats import Heartbeats
 from agentjet.client.threads import FORKED
 from agentjet.errors import (
     ConfigError,
@@ -203,6 +204,7 @@ class Connection:
     ) -> None:
         self.settings = settings
         self.retry = retry
+        self.heartbeats = Heartbeats(lambda: Connection(settings, retry=retry, transport=transport))
         self._answered = False
         self._pid: int | None = None
         """The process of the first request. A forked process would share its sockets."""
@@ -217,6 +219,7 @@ class Connection:
         )
 
     async def close(self) -> None:
+        await self.heartbeats.close()
         await self._http.aclose()
 
     async def request(

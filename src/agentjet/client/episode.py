@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import math
 import uuid
@@ -87,7 +88,8 @@ class _EpisodeFields:
 
 
 class AsyncEpisode(_EpisodeFields):
-    """An episode for asynchronous code. As a context manager it aborts unless `finish` was called inside."""
+    """An episode for asynchronous code. As a context manager it sends heartbeats, and aborts unless `finish` was
+    called inside."""
 
     def __init__(self, connection: Connection | None, begun: BeginResponse, request: BeginRequest) -> None:
         """Without a connection nothing is recorded: the model is an endpoint's."""
@@ -121,6 +123,28 @@ class AsyncEpisode(_EpisodeFields):
         """Renew the lease. Calls of the model renew it too."""
         return await self._post("heartbeat", None)
 
+    async def renew(self, connection: Connection) -> None:
+        """Renew the lease over another connection, in its thread. Raises `Conflict` or `NotFound` after the end.
+
+        The answer changes no field: it may be older than that of `finish`, which another thread receives.
+        """
+        try:
+            await connection.request("POST", f"/episodes/{quote(self.id, safe='')}/heartbeat")
+        except (Conflict, NotFound) as error:
+            self._ended_by_server(error)
+            raise
+
+    def keep_alive(self) -> concurrent.futures.Future[bool]:
+        """Send heartbeats from a thread until the episode ends. The result is True if the server ended it."""
+        if self._connection is None:
+            return concurrent.futures.Future()
+        return self._connection.heartbeats.follow(self)
+
+    def watch_loop(self) -> None:
+        """Warn once if the running event loop is blocked."""
+        if self._connection is not None:
+            self._connection.heartbeats.watch()
+
     async def refresh(self) -> None:
         """Update status, reason and number of calls. Does not renew the lease."""
         if self._connection is not None:
@@ -137,10 +161,13 @@ class AsyncEpisode(_EpisodeFields):
                 "POST", f"/episodes/{quote(self.id, safe='')}/{verb}", body=body, patience=patience
             )
         except (Conflict, NotFound) as error:
-            if self.status == "live":
-                self.status = "aborted" if error.code == "episode_aborted" else "expired"
+            self._ended_by_server(error)
             raise
         return self._update(EpisodeView.model_validate(answer))
+
+    def _ended_by_server(self, error: Conflict | NotFound) -> None:
+        if self.status == "live":
+            self.status = "aborted" if error.code == "episode_aborted" else "expired"
 
     def _update(self, view: EpisodeView) -> EpisodeView:
         self.status, self.reason, self.num_calls = view.status, view.reason, view.num_calls
@@ -154,9 +181,11 @@ class AsyncEpisode(_EpisodeFields):
         )
 
     async def __aenter__(self) -> Self:
+        self._heartbeats = self.keep_alive()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._heartbeats.cancel()
         if self.status == "live":
             await self.abort(abort_reason(error), patience=patience_after(error))
 
@@ -193,9 +222,11 @@ class Episode(_EpisodeFields):
         return self._run(self._episode.heartbeat())
 
     def __enter__(self) -> Self:
+        self._heartbeats = self._episode.keep_alive()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._heartbeats.cancel()
         if self.status == "live":
             self.abort(abort_reason(error), patience=patience_after(error))
 

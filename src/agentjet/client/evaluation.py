@@ -18,7 +18,7 @@ from agentjet.client.connection import Connection
 from agentjet.client.episode import ABORT_SECONDS, begin_episode, wait_for_end
 from agentjet.client.inputs import check_counts
 from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, Progress, best_of
-from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout, keep_alive
+from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout
 from agentjet.errors import Conflict
 from agentjet.protocol import BeginRequest, EvaluationRequest
 from agentjet.types import Task
@@ -47,7 +47,7 @@ async def pin_policy_version(
         except Conflict as error:  # The policy learned after its status was read.
             if at_version != "newest" or error.code != "version_gone":
                 raise
-    heartbeats = asyncio.create_task(keep_alive(pin))
+    heartbeats = pin.keep_alive()
     try:
         yield version
     finally:

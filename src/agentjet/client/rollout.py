@@ -38,7 +38,7 @@ from agentjet.client.episode import (
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import caller_of, in_thread
-from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
+from agentjet.errors import AgentJetError, Conflict, RequestError, Unreachable
 from agentjet.types import Reward, Task
 
 SURPLUS_REASONS = ("surplus:", "stale:")
@@ -363,7 +363,8 @@ class Runner:
     async def attempt(self, spec: RolloutSpec) -> EpisodeResult:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
         episode, agent = await self._begin(spec)
-        heartbeats = asyncio.create_task(keep_alive(episode))
+        heartbeats = asyncio.wrap_future(episode.keep_alive())
+        episode.watch_loop()
         where, has_returned = "", False
         try:
             returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
@@ -394,14 +395,15 @@ class Runner:
         return _result(episode, error, where)
 
     async def _call_while_live(
-        self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Task[bool]
+        self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Future[bool]
     ) -> object:
         """The agent's return value. An agent that is still running when the server ends its episode is cancelled, to
         free its worker.
         """
         working = asyncio.create_task(_call(agent, task, episode))
         try:
-            await asyncio.wait({working, heartbeats}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [working, heartbeats]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             has_ended = not working.done() and heartbeats.result()
             return None if has_ended else await working
         finally:
@@ -489,23 +491,6 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait(tasks)
         raise
-
-
-async def keep_alive(episode: AsyncEpisode) -> bool:
-    """Send heartbeats until the episode ends, for an agent that computes longer than its lease between two calls.
-
-    Returns True if the server ended the episode.
-    """
-    while True:
-        await asyncio.sleep(episode.lease_seconds / 3)
-        if episode.status != "live":
-            return False
-        try:
-            await episode.heartbeat()
-        except (Conflict, NotFound):  # The episode ended, or its run is not served any more.
-            return True
-        except AgentJetError:  # The server may be away for a while: the agent's own request raises.
-            pass
 
 
 def not_needed(episode: AsyncEpisode) -> EpisodeResult:

@@ -127,6 +127,18 @@ class LoopThread:
                 self.abandoned = not ended.is_set()
             raise
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start the coroutine, without a wait. Raises `RuntimeError` in a forked process."""
+        if self.is_forked:
+            coroutine.close()
+            raise RuntimeError(FORKED)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._started())
+
+    @property
+    def is_running(self) -> bool:
+        """True from the first use until `stop`, in the process of the first use."""
+        return self._thread is not None and not self.is_forked
+
     @property
     def is_forked(self) -> bool:
         """True in a child process of the one that used it first."""

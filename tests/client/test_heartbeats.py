@@ -1,0 +1,195 @@
+"""Heartbeats do not depend on the agents' loop.
+
+1. The lease of an episode is renewed while the loop of its agent is blocked: in `train`, `evaluate` and `with`.
+2. They end with the episode, with the server's knowledge of it, and with the client, whose thread ends.
+3. An agent that blocks its loop is named once; one that does not is never named.
+4. A process that is forked later makes its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, Swarm, heartbeats
+from agentjet.client.heartbeats import Heartbeats
+from agentjet.errors import AgentJetError, Conflict, NotFound, Unreachable
+from agentjet.types import Task
+from tests.client.server import TOKEN, URL, FakeServer
+
+PATIENCE = 20.0
+
+
+class Server(FakeServer):
+    """Sets `beat` when a heartbeat arrives. It may come from another thread than that of the agents."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=1, group_size=1)
+        self.beats: dict[str, threading.Event] = {}
+
+    def transport(self) -> httpx.MockTransport:
+        async def handle(request: httpx.Request) -> httpx.Response:
+            _, _, path = request.url.path.partition("/episodes/")
+            if path.endswith("/heartbeat"):
+                self.beat_of(path.partition("/")[0]).set()
+            return await self._handle(request)
+
+        return httpx.MockTransport(handle)
+
+    def beat_of(self, episode_id: str) -> threading.Event:
+        return self.beats.setdefault(episode_id, threading.Event())
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of the fake server are 60 s: heartbeats every 12 ms."""
+    monkeypatch.setattr(heartbeats, "LEASE_SHARE", 0.0002)
+
+
+def in_train(server: Server) -> bool:
+    return blocked_run(server, lambda swarm, agent: swarm.train(agent, [Task("a")], steps=1, progress=False))
+
+
+def in_evaluate(server: Server) -> bool:
+    return blocked_run(server, lambda swarm, agent: swarm.evaluate(agent, [Task("a")], progress=False))
+
+
+def blocked_run(server: Server, run: Callable[[Swarm, object], object]) -> bool:
+    seen: list[bool] = []
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        seen.append(server.beat_of(episode.id).wait(PATIENCE))  # Blocks the loop.
+        return 1.0
+
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        run(swarm, agent)
+    return seen[0]
+
+
+def in_with(server: Server) -> bool:
+    with (
+        Swarm(URL, TOKEN, transport=server.transport()) as swarm,
+        swarm.episode("a") as episode,
+    ):
+        return server.beat_of(episode.id).wait(PATIENCE)
+
+
+def in_async_with(server: Server) -> bool:
+    async def scenario() -> bool:
+        async with (
+            AsyncSwarm(URL, TOKEN, transport=server.transport()) as swarm,
+            swarm.episode("a") as episode,
+        ):
+            return server.beat_of(episode.id).wait(PATIENCE)
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", [in_train, in_evaluate, in_with, in_async_with])
+def test_a_blocked_loop_keeps_its_leases(way: Callable[[Server], bool]) -> None:
+    before = threading.active_count()
+    assert way(Server())
+    assert threading.active_count() == before, "the threads of the client end with it"
+
+
+class Live:
+    """An episode whose server answers heartbeats by `errors`, one after the other."""
+
+    status, lease_seconds = "live", 0.0
+
+    def __init__(self, *errors: AgentJetError) -> None:
+        self.errors = list(errors)
+
+    async def renew(self, connection: object) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.status = "finished"
+
+
+class Line:
+    async def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def beating() -> Iterator[Heartbeats]:
+    made = Heartbeats(Line)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        asyncio.run(made.close())
+
+
+@pytest.mark.parametrize(
+    ("errors", "has_ended"),
+    [
+        ([], False),
+        ([Unreachable("away"), Unreachable("away")], False),
+        ([NotFound("There is no episode 'ep_1' in this run.")], True),
+        ([Unreachable("away"), Conflict("expired", code="episode_expired", status=409)], True),
+    ],
+)
+def test_heartbeats_end_with_the_servers_knowledge_of_the_episode(errors: list[AgentJetError], has_ended: bool) -> None:
+    with beating() as beats:
+        assert beats.follow(Live(*errors)).result(PATIENCE) is has_ended
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_an_agent_that_blocks_its_loop_is_named_once(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeats, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeats, "PUNCTUAL_SECONDS", PATIENCE)
+    warned = threading.Event()
+    caplog.handler.addFilter(lambda record: warned.set() or True)
+
+    async def dozing_agent(task: Task, episode: AsyncEpisode) -> float:
+        if blocks:
+            assert warned.wait(PATIENCE)
+        else:
+            for _ in range(20):
+                await asyncio.sleep(0.02)
+        return 1.0
+
+    with Swarm(URL, TOKEN, transport=Server().transport()) as swarm, caplog.at_level(logging.WARNING):
+        swarm.train(dozing_agent, [Task("a")], steps=2, progress=False)
+    messages = [record.getMessage() for record in caplog.records if record.name == heartbeats.__name__]
+    assert len(messages) == blocks
+    if blocks:
+        assert "dozing_agent" in messages[0] and __file__ in messages[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_makes_its_own() -> None:
+    with beating() as beats:
+        assert beats.follow(Live()).result(PATIENCE) is False
+        child = os.fork()
+        if not child:
+            try:
+                try:
+                    beats.follow(Live())
+                    os._exit(1)
+                except RuntimeError:
+                    with beating() as own:
+                        os._exit(0 if own.follow(Live()).result(PATIENCE) is False else 2)
+            finally:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_leaving_an_episode_ends_its_heartbeats() -> None:
+    server = Server()
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        with swarm.episode("a") as episode:
+            assert isinstance(episode, Episode) and server.beat_of(episode.id).wait(PATIENCE)
+            episode.finish(1.0)
+        assert episode._heartbeats.cancelled() or episode._heartbeats.done()
+        assert episode.status == "finished"
