@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentjet.compute.embedded.checkpoint import seal, verified_state
-from agentjet.compute.operations import body_digest
+from agentjet.compute.operations import FINGERPRINT, body_digest
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
@@ -164,6 +164,8 @@ class ScriptedCompute:
         """Operations, as `KIND POLICY` in order: the worker dies after it applied one of them."""
         self.metrics: dict[str, float] = {}
         """Of every batch, besides the loss."""
+        self.noise = ""
+        """Changes the fingerprints of the weights, as unseeded randomness would."""
         self.deadly: set[tuple[str, int]] = set()
         """Runs and batches that kill every worker that tries them."""
         self.bounds = SamplerBounds(1, 1)
@@ -319,7 +321,9 @@ class ScriptedCompute:
         known.published.clear()
         known.weights = hashlib.sha256(f"{known.weights}/{known.gradient}/{body}".encode()).hexdigest()
         known.gradient = ""
-        metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, **self.metrics}
+        found = int(hashlib.sha256(f"{known.weights}/{self.noise}".encode()).hexdigest(), 16) % 2**52
+        metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, FINGERPRINT: float(found)}
+        metrics |= self.metrics
         self._apply("optim_step", op, body, metrics)
         return metrics
 

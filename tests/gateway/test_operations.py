@@ -4,7 +4,8 @@
 2. A worker that dies between the two is replaced and reaches the weights of an undisturbed run.
 3. A batch that is learned again because the journal refused it applies nothing twice.
 4. The learner gets facts: groups, rewards, roles and turns.
-5. A setting that needs a missing capability of the backend is refused by name.
+5. A batch that is learned again and leads to other weights is reported, with batch and policy.
+6. A setting that needs a missing capability of the backend is refused by name.
 """
 
 from __future__ import annotations
@@ -124,3 +125,21 @@ async def test_a_missing_capability_is_refused_by_name(tmp_path: Path) -> None:
         body.job["recipe"] = "ppo"
         with pytest.raises(InvalidRequest, match="needs values"):
             await run.gateway.replace_job(JobBody(revision=body.revision, job=body.job))
+
+
+async def test_a_replay_that_leads_to_other_weights_says_so(tmp_path: Path) -> None:
+    policies = {"planner": {}, "coder": {}}
+    async with running(tmp_path / "d", policies=policies) as run:
+        await run.batch()
+        known = run.gateway.swarm.store.journal.fingerprints(0)
+        assert known.keys() == policies.keys() and known["planner"] != 0
+        run.compute.die()
+        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "sampling")
+        assert run.gateway.status().replay_difference == "", "the same weights"
+        run.compute.noise = "a seed of the clock"
+        run.compute.die()
+        await run.until(lambda: run.compute.starts == 3 and run.gateway.engine.state == "sampling")
+        reported = run.gateway.status().replay_difference
+        assert "batch 0 was learned again" in reported and "other weights of planner, coder" in reported
+        assert run.gateway.swarm.store.journal.fingerprints(0) == known
+        assert not any("fingerprint" in name for name in run.gateway.swarm.last_step)

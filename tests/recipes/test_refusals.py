@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 
+from agentjet.recipes import registry
 from agentjet.recipes.registry import make_recipe
 from tests.recipes.batches import recipe_of
 
@@ -56,3 +60,22 @@ def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
     ):
         make_recipe({"name": "dapo", "kl_coef": 0.1, "kl_in": "reward"})
     assert recipe_of("dapo", kl_coef=0.1, kl_in="reward", drop_zero_variance=False).needs == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("unittest.__main__:X", "it is the program of a package: name the module that has the class"),
+        ("tests.plugins.hostile_import:X", "hostile_import.py:5: SystemExit: the import ends the program"),
+        ("tests.plugins.slow_import:X", "its import did not end within 0.05 s"),
+    ],
+)
+def test_an_import_that_runs_a_program_or_does_not_end(path: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a refusal: nothing else of the process ends, or waits."""
+    monkeypatch.setattr(registry, "IMPORT_SECONDS", 60.0 if "slow" not in path else 0.05)
+    for setting in ({"name": path}, {"loss": {"name": path}}):
+        with pytest.raises(ValueError, match="cannot be imported") as refusal:
+            make_recipe(setting)
+        assert reason in str(refusal.value)
+    assert "unittest.__main__" not in sys.modules
+    assert threading.current_thread() is threading.main_thread()

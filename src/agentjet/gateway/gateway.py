@@ -334,14 +334,13 @@ class Gateway:
 
         Raises `Conflict` if the job was replaced since `body.revision`, `InvalidRequest` for invalid settings.
         """
-        revision = self.swarm.job_revision
-        if body.revision != revision:
-            raise Conflict(
-                f"The job settings are at revision {revision}, the request has {body.revision}: read them again.",
-                code="job_revision_changed",
-            )
+        if body.revision != self.swarm.job_revision:
+            raise self._revision_changed(body.revision)
         try:
-            job = parse_config({**self.config.model_dump(exclude={"job"}), "job": body.job}).job
+            settings = {**self.config.model_dump(exclude={"job"}), "job": body.job}
+            job = (await asyncio.to_thread(parse_config, settings)).job  # It may import a plug-in.
+            if body.revision != self.swarm.job_revision:
+                raise self._revision_changed(body.revision)
             self.engine.check_job(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
@@ -351,6 +350,12 @@ class Gateway:
         answer = self.job()
         await self.durable()
         return answer
+
+    def _revision_changed(self, revision: int) -> Conflict:
+        return Conflict(
+            f"The job settings are at revision {self.swarm.job_revision}, the request has {revision}: read them again.",
+            code="job_revision_changed",
+        )
 
     # ---- the cluster ------------------------------------------------------------------------------------------------
 
@@ -409,6 +414,7 @@ class Gateway:
             clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
+            replay_difference=self.engine.training.replay_difference,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             uptime=now - self.began,

@@ -106,7 +106,8 @@ class Runs:
             is_corrected = settings.policies not in ({}, record.policies) and self._is_unused(name)
             if is_corrected:  # Its policies were perhaps mistyped.
                 record = self._with_policies(name, record, settings.policies)
-            job = self._checked_job(record, settings, is_open=name in self._gateways)
+            # It may import a plug-in.
+            job = await asyncio.to_thread(self._checked_job, record, settings, is_open=name in self._gateways)
             self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
             if (known is None or is_corrected) and name in self._gateways:
                 await self._gateways.pop(name).close()

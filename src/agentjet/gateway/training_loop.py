@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from agentjet.compute.operations import learn
+from agentjet.compute.operations import FINGERPRINT, learn
 from agentjet.compute.protocol import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, WorkerDied
@@ -86,6 +86,8 @@ class TrainingLoop:
         """A failure of the recipe outside the worker, which ends the loop. Notify `changed` after setting it."""
         self.checkpoint_error = ""
         """Error of the newest checkpoint, or ''."""
+        self.replay_difference = ""
+        """A sentence about the first batch since the start whose repetition led to other weights, or ''."""
         self.timer = StepTimer(run.gate.busy_seconds)
         self._run = run
         self._swarm = run.swarm
@@ -173,7 +175,9 @@ class TrainingLoop:
             with observability.batch_context(batch.id), span:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
-                metrics, following = await self._apply(batch, training)
+                metrics, following, fingerprints = await self._apply(batch, training)
+                if replay:
+                    self._compare(batch, fingerprints)
                 if self._has_separate_samplers() and not replay:
                     self._swarm.batches.offered(batch)
                     await self._run.commits.durable()
@@ -181,7 +185,7 @@ class TrainingLoop:
                 self._is_partial = False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
-                    await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)})
+                    await self._record(batch, {**metrics, **published, **self.timer.metrics(num_tokens)}, fingerprints)
                 self._next_operations = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
@@ -211,13 +215,14 @@ class TrainingLoop:
 
     async def _apply(
         self, batch: Batch, training: Mapping[str, TrainingBatch]
-    ) -> tuple[dict[str, float], dict[str, Op]]:
-        """Applies the operations of a batch. Returns the metrics, and each policy's next operation.
+    ) -> tuple[dict[str, float], dict[str, Op], dict[str, int]]:
+        """Applies the operations of a batch. Returns metrics, and each policy's next operation and fingerprint.
 
         Workers compute at the same time. Policies of one worker follow each other, so that it holds one gradient.
         """
         metrics: dict[str, float] = {}
         following: dict[str, Op] = {}
+        fingerprints: dict[str, int] = {}
         by_host: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for name in training:
             by_host[self._run.config.host_of(name)].append(name)
@@ -227,10 +232,23 @@ class TrainingLoop:
             for name in names:
                 first, prefix = self._next_operations[name], metrics_prefix(name, self._swarm.store.policies)
                 own, following[name] = await learn(self._compute, first, training[name], batch.job, before=journal)
+                if FINGERPRINT in own:
+                    fingerprints[name] = int(own.pop(FINGERPRINT))
                 metrics.update({f"{prefix}{metric}": value for metric, value in own.items()})
 
         await self._all(apply(names) for names in by_host.values())
-        return metrics, following
+        return metrics, following, fingerprints
+
+    def _compare(self, batch: Batch, fingerprints: Mapping[str, int]) -> None:
+        """Reports a repetition of a batch that led to other weights than before."""
+        differing = self._swarm.batches.differing(batch, fingerprints)
+        if differing and not self.replay_difference:
+            self.replay_difference = (
+                f"batch {batch.id} was learned again after a restart, and led to other weights of "
+                f"{', '.join(differing)}: later batches were sampled by weights that no longer exist. A recipe that "
+                "draws random numbers needs a fixed seed; threads, ranks, libraries and the machine must be the same"
+            )
+            log.warning("%s", self.replay_difference)
 
     @staticmethod
     async def _all(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -248,8 +266,8 @@ class TrainingLoop:
         await self._run.commits.durable()
         self._is_partial = True
 
-    async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
-        merged = self._swarm.batches.learned(batch, metrics)
+    async def _record(self, batch: Batch, metrics: dict[str, float], fingerprints: Mapping[str, int]) -> None:
+        merged = self._swarm.batches.learned(batch, metrics, fingerprints)
         await self._run.commits.durable()
         self._run.metrics.append(batch.id + 1, merged)
         if reason := divergence(merged):

@@ -387,6 +387,8 @@ class StatusResponse(Response):
     """Since the server began."""
     workers_hung: int = 0
     """Killed after `server.worker_timeout` seconds without work."""
+    replay_difference: str = ""
+    """A sentence about a batch that was learned again and led to other weights; empty if there was none."""
     unusable_checkpoints: list[str] = Field(default_factory=list)
     """Renamed folders of checkpoints that are damaged or belong to another run."""
     zero_variance: ZeroVariance | None = None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -19,6 +21,8 @@ from agentjet.recipes.recipe import Component, Recipe
 
 GROUP = "agentjet.recipes"
 DEFAULT = "grpo"
+IMPORT_SECONDS = 60.0
+"""Limit of the import of a plug-in, which may import large libraries."""
 Part = TypeVar("Part", bound=Component)
 
 
@@ -76,7 +80,7 @@ def load(path: str, base: type[Part]) -> type[Part]:
     """Returns the class of an import path `package.module:Class`. Raises `ValueError` if it is not a `base`."""
     name, _, attribute = path.partition(":")
     try:
-        module = importlib.import_module(name)
+        module = _imported(name)
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):  # Not a module that the file itself imports.
             raise ValueError(
@@ -84,7 +88,9 @@ def load(path: str, base: type[Part]) -> type[Part]:
                 "or put its folder on PYTHONPATH"
             ) from None
         raise _broken(path, error) from error
-    except Exception as error:  # Boundary: the module is not ours.
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # Boundary: the module is not ours, and may call `sys.exit`.
         raise _broken(path, error) from error
     found = getattr(module, attribute, None)
     if isinstance(found, type) and issubclass(found, base):
@@ -97,7 +103,28 @@ def load(path: str, base: type[Part]) -> type[Part]:
     raise ValueError(f"{path!r} is not a subclass of {base.__module__}.{base.__name__}. Of these {way_out}")
 
 
-def _broken(path: str, error: Exception) -> ValueError:
+def _imported(name: str) -> Any:
+    """Returns a module. It is imported in a thread, which is abandoned after `IMPORT_SECONDS`."""
+    if "__main__" in name.split("."):  # Its import runs a program.
+        raise ValueError("it is the program of a package: name the module that has the class")
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(importlib.import_module(name))
+        except BaseException as error:  # Boundary: `result` raises it.
+            result.set_exception(error)
+
+    threading.Thread(target=work, name=f"import {name}", daemon=True).start()
+    try:
+        return result.result(IMPORT_SECONDS)
+    except TimeoutError:
+        if result.done():
+            raise
+        raise ValueError(f"its import did not end within {IMPORT_SECONDS:g} s") from None
+
+
+def _broken(path: str, error: BaseException) -> ValueError:
     return ValueError(f"{path!r} cannot be imported: {hooks.place(error)}: {type(error).__name__}: {error}")
 
 

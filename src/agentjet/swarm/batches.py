@@ -141,7 +141,14 @@ class Batches:
         """True if separate samplers may have the weights of `batch`."""
         return batch.id < self._store.state.offered_version
 
-    def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+    def differing(self, batch: Batch, fingerprints: Mapping[str, int]) -> list[str]:
+        """Returns the policies whose weights differ from those that the batch led to when it was learned first."""
+        known = self._journal.fingerprints(batch.id)
+        return [policy for policy, found in fingerprints.items() if known.get(policy, found) != found]
+
+    def learned(
+        self, batch: Batch, metrics: Mapping[str, float], fingerprints: Mapping[str, int] | None = None
+    ) -> dict[str, float]:
         """Record that `batch` took the policies to version `batch.id + 1`. A replayed batch changes nothing.
 
         Returns all its metrics, except those that are not finite, which JSON and charts cannot hold.
@@ -160,6 +167,8 @@ class Batches:
         merged = {name: value for name, value in merged.items() if math.isfinite(value)}
         with store.transaction():
             self._journal.add_step(batch.id, merged)
+            if fingerprints:
+                self._journal.put_fingerprints(batch.id, fingerprints)
             for episode_id in _shown(batch, store.episodes):
                 self._journal.keep_transcript(episode_id, f"batch {batch.id}", len(batch.episode_ids))
             store.state.advance(batch.id + 1)

@@ -395,6 +395,14 @@ class Journal:
         """Record that a batch was learned."""
         self._db.execute("UPDATE batches SET metrics = ? WHERE id = ?", (to_json(metrics), batch_id))
 
+    def put_fingerprints(self, batch_id: int, fingerprints: Mapping[str, int]) -> None:
+        """Record the fingerprints of the weights that a batch led to, by policy."""
+        self._db.execute("UPDATE batches SET fingerprint = ? WHERE id = ?", (to_json(fingerprints), batch_id))
+
+    def fingerprints(self, batch_id: int) -> dict[str, int]:
+        """The fingerprints of a learned batch; empty if an older version learned it."""
+        return dict(json.loads(self._one("SELECT fingerprint FROM batches WHERE id = ?", batch_id) or "{}"))
+
     def step(self, batch_id: int) -> dict[str, float]:
         """The metrics of a learned batch; empty if this run did not learn it."""
         return dict(json.loads(self._one("SELECT metrics FROM batches WHERE id = ?", batch_id) or "{}"))

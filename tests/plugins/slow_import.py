@@ -1,0 +1,5 @@
+"""A plug-in whose import takes long."""
+
+import time
+
+time.sleep(5)
