@@ -155,7 +155,7 @@ class Channel:
         self.work: SlowWork | None = None
         """Progress of the request that the process works on, if the process reported any."""
         self.fatal: AgentJetError | None = None
-        """The failure with which the process said that it ends."""
+        """The failure for which the process ends."""
         self._end: WorkerDied | None = None
 
     @property

@@ -49,8 +49,8 @@ async def learn(
     return merged_metrics(steps), op
 
 
-FINGERPRINT = "weights/fingerprint"
-"""A number of 52 bits for all bits of the masters after a step. It is journalled with the batch, and not shown."""
+FINGERPRINT = "fingerprint"
+"""A number of 52 bits for all bits of the masters after a step. It is journalled with the batch, and not reported."""
 SUMS = ("forest/tokens_computed", "optim/steps", "optim/skipped_steps")
 MAXIMA = ("weights/learner", "weights/sampler")
 LAST = ("optim/lr", "weights/finite", FINGERPRINT)
