@@ -22,6 +22,7 @@ from agentjet.server.auth import (
     MAX_CODES,
     SECRET_FILES,
     SESSION_SECONDS,
+    Bearer,
     SessionCodes,
     replace_secret,
 )
@@ -133,6 +134,15 @@ def test_codes_are_bounded() -> None:
     assert codes.redeem(last) == ("default", "viewer")
     with pytest.raises(Unauthorized):
         codes.redeem(first)
+
+
+@pytest.mark.parametrize("own", [("default", "admin"), ("default", "client"), ("other", "viewer")])
+def test_codes_of_one_role_push_out_no_others(own: tuple[str, Bearer]) -> None:
+    codes = SessionCodes(Clock())
+    code = codes.create(*own)
+    for _ in range(MAX_CODES + 1):
+        codes.create("default", "viewer")
+    assert codes.redeem(code) == own
 
 
 @pytest.mark.anyio

@@ -9,7 +9,9 @@ import itertools
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ SCRIPTS = frozenset(
 VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 PYTHON_PATH = "PYTHONPATH"
 REWARD_FORMS = "FILE.py:FUNCTION, stdout, exit-code or file:NAME"
+MAX_REWARD_BYTES = 2**20
+"""Longest file of a reward."""
 EXIT_CODE = "exit-code"
 """The reward that also scores exit codes from 1 to 124."""
 
@@ -262,7 +266,7 @@ def reward_source(text: str) -> tuple[Score, bool]:
     if kind == "file" and name:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(f"--reward {text}: the file must lie in the command's working directory")
-        return lambda task, result: from_file(result.folder / name, name), False
+        return lambda task, result: from_file(result.folder, name), False
     if separator and kind.endswith(".py"):
         return load_function(text, option="--reward"), True
     raise ConfigError(f"--reward {text}: expected {REWARD_FORMS}")
@@ -276,13 +280,34 @@ def from_stdout(result: Result) -> Reward | dict[str, Reward]:
     return _parse_reward(lines[-1], "the last line of stdout")
 
 
-def from_file(path: Path, name: str) -> Reward | dict[str, Reward]:
+def from_file(folder: Path, name: str) -> Reward | dict[str, Reward]:
     """The reward in a whole file that the command wrote into its working directory."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        content = _read_own_file(folder, name)
     except OSError as error:
         raise NoReward(f"the file {name} of the reward: {error.strerror}") from None
-    return _parse_reward(text, f"the file {name}")
+    return _parse_reward(content.decode(errors="replace"), f"the file {name}")
+
+
+def _read_own_file(folder: Path, name: str) -> bytes:
+    """Returns the content of a regular file below `folder`. Follows no link. Raises `NoReward` and `OSError`."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # Opening a FIFO would block.
+    *folders, last = Path(name).parts
+    with ExitStack() as opened:
+        place: int | None = None
+        for part in (str(folder), *folders):
+            place = os.open(part, flags | os.O_DIRECTORY, dir_fd=place)
+            opened.callback(os.close, place)
+        found = os.open(last, flags, dir_fd=place)
+        opened.callback(os.close, found)
+        status = os.fstat(found)
+        # A second hard link may be a file of someone else, whose content must not reach the journal.
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise NoReward(f"the file {name} of the reward is not a regular file with one name: write a plain file")
+        content = opened.enter_context(os.fdopen(os.dup(found), "rb")).read(MAX_REWARD_BYTES + 1)
+    if len(content) > MAX_REWARD_BYTES:
+        raise NoReward(f"the file {name} of the reward has more than {MAX_REWARD_BYTES} bytes: write only the reward")
+    return content
 
 
 class _PrintedReward(BaseModel):

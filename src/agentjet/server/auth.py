@@ -282,7 +282,7 @@ def _present(secret: Secret) -> str:
 
 CODE_SECONDS = 60
 MAX_CODES = 100
-"""Codes that are kept. A newer one replaces the oldest."""
+"""Codes of one role that are kept. A newer one replaces the oldest of its role in its run."""
 
 
 class SessionCodes:
@@ -294,8 +294,10 @@ class SessionCodes:
 
     def create(self, run: str, role: Bearer) -> str:
         """Returns a code for a session with `role` in a run."""
-        if len(self._held) >= MAX_CODES:
-            del self._held[next(iter(self._held))]
+        # A limit for all roles together would let a viewer remove the code of an admin.
+        same = [code for code, held in self._held.items() if held[:2] == (run, role)]
+        if len(same) >= MAX_CODES:
+            del self._held[same[0]]
         code = secrets.token_urlsafe(24)
         self._held[code] = run, role, self._clock() + CODE_SECONDS
         return code

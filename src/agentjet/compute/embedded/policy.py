@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,6 +125,10 @@ def text_decoder(model: Any) -> nn.Module:
     )
 
 
+MANIFEST = "agentjet-manifest.json"
+"""File of a cached folder: its other files with their sizes."""
+
+
 def _unpack_gguf(gguf: Path, target: Path) -> None:
     """Convert the quantised file to a bfloat16 folder, because the loaded object itself cannot train."""
     quantised = AutoModelForCausalLM.from_pretrained(
@@ -142,15 +147,40 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
 
 
 def cached_folder(name: str, write: Callable[[Path], None]) -> Path:
-    """Returns a folder of the cache, which `write` makes if it is missing. Raises `ConfigError`."""
+    """Returns a folder of the cache, which `write` makes if it is missing or broken. Raises `ConfigError`."""
     cache = cache_dir()
-    if not (cache / name).exists():
+    target = cache / name
+    if not _is_whole(target):
         with suppress(OSError):
             cache.mkdir(parents=True, exist_ok=True)
         if not os.access(cache, os.W_OK):
             raise ConfigError(f"the cache folder {cache} cannot be written: set XDG_CACHE_HOME to another place")
-        write(cache / name)
-    return cache / name
+        with tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".partial", dir=cache) as place:
+            fresh = Path(place, "fresh")
+            write(fresh)
+            (fresh / MANIFEST).write_text(json.dumps(_sizes(fresh)), encoding="utf-8")
+            with suppress(OSError):  # Another process made the folder first.
+                if not _is_whole(target):
+                    if target.exists():
+                        target.rename(Path(place, "broken"))
+                    fresh.rename(target)
+        if not _is_whole(target):
+            raise ConfigError(f"the cache folder {target} is broken and cannot be replaced: remove it")
+    return target
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files if path.name != MANIFEST}
+
+
+def _is_whole(folder: Path) -> bool:
+    """True if the folder has the files of its manifest, with their sizes."""
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return bool(listed) and listed.items() <= _sizes(folder).items()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def save_once(target: Path, *parts: Any) -> None:
