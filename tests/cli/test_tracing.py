@@ -52,5 +52,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
-    with pytest.raises(ConfigError, match=r"server\.trace_endpoint = 'http://x' needs .*agentjet\[otel\]"):
+    with pytest.raises(ConfigError, match=r"server\.trace_endpoint = 'http://x' needs .*\[otel\]"):
         tracer_provider("http://x")
