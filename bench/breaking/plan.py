@@ -26,7 +26,7 @@ TRANSITIONS = (
     "put_operation",
     "remove_batches",
     "add_step",
-    "prune",
+    "delete",
     "remember",
     "put_checkpoint",
     "add_event",
