@@ -163,7 +163,9 @@ async def fill(site: Site, names: Sequence[str]) -> None:
     await site.run.until(lambda: site.run.gateway.swarm.policy_version == 1)
     long = await begin(site, names[0], "eval")
     await converse(site, long, names[0])
-    await site.run.gateway.finish(long.id, FinishRequest(reward=0.5, by_role=dict.fromkeys(names[:50], 0.5)))
+    await site.run.gateway.finish(
+        long.id, FinishRequest(reward=0.5, by_role=dict.fromkeys(names[:50], 0.5), text=everything()[:10_000])
+    )
     for name in names:
         failed = await begin(site, name, "eval")
         await site.run.gateway.abort(failed.id, AbortRequest(reason=f"{name}\n{everything()[:1000]}"))

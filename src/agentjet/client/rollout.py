@@ -516,4 +516,5 @@ def _result(episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeR
         {} if reward is None else reward.by_role,
         episode.policies,
         episode.num_calls,
+        "" if reward is None else reward.text,
     )

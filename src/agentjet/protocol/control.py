@@ -22,7 +22,7 @@ from agentjet.protocol.base import (
     Response,
     Temperature,
 )
-from agentjet.types import MAX_NAME, RUN_NAME, EngineState, Mode, SamplersStatus
+from agentjet.types import MAX_NAME, MAX_REWARD_TEXT, RUN_NAME, EngineState, Mode, SamplersStatus
 
 MAX_CLOSED_GROUPS = 4096
 """Maximum number of groups in a `CloseGroupsRequest`."""
@@ -94,8 +94,9 @@ class BeginResponse(Response):
 
 
 class FinishRequest(Request):
-    """The end of an episode: its reward, in all or by agent role, and metrics to chart. With named policies, `by_role`
-    is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`."""
+    """The end of an episode: its reward, in all or by agent role, metrics to chart, and a text. With named policies,
+    `by_role` is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`.
+    """
 
     reward: Finite
     """Reward of the episode. Those of policies and roles are in `by_role`."""
@@ -105,6 +106,8 @@ class FinishRequest(Request):
     by_turn: Annotated[dict[Name, CallRewards], Field(max_length=64)] = Field(default_factory=dict)
     """Rewards of the first, second, ... call of a role; the role is empty if the agent names none."""
     metrics: MetricMap = Field(default_factory=dict)
+    text: Annotated[str, Field(max_length=MAX_REWARD_TEXT)] = ""
+    """The reason for the reward, for people. It is not trained on."""
 
     @field_validator("reward", mode="before")
     @classmethod

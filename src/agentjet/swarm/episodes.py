@@ -274,8 +274,14 @@ class SwarmState:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
         # Turns are those before the end: it marks answers in flight undelivered, and calls are pruned later.
-        score = (request.reward, request.by_role, digest(request), request.metrics)
-        recorded = (episode.reward, episode.by_role, episode.call_rewards_digest, episode.metrics)
+        score = (request.reward, request.by_role, digest(request), request.metrics, request.text)
+        recorded = (
+            episode.reward,
+            episode.by_role,
+            episode.call_rewards_digest,
+            episode.metrics,
+            episode.reward_text,
+        )
         if episode.status == "finished" and recorded == score:
             return episode
         episode = self._live(episode_id)
@@ -299,6 +305,7 @@ class SwarmState:
                 call_rewards=of_calls,
                 call_rewards_digest=digest(request),
                 metrics=dict(request.metrics),
+                reward_text=request.text,
             )
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)

@@ -52,6 +52,8 @@ class Episode:
     call_rewards_digest: str = ""
     """Digest of `by_call` and `by_turn` as they were sent, by which a repeated finish is known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reward_text: str = ""
+    """The reason for the reward, as the client gave it. Rows of earlier versions lack it."""
     reason: str = ""
     """Why it was aborted or expired."""
     num_calls: int = 0
