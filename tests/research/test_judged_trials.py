@@ -61,7 +61,7 @@ class Recorder:
         call |= {"messages": [{"role": "user", "content": "?"}], "response": {"role": "assistant", "content": answer}}
         names = ("episode_id", "task_id", "task_set", "group", "mode", "status", "trained_in", "client_id", "reward")
         calls = [SimpleNamespace(**call)] if answer else []
-        facts = dict.fromkeys((*names, "code_version", "metrics")) | {"by_role": {}, "calls": calls}
+        facts = dict.fromkeys((*names, "code_version", "metrics", "reward_text")) | {"by_role": {}, "calls": calls}
         return SimpleNamespace(**facts)
 
     async def status(self) -> SimpleNamespace:

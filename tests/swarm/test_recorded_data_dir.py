@@ -48,7 +48,8 @@ def test_a_viewer_reads_all_of_it(tmp_path: Path) -> None:
     with closing(Journal.open_read_only(unpack(tmp_path) / "journal.sqlite")) as journal:
         queries = Queries.recorded(journal, lambda: 0.0)
         assert queries.policy_version == 3 and [step["reward/mean"] for step in queries.recent_steps] == [0.5] * 3
-        assert [evaluation.score for evaluation in queries.evaluations()] == [0.25]
+        [evaluation] = queries.evaluations()
+        assert (evaluation.score, evaluation.name, evaluation.held_out, evaluation.best) == (0.25, "", True, True)
         episodes = queries.recent_episodes(100)
         assert len(episodes) == 18 == len({episode.id for episode in episodes})
         for episode in episodes:

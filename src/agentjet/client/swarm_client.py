@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal, Self, TypeVar, Unpack
@@ -30,6 +31,7 @@ from agentjet.client.evaluation import (
     HeldOutEvaluations,
     check_held_out,
     pin_policy_version,
+    record_if_possible,
     record_score,
     run_evaluation,
 )
@@ -42,9 +44,8 @@ from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
 SCALE_WAIT = 60.0
 """Longest wait for the answer of `scale`: a cluster is asked for its free GPUs."""
 
@@ -229,7 +230,7 @@ class AsyncSwarm:
         temperature: float | None = None,
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
-        record: bool = False,
+        record: bool | None = None,
         seed: int | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report. These episodes are not trained on.
@@ -240,12 +241,14 @@ class AsyncSwarm:
         * `at_version` is the policy version that answers throughout; "newest" is the present one. Learning waits for
           it, at most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) if the server is at another version.
         * With `endpoint` the agent calls another model, and the server gets no requests.
-        * `record` stores the score on the server, see `evaluations`. It needs `at_version`.
+        * The server stores the score if one policy version answered throughout, see `evaluations`. Otherwise a line
+          has the reason. `record=False` prevents it. `record=True` needs `at_version` and makes it a held-out score:
+          the best checkpoint and the health depend on it.
         * `seed` determines the answers of a policy version, together with `job.seed`. By default each evaluation draws
           others.
         """
         tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
-        check_policy(at_version, temperature, seed, of_server=endpoint is None, record=record)
+        check_policy(at_version, temperature, seed, of_server=endpoint is None, record=bool(record))
         version = AgentVersion.of(agent, code_version)
         reach_directly(self.url)
         pinned: int | None = None
@@ -267,8 +270,13 @@ class AsyncSwarm:
                 report = await run_evaluation(
                     start, tasks, repeats=repeats, concurrency=concurrency, progress=progress, base=base
                 )
+                client_id, why = self._settings.client_id, ""
                 if record and pinned is not None:
-                    await record_score(self._connection, self._settings.client_id, pinned, report)
+                    await record_score(self._connection, client_id, pinned, report, held_out=True)
+                elif record is None and endpoint is None:
+                    why = await record_if_possible(self._connection, client_id, report)
+                if why:
+                    (print if progress else log.info)(f"The score is not recorded: {why.rstrip('.')}.")
                 return report
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
@@ -383,7 +391,7 @@ class AsyncSwarm:
         return await self._send(protocol.JobBody, "PUT", "/job", body=body)
 
     async def evaluations(self) -> list[protocol.EvaluationView]:
-        """The evaluations recorded on the server, oldest first."""
+        """The evaluations recorded on the server, oldest first. See `evaluate`."""
         return await self._read(list[protocol.EvaluationView], "/evaluations")
 
     async def start(self) -> protocol.StatusResponse:

@@ -529,9 +529,9 @@ def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -
 
 
 def held_out(facts: Facts) -> Finding | None:
-    if not facts.evaluations:
+    last = next((one for one in reversed(facts.evaluations) if one.held_out), None)
+    if last is None:
         return None
-    last = facts.evaluations[-1]
     if fallen := held_out_fall(facts.evaluations):
         return Finding("bad", fallen)
     return Finding("ok", f"held-out score {last.score:.3g} at version {last.policy_version}")

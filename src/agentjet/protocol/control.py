@@ -228,13 +228,18 @@ EventForm = Literal["event", "tick"]
 
 
 class EvaluationRequest(Request):
-    """The score of a policy version on held-out tasks; higher is better."""
+    """The score of a policy version on tasks; higher is better."""
 
     policy_version: Annotated[int, Field(ge=0, lt=2**63)]
     score: Finite
     """Mean over the tasks of the mean reward of a task's repeats."""
     num_tasks: Annotated[int, Field(ge=1, lt=2**63)]
     num_episodes: Annotated[int, Field(ge=1, lt=2**63)]
+    name: Name = ""
+    """Scores of one name are one curve: the task set, for example."""
+    held_out: bool = True
+    """True for the score that a run is judged by. The best checkpoint, the health and the answer to "is it learning?"
+    depend on these only. The others are shown and compared."""
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
 
 
@@ -245,7 +250,7 @@ class EvaluationView(EvaluationRequest):
 
     time: float
     best: bool
-    """True if no evaluation has a higher score, and no earlier one the same. Undone ones do not count."""
+    """True if no held-out score is higher, and no earlier one the same. Undone ones do not count."""
     undone: bool
     """True if a rollback undid its policy version."""
 
@@ -259,7 +264,7 @@ class CheckpointInfo(Response):
     tags: list[str] = Field(default_factory=list)
     """Its names; a checkpoint that has one is never rotated away."""
     score: float | None = None
-    """Score of the newest recorded evaluation of this version."""
+    """The newest held-out score of this version."""
 
 
 class TagRequest(Request):

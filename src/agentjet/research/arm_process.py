@@ -110,6 +110,7 @@ class ArmProcess:
             concurrency=self.order.concurrency,
             progress=False,
             at_version=version,
+            record=False,
             seed=seed,
         )
         missing = len(report.results) - len(report.finished)

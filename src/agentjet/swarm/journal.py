@@ -518,12 +518,15 @@ class Journal:
         """All recorded evaluations, the oldest first."""
         events, rollbacks = self.events_of("evaluation"), [event.body for event in self.events_of("rollback")]
         undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
-        scores = {n: e.body["score"] for n, e in enumerate(events) if e.body["policy_version"] not in undone}
-        best = max(scores, key=scores.__getitem__, default=-1)
-        return [
-            EvaluationView(**event.body, time=event.time, best=n == best, undone=n not in scores)
-            for n, event in enumerate(events)
+        views = [
+            EvaluationView(**event.body, time=event.time, best=False, undone=event.body["policy_version"] in undone)
+            for event in events
         ]
+        scores = {n: view.score for n, view in enumerate(views) if view.held_out and not view.undone}
+        if scores:
+            best = max(scores, key=scores.__getitem__)
+            views[best] = views[best].model_copy(update={"best": True})
+        return views
 
     def _events(self, condition: str, *values: Any) -> list[Event]:
         rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)
