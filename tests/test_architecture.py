@@ -63,7 +63,7 @@ PACKAGES = {
         "gguf huggingface_hub llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",
+        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.operations compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),

@@ -19,7 +19,7 @@ EpisodeFilter = Literal["live", "finished", "aborted", "expired", "not_needed"]
 """A status by which episodes are found. `aborted` leaves out those that were `not_needed`."""
 EpisodeOrder = Literal["newest", "oldest", "reward", "-reward", "-num_tokens", "-num_calls"]
 OperationKind = Literal["forward_backward", "optim_step"]
-GroupState = Literal["open", "complete", "dropped", "batched"]
+GroupState = Literal["open", "closing", "complete", "dropped", "batched"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]

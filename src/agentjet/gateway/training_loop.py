@@ -32,7 +32,7 @@ from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, Worke
 from agentjet.gateway import observability
 from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
-from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
+from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit, HookThreads
 from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event
 from agentjet.gateway.views import zero_variance
@@ -67,6 +67,7 @@ class OpenRun:
     tracing: Tracing
     activity: Activity
     lag: LoopLag
+    hooks: HookThreads
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:

@@ -446,6 +446,8 @@ class StatusResponse(Response):
     """Killed after `server.worker_timeout` seconds without work."""
     replay_difference: str = ""
     """A sentence about a batch that was learned again and led to other weights; empty if there was none."""
+    abandoned_hooks: list[str] = Field(default_factory=list)
+    """A sentence about each thread of the gateway in which a hook has not returned within `server.hook_timeout`."""
     unusable_checkpoints: list[str] = Field(default_factory=list)
     """Renamed folders of checkpoints that are damaged or belong to another run."""
     zero_variance: ZeroVariance | None = None

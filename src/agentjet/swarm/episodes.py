@@ -31,7 +31,7 @@ from agentjet.swarm import demonstrations, groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.demonstrations import Answered, Committed
-from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, Endings, announce
+from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, Endings, Undecided, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
@@ -143,8 +143,10 @@ class SwarmState:
 
     # ---- begin ---------------------------------------------------------------------------------------------
 
-    def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
-        """Start an episode.
+    def begin(
+        self, request: BeginRequest, *, idempotency_key: str | None = None, rollout: AnsweredRollout | None = None
+    ) -> Episode:
+        """Start an episode. Raises `RolloutNeeded` if it needs another answer of the recipe than `rollout`.
 
         Raises `Later` when the present batch needs none: `not_sampling`, `batch_full`, `task_set_full`, `group_full`.
         Raises `Conflict`:
@@ -174,7 +176,9 @@ class SwarmState:
                     groups.close(self.store, group, now)
         if request.at_version is not None:
             groups.check_pin(self.store, self._mixture, request.at_version, now)
-        joined = groups.admit(self.store, self._mixture, request, now) if request.mode == "train" else None
+        joined = None
+        if request.mode == "train":
+            joined = groups.admit(self.store, self._mixture, request, now, rollout)
         with self.store.transaction():
             episode = Episode(
                 id=new_episode_id(now),
@@ -352,6 +356,16 @@ class SwarmState:
                     for group in left:
                         self._endings.leave(group, now)
         return sum(group.is_left for group in groups.named(self.store, request))
+
+    def undecided(self) -> Undecided | None:
+        """The closing group that ended first; None without any."""
+        return groups.undecided(self.store)
+
+    def decide(self, question: Undecided, reason: str) -> None:
+        """Complete a closing group, or drop it for the recipe's reason. Does nothing if the group has ended since."""
+        if self.store.groups.get(question.group.id) == question.group:
+            with self.store.transaction():
+                groups.decide(self.store, question.group, reason, self._clock())
 
     # ---- calls ---------------------------------------------------------------------------------------------
 

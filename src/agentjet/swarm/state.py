@@ -153,6 +153,7 @@ class Group:
     """Time at which a member last began or ended. The wait for further members counts from it."""
     members: tuple[str, ...] = ()
     state: GroupState = "open"
+    """`closing`: all members have ended, and the hook `accept` of a plug-in has yet to decide."""
     reason: str = ""
     """Why it was dropped:
 
