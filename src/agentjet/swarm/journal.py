@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from agentjet import database
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import EvaluationView, Event
@@ -214,12 +215,12 @@ class Journal:
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
         """See `JournalFile.open_read_only`."""
-        return cls(JournalFile.open_read_only(path, ADDED_COLUMNS))
+        return cls(JournalFile.open_read_only(path, SCHEMA, ADDED_COLUMNS))
 
     @contextmanager
     def reading(self) -> Iterator[Self]:
         """The same journal on a read-only connection, for another thread. It reads committed changes only."""
-        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(database.connect(self.path, "mode=ro")) as connection:
             yield type(self)(JournalFile(self.path, connection))
 
     def close(self) -> None:
