@@ -65,11 +65,14 @@ def test_a_client_works_in_a_running_event_loop() -> None:
     assert asyncio.run(cell()).rewards == (1.0, 1.0)
 
 
-def test_a_generator_of_tasks_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_of_an_evaluation_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.client.inputs.MAX_TASKS", 100)
     drawn = itertools.count()
     with Swarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
-        for run in (lambda tasks: swarm.train(print, tasks, steps=1), lambda tasks: swarm.evaluate(print, tasks)):
-            with pytest.raises(ValueError, match=r"more than 100 tasks.*a generator must end.*itertools.islice\(tasks"):
+        for run in (
+            lambda tasks: swarm.evaluate(print, tasks),
+            lambda tasks: swarm.train(print, [Task("a")], steps=1, eval_tasks=tasks, eval_every=1),
+        ):
+            with pytest.raises(ValueError, match=r"more than 100 tasks.*a generator must end.*itertools.islice\("):
                 run(Task(f"t{n}") for n in drawn)
     assert next(drawn) < 300
