@@ -3,6 +3,7 @@ running event loop, as in a notebook."""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import itertools
 import math
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from agentjet.client import EpisodeResult, EvalReport, Step, Swarm, TrainReport
+from agentjet.client import Episode, EpisodeResult, EvalReport, Step, Swarm, TrainReport
 from agentjet.client.notebook import svg_of
 from agentjet.client.sft import SftReport
 from agentjet.protocol import Response, StepList
@@ -63,6 +64,21 @@ def test_a_client_works_in_a_running_event_loop() -> None:
             return swarm.train(lambda task, episode: 1.0, [Task("a"), Task("b")], steps=2, progress=False)
 
     assert asyncio.run(cell()).rewards == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("is_interactive", [False, True])
+def test_ctrl_c_ends_a_script_and_not_a_prompt(is_interactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def agent(task: Task, episode: Episode) -> float:
+        _thread.interrupt_main()
+        return 1.0
+
+    if is_interactive:
+        monkeypatch.setattr("sys.ps1", "In : ", raising=False)
+    server = FakeServer()
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        with pytest.raises(KeyboardInterrupt, match="finished training steps are kept") as raised:
+            swarm.train(agent, [Task("a")], steps=1_000, progress=False)
+        assert isinstance(raised.value, SystemExit) != is_interactive
 
 
 def test_a_generator_of_an_evaluation_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
