@@ -35,11 +35,22 @@ from agentjet.client.evaluation import (
     record_score,
     run_evaluation,
 )
-from agentjet.client.inputs import build_request, check_finite, check_policy, check_run, checked_tasks, edited
+from agentjet.client.inputs import (
+    ONE_TASK_SET,
+    build_request,
+    check_agent,
+    check_finite,
+    check_policy,
+    checked_tasks,
+    edited,
+    is_stream,
+    listed_tasks,
+)
 from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.sft import Sft, SftReport, checked_demonstrations
+from agentjet.client.task_stream import TaskStream
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.types import DEFAULT_RUN, Mode, Task
@@ -167,6 +178,7 @@ class AsyncSwarm:
 
         The agent returns a number or a `Reward`; in a run with named policies also one of these for each policy.
         `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes. If
+        A generator of tasks is read as the run goes on, in its order, and may be endless: see `task_stream`. If
         the agent raises, its episode is aborted and attempted up to twice more. Other clients may contribute to the
         same batches. Episodes that are live when the last batch is learned, or when this is cancelled, are aborted.
 
@@ -188,9 +200,10 @@ class AsyncSwarm:
         last bits of its numbers, which now and then choose another token. For equal batches use `concurrency = 1`.
         Groups begin one after another, which takes a round trip each.
         """
-        tasks = check_run(agent, tasks, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
-        if reproducible and len({task.task_set for task in tasks}) > 1:
-            raise ValueError("reproducible = True needs tasks of one task set: how sets share a batch depends on time")
+        check_agent(agent, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
+        source = TaskStream(tasks, "tasks") if is_stream(tasks) else listed_tasks(tasks)
+        if reproducible and not isinstance(source, TaskStream) and len({task.task_set for task in source}) > 1:
+            raise ValueError(ONE_TASK_SET)
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
         reach_directly(self.url)
@@ -209,7 +222,7 @@ class AsyncSwarm:
             version = await first_version(agent, code, code_version)
             connection, status, request = self._connection, await self.status(), self.episode_request
             training = Training(
-                connection, status, request, version, tasks, steps, seed, progress, code, held_out, reproducible
+                connection, status, request, version, source, steps, seed, progress, code, held_out, reproducible
             )
             return await training.run(concurrency)
         except (AgentJetError, asyncio.CancelledError) as error:
@@ -247,7 +260,8 @@ class AsyncSwarm:
         * `seed` determines the answers of a policy version, together with `job.seed`. By default each evaluation draws
           others.
         """
-        tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
+        check_agent(agent, repeats=repeats, concurrency=concurrency)
+        tasks = listed_tasks(tasks)
         check_policy(at_version, temperature, seed, of_server=endpoint is None, record=bool(record))
         version = AgentVersion.of(agent, code_version)
         reach_directly(self.url)
