@@ -538,8 +538,8 @@ class Gateway:
                 logged = repr(error)
 
     async def _decide_groups(self) -> None:
-        """Calls the hook `accept` of a plug-in for closing groups, which completes or drops them. After a failure of the
-        recipe they wait until the engine is started again.
+        """Calls the hook `accept` of a plug-in for closing groups, which completes or drops them. After a failure of
+        the recipe they wait until the engine is started again.
         """
         observability.run.set(self.run)
         while True:
