@@ -21,7 +21,7 @@ from typing import NamedTuple
 from agentjet.config import JobConfig
 from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_metrics, rise
 from agentjet.gateway.loop_lag import BOUND, Gap
-from agentjet.gateway.observability import divergence
+from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
 from agentjet.types import SOLE_POLICY, EngineState
@@ -555,6 +555,14 @@ def weights(facts: Facts) -> Finding | None:
     return Finding("bad", reason) if reason else Finding("ok", "all weights are finite")
 
 
+def metrics(facts: Facts) -> Finding | None:
+    """Weights that are not finite explain metrics that are not."""
+    if not facts.steps or facts.job is None or divergence(facts.steps[-1]):
+        return None
+    reason = metrics_not_finite(facts.steps[-NEWEST:], facts.job)
+    return Finding("warn", reason) if reason else Finding("ok", "all metrics are finite")
+
+
 def update(facts: Facts) -> Finding | None:
     """Steps that teach a policy nothing do not count. A schedule that has ended is the first cause to name."""
     found: dict[str, Finding] = {}
@@ -668,6 +676,7 @@ RULES: Mapping[str, Judge] = {
     "loop": loop,
     "clients": clients,
     "weights": weights,
+    "metrics": metrics,
     "gradient": gradient,
     "update": update,
     "mismatch": of_each_policy("policy/mismatch_kl", mismatch),
@@ -688,5 +697,7 @@ RULES: Mapping[str, Judge] = {
 }
 """The rules, causes before their consequences. Each name is the anchor of a section in the documentation."""
 
-STATED = frozenset(("engine", "disk", "loop", "clients", "weights", "update", "refill", "images", "tools", "drift"))
+STATED = frozenset(
+    ("engine", "disk", "loop", "clients", "weights", "metrics", "update", "refill", "images", "tools", "drift")
+)
 """The rules that state a fact. The other ones are estimates."""

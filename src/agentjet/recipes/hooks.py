@@ -264,9 +264,16 @@ def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
         )
 
 
+def has_state(recipe: Recipe) -> bool:
+    """True if the recipe has the hook `next_state`."""
+    return type(recipe).next_state is not Recipe.next_state
+
+
 def next_state(recipe: Recipe, state: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the state of the recipe for the next batch. A batch with a metric that is not finite leaves it."""
-    if not all(map(math.isfinite, metrics.values())):  # The policy has diverged, which `divergence` reports.
+    """Returns the state of the recipe for the next batch. A batch with a metric that is not finite leaves it, because
+    the policy may have diverged. The gateway names the metric and this hook.
+    """
+    if not all(map(math.isfinite, metrics.values())):
         return dict(state)
     hook = "next_state"
     found: Any = called(recipe, hook, lambda: recipe.next_state(state, metrics))
