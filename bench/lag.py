@@ -390,7 +390,7 @@ def server(case: Case, sizes: Sizes, folder: Path, model: Path) -> Iterator[Live
     file, log = folder / "settings.json", folder / "serve.log"
     file.write_text(ServeConfig.model_validate(settings).model_dump_json())
     command = [sys.executable, "-m", "bench.lag", "--serve", str(file)]
-    with started(command, log, ready=TOKEN.pattern, environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}):
+    with started(command, log, ready=TOKEN.pattern, environment={"PYTHONPATH": f"{ROOT}/src:{ROOT}:/tmp/lagb_site"}):
         (url,) = ADDRESS.findall(log.read_text())
         yield Live(url, folder / "data" / "runs" / "default")
 

@@ -36,7 +36,7 @@ from agentjet.gateway import Gateway
 from agentjet.gateway.observability import Tracing
 from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
-from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
+from agentjet.server.http import check_certificate, listen, tune_python, uvicorn_config
 from agentjet.server.monitoring import LogFile, configure_handler
 from agentjet.types import DEFAULT_RUN
 
@@ -106,7 +106,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
         if ready.done():
             if ready.exception() is not None:
                 return False
-            tune_gc()
+            tune_python()
             runs.lag.start()  # The start does not count.
             _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, threads.
+"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit, threads.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -50,6 +51,44 @@ class Broadcast:
                 while not predicate():
                     await self.wait()
         return predicate()
+
+
+class Turns:
+    """Lets a few callers go on in each round of the event loop, in the order in which they asked.
+
+    The loop runs everything that is ready before it looks at timers and sockets again. Two hundred requests that arrive
+    together would hold it for as long as all of them take.
+    """
+
+    def __init__(self, a_round: int) -> None:
+        self._a_round = self._left = a_round
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_scheduled = False
+
+    async def turn(self) -> None:
+        """Returns at once if this round has room, else in a later one."""
+        if self._left and not self._waiting:
+            self._left -= 1
+            self._schedule()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._round)
+
+    def _round(self) -> None:
+        self._left, self._is_scheduled = self._a_round, False
+        while self._left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # Its caller may have been cancelled.
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < self._a_round:
+            self._schedule()
 
 
 class AdmissionWaiters:

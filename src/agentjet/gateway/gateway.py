@@ -333,6 +333,10 @@ class Gateway:
             self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
             await self.durable()
 
+    async def read_calls(self, episode_id: str) -> None:
+        """Reads the earlier calls of a live episode after a restart. Await it before `call` and `lookup_call`."""
+        await self._calls.read(episode_id)
+
     def lookup_call(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """Returns conversation and answer of a call of a live episode. None if there is none, or of a raw prompt."""
         roles = dict.fromkeys([role, *(with_rule(role, rule, self.policies) for rule in self.swarm.job.side_calls)])
@@ -455,7 +459,7 @@ class Gateway:
     async def event_stream(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[bytes | None]:
         """Yields pages of encoded events after number `after`; the rest as `events`."""
         while not self.closing:
-            await self._pages.turn()
+            await self._pages.turns.turn()
             after, page = self._pages.after(after)
             if page:
                 yield page

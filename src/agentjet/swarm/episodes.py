@@ -28,6 +28,7 @@ from agentjet.protocol import (
     SftRequest,
 )
 from agentjet.swarm import demonstrations, groups
+from agentjet.swarm.batch_forest import load_trees
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.demonstrations import Answered, Committed
@@ -421,12 +422,27 @@ class SwarmState:
 
     def tree(self, episode_id: str, role: str) -> ConversationTree:
         """The conversation of one role of an episode; kept in memory while the episode is live."""
-        tree = self.store.trees.get((episode_id, role))
-        if tree is None:
-            tree = self.queries.trees(episode_id).get(role) or ConversationTree()
-            if self.episode(episode_id).status == "live":
-                self.store.trees[episode_id, role] = tree
-        return tree
+        trees = self.store.trees.get(episode_id)
+        if trees is None:
+            trees = self.queries.trees(episode_id) if self.episode(episode_id).num_calls else {}
+            self.keep_trees(episode_id, trees)
+        return trees.setdefault(role, ConversationTree())
+
+    def is_unread(self, episode_id: str) -> bool:
+        """True if a live episode has calls that are only in the journal, as after a restart."""
+        episode = self.store.episodes.get(episode_id)
+        is_kept = episode_id in self.store.trees
+        return episode is not None and episode.status == "live" and episode.num_calls > 0 and not is_kept
+
+    def read_trees(self, episode_id: str) -> dict[str, ConversationTree]:
+        """An episode's conversations by role. May run in another thread; it reads committed calls only."""
+        with self._journal.reading() as journal:
+            return load_trees(journal, episode_id)
+
+    def keep_trees(self, episode_id: str, trees: dict[str, ConversationTree]) -> None:
+        """Keep the conversations of an episode in memory if it is live and they are not."""
+        if self.episode(episode_id).status == "live":
+            self.store.trees.setdefault(episode_id, trees)
 
     # ---- time ----------------------------------------------------------------------------------------------
 
