@@ -21,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio.lowlevel
 import uvicorn
 
 from agentjet import __version__
@@ -90,6 +91,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(uvicorn_config(create_app(runs, keys), config.server))
     stop = _stop_on_signals()
+    await anyio.lowlevel.checkpoint()  # The first stream would import anyio's backend in the event loop: 20 ms.
     if ends_with_input:
         exit_with_parent(signal.SIGTERM)
     await runs.start()

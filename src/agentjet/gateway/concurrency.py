@@ -61,34 +61,25 @@ class Turns:
     """
 
     def __init__(self, a_round: int) -> None:
-        self._a_round = self._left = a_round
+        self._a_round = a_round
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_scheduled = False
 
     async def turn(self) -> None:
-        """Returns at once if this round has room, else in a later one."""
-        if self._left and not self._waiting:
-            self._left -= 1
-            self._schedule()
-            return
-        turn = asyncio.get_running_loop().create_future()
+        """Waits for the next round that has room."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._round)
+        turn = loop.create_future()
         self._waiting.append(turn)
         await turn
 
-    def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._round)
-
     def _round(self) -> None:
-        self._left, self._is_scheduled = self._a_round, False
-        while self._left and self._waiting:
+        for _ in range(min(self._a_round, len(self._waiting))):
             turn = self._waiting.popleft()
             if not turn.done():  # Its caller may have been cancelled.
                 turn.set_result(None)
-                self._left -= 1
-        if self._left < self._a_round:
-            self._schedule()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._round)
 
 
 class AdmissionWaiters:
