@@ -13,6 +13,7 @@ Each case is one `agentjet serve` with a tiny model, over a journal that was pre
 | rotation | a checkpoint of 6 GB is removed |
 | turns | 8 episodes of 50 turns finish with rewards of turns, and are learned |
 | batch | a batch of 100 MB is built from the journal, sent and learned in 8 steps |
+| members | a batch of 128 groups of 8 episodes is learned |
 | events | 200 streams read 7,000 events from the first on |
 | hook_columns, hook_rollout | a hook next to the weights, and one of the gateway, sleep 40 s |
 | schema | an agent asks for an answer by a schema with `multipleOf = 9999991` |
@@ -62,6 +63,7 @@ EVERY = 0.005
 LIMITS = {"ms": 50.0, "wall_ms": 5000.0}
 ROOT = Path(__file__).parents[1]
 CALL_BYTES = 55_000
+NUM_GROUPS = 128
 PATIENCE = 600.0
 TOKEN = re.compile(r"Token of clients")
 ADDRESS = re.compile(r"listens on (http://[\d.:]+)")
@@ -287,6 +289,22 @@ def batch(live: Live, sizes: Sizes) -> dict[str, Any]:
     return {"tokens": metrics["forest/tokens"], "steps": metrics["optim/steps"]}
 
 
+def many_groups(folder: Path, sizes: Sizes) -> None:
+    """Groups with equal rewards; one member is live."""
+    with world(folder, batch_size=NUM_GROUPS, group_size=8) as swarm:
+        for group in range(NUM_GROUPS):
+            for number in range(8):
+                episode = swarm.begin(f"g{group}")
+                swarm.call(episode, 7, 8 + number)
+                if group or number:
+                    swarm.finish(episode, 1.0)
+
+
+def members(live: Live, sizes: Sizes) -> dict[str, Any]:
+    live.finish(next(iter(live_episodes(live))), 0.0)
+    return {"members": live.learned(1)["batch/episodes"]}
+
+
 def emit_events(folder: Path, sizes: Sizes) -> None:
     with world(folder) as swarm:
         for _ in range(sizes.events // 2):
@@ -347,6 +365,7 @@ CASES = {
         open_batch,
         {"batch_size": 9, "group_size": 8, "recipe": {"name": "grpo", "epochs": 4, "mini_batches": 2}},
     ),
+    "members": Case(members, many_groups, {"batch_size": NUM_GROUPS, "group_size": 8}),
     "events": Case(events, emit_events),
     "hook_columns": Case(hook_columns, job=SMALL, recipe="bench.hostility.hooks:SleepyColumns"),
     "hook_rollout": Case(hook_rollout, job=SMALL, recipe="bench.hostility.hooks:SleepyRollout"),
@@ -390,7 +409,7 @@ def server(case: Case, sizes: Sizes, folder: Path, model: Path) -> Iterator[Live
     file, log = folder / "settings.json", folder / "serve.log"
     file.write_text(ServeConfig.model_validate(settings).model_dump_json())
     command = [sys.executable, "-m", "bench.lag", "--serve", str(file)]
-    with started(command, log, ready=TOKEN.pattern, environment={"PYTHONPATH": f"{ROOT}/src:{ROOT}:/tmp/lagb_site"}):
+    with started(command, log, ready=TOKEN.pattern, environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}):
         (url,) = ADDRESS.findall(log.read_text())
         yield Live(url, folder / "data" / "runs" / "default")
 

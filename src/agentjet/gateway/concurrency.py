@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import ParamSpec, TypeVar
 
 from agentjet.errors import Later
@@ -194,6 +194,7 @@ class GroupCommit:
         """Resolved once the changes that are not committed yet are on disk."""
         self._under_way: asyncio.Future[None] | None = None
         """Resolved once the committed changes are on disk."""
+        self._is_held = False
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
         swarm.store.defer_commits(self._soon)
@@ -204,6 +205,22 @@ class GroupCommit:
             raise self._failed
         if (waiting := self._next or self._under_way) is not None:
             await asyncio.shield(waiting)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context of changes in several turns of the event loop that one commit must have. An error undoes all changes
+        since the last commit.
+        """
+        assert not self._is_held, "one at a time"
+        self._is_held = True
+        try:
+            yield
+        except Exception as error:
+            self._swarm.store.abandon(error)
+            raise
+        finally:
+            self._is_held = False
+            asyncio.get_running_loop().call_soon(self._commit)
 
     async def close(self) -> None:
         """Waits until all changes are on disk. Idempotent."""
@@ -220,8 +237,9 @@ class GroupCommit:
                 loop.call_soon(self._commit)
 
     def _commit(self) -> None:
+        if self._is_held or self._under_way is not None or self._next is None:
+            return  # `held` and `_synced` commit at their end.
         waiting, self._next = self._next, None
-        assert waiting is not None
         try:
             self._swarm.store.commit()
         except Later as later:

@@ -172,6 +172,10 @@ class Store:
         self._committed += self._outbox
         self._outbox.clear()
 
+    def abandon(self, error: Exception) -> None:
+        """Undo all changes since the last commit. The next `commit` fails with the error and reads memory again."""
+        self.file.abandon(error)
+
     def announce(self) -> None:
         """Send the committed events. Call it once they are on disk."""
         committed, self._committed = self._committed, []
