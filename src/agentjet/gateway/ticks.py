@@ -56,7 +56,7 @@ class EventPages:
         self._read = read
         self._pages: OrderedDict[int, _Page] = OrderedDict()
         self.turns = Turns(PAGES_A_ROUND)
-        """Of the streams. Each waits for its turn before each page."""
+        """Each stream waits for its turn before each page."""
 
     def after(self, after: int) -> tuple[int, bytes]:
         """Returns the next events after a number, and the number of the last one; no bytes if there are none."""
