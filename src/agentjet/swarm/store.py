@@ -175,8 +175,9 @@ class Store:
         self._outbox.clear()
 
     def abandon(self, error: Exception) -> None:
-        """Undo all changes since the last commit. The next `commit` fails with the error and reads memory again."""
+        """Undo all changes since the last commit, in memory, too. The next `commit` fails with the error."""
         self.file.abandon(error)
+        self._reload(0)
 
     def announce(self) -> None:
         """Send the committed events. Call it once they are on disk."""
