@@ -211,7 +211,7 @@ class Arm:
             process.stdin.write(canonical(order).encode() + b"\n")
             await process.stdin.drain()
             answer: dict[str, Any] = json.loads(await process.stdout.readline())
-        except (ValueError, ConnectionError):  # it ended, or what it wrote is not an answer
+        except (ValueError, RecursionError, ConnectionError):  # it ended, or what it wrote is not an answer
             await ended(process)
             raise ArmFailed(f"the agent's process ended with exit code {process.returncode}") from None
         if "error" in answer:
