@@ -231,10 +231,11 @@ class Gateway:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
-                is_limit = later.code == TOO_MANY_EPISODES
+                refusal = later
             group = (request.client_id, request.group_name, request.task_set)
             pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see above.
-            await self._waiters.wait(request.client_id if is_limit else group, pause)
+            with self.swarm.places.held(request, refusal):
+                await self._waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` if the client has the maximum of live episodes. A repeated begin passes."""
@@ -505,6 +506,8 @@ class Gateway:
                     self.swarm.store.probe_disk()
                 with self._calling_recipe():
                     self.swarm.reap()
+                if self.swarm.places.refresh():
+                    self._waiters.wake()
             except Later:  # The journal or the engine has logged it.
                 pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.
