@@ -52,6 +52,10 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "compiler": (partial(has_program, "g++"), "a C++ compiler: apt-get install g++"),
     "cpu": (lambda: True, "a CPU"),
     "cuda": (has_cuda, "a CUDA device"),
+    "ipykernel": (
+        partial(has_packages, "ipykernel", "jupyter_client"),
+        "a kernel of Jupyter: pip install ipykernel",
+    ),
     "landlock": (has_landlock, "a Linux kernel with Landlock"),
     "mlflow": (partial(has_packages, "mlflow", "sqlalchemy", "alembic"), "MLflow: pip install -e '.[mlflow]'"),
     "node": (partial(has_program, "node"), "Node: apt-get install nodejs"),

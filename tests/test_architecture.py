@@ -48,6 +48,7 @@ VOCABULARY = "errors types"
 PACKAGES = {
     "errors": rule(""),
     "types": rule("errors"),
+    "database": rule("errors"),
     "section": rule("", "pydantic"),
     "protocol": rule(VOCABULARY, "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),
@@ -55,7 +56,7 @@ PACKAGES = {
     "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "swarm": rule(
-        f"{VOCABULARY} config protocol timeline recipes.hooks recipes.recipe recipes.rollout",
+        f"{VOCABULARY} database config protocol timeline recipes.hooks recipes.recipe recipes.rollout",
         "numpy pydantic",
     ),
     "compute": rule(
@@ -63,7 +64,7 @@ PACKAGES = {
         "gguf huggingface_hub llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm compute.operations compute.protocol",
+        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.operations compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
@@ -73,7 +74,7 @@ PACKAGES = {
     ),
     "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "trackers": rule(VOCABULARY, "mlflow tensorboardX trackio wandb"),
-    "research": rule(f"{VOCABULARY} config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
+    "research": rule(f"{VOCABULARY} database config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(

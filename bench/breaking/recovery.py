@@ -27,6 +27,7 @@ from agentjet.compute.operations import OperationLog
 from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import DEFAULT_RUN, ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, TEAM_NEWEST, Damage, ordered
 from bench.breaking.plan import RUNS, TEAM
@@ -77,6 +78,10 @@ class LocalWorker(EmbeddedCompute):
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Never."""
         return await asyncio.Future()
+
+    async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
+        """Load a batch that needs no sending."""
+        await self._ask("load_batch", policy, batch)
 
     async def _ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""

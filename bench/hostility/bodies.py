@@ -18,6 +18,7 @@ CONTROL = (
     ("POST", "/swarm/v1/episodes", "client"),
     ("POST", "/swarm/v1/episodes/{episode}/finish", "episode"),
     ("POST", "/swarm/v1/episodes/{episode}/abort", "client"),
+    ("POST", "/swarm/v1/groups/close", "client"),
     ("PUT", "/swarm/v1/job", "admin"),
     ("PUT", "/swarm/v1/runs/bench", "admin"),
 )

@@ -19,7 +19,7 @@ EpisodeFilter = Literal["live", "finished", "aborted", "expired", "not_needed"]
 """A status by which episodes are found. `aborted` leaves out those that were `not_needed`."""
 EpisodeOrder = Literal["newest", "oldest", "reward", "-reward", "-num_tokens", "-num_calls"]
 OperationKind = Literal["forward_backward", "optim_step"]
-GroupState = Literal["open", "complete", "dropped", "batched"]
+GroupState = Literal["open", "closing", "complete", "dropped", "batched"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]
@@ -37,6 +37,8 @@ ESCAPED_BYTE = b"\xff\xff\xff\xff"
 
 MAX_NAME = 256
 """Maximum characters of a task id and of a task set's name."""
+MAX_REWARD_TEXT = 10_000
+"""Maximum characters of the text of a reward."""
 MAX_NESTING = 256
 """Maximum nesting depth for arguments to count as JSON. Fixed, so that the same text always parses the same way."""
 
@@ -58,7 +60,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The result of an episode: a number, optionally one per agent role and per call, and metrics to chart."""
+    """The result of an episode: a number, optionally one per agent role and per call, metrics to chart, and a text."""
 
     value: float
     by_role: Mapping[str, float] = field(default_factory=dict)
@@ -67,6 +69,8 @@ class Reward:
     """Rewards of the first, second, ... call; by role if the agent names roles. For recipes that read them."""
     by_call: Mapping[str, float] = field(default_factory=dict)
     """Rewards of single calls, by the `id` of their answers."""
+    text: str = ""
+    """The reason for the reward, for people: a judge's words, or the expected answer."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.value, "__float__"):  # numbers of NumPy and torch have it

@@ -25,6 +25,7 @@ from agentjet.errors import (
     Unreachable,
 )
 from agentjet.protocol import EpisodeTree
+from agentjet.types import Reward
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.swarm.world import World
 
@@ -306,7 +307,8 @@ def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:
             EpisodeTree.model_validate_json(run("episodes", "show", episode.id, "--json", *at(served)))
         )
         assert {span.style for line in coloured for span in line.spans} == {BY_AGENT, BY_POLICY, ORPHAN}
-        episode.finish(1.0)
+        episode.finish(Reward(1.0, text="the sum is\x1b 3"))
+    assert "\nreward text: the sum is\\x1b 3\n" in run("episodes", "show", episode.id, *at(served))
     assert f"{episode.id}  finished  sum" in run("episodes", "list", *at(served))
     with pytest.raises(NotFound, match="no episode 'nope'"):
         run("episodes", "show", "nope", *at(served))

@@ -13,6 +13,7 @@ from agentjet.client import Swarm
 from agentjet.client.report import rows
 from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import CallView, EpisodeTree
+from agentjet.types import Reward
 from tests.cli.test_commands import at, run
 from tests.server.serving import TOKEN, Served
 
@@ -36,7 +37,7 @@ def play(swarm: Swarm, task: str, reward: float | None, *, mode: Any = "train") 
         if reward is None:
             episode.abort("over")
         else:
-            episode.finish(reward)
+            episode.finish(Reward(reward, text=f"{reward:g} for {task}"))
         return episode.id
 
 
@@ -66,6 +67,7 @@ def test_conversations_with_rewards(served: Served, tmp_path: Path) -> None:
         "status": "finished",
         "reward": 1.0,
         "metrics": {},
+        "reward_text": "1 for a",
         "policy_versions": [0],
         "trained_in": None,
         "client_id": found[0]["client_id"],

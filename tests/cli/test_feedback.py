@@ -84,13 +84,17 @@ def test_feedback_that_comes_days_later_is_learned(served: Served) -> None:
     seen = post(served, f"/swarm/v1/episodes/{ada}/finish", sessions[0]["api_key"], reward=1.0)
     assert (seen["status"], seen["num_calls"]) == ("finished", 2)
     served.run.clock.advance(DAY / 2)
-    assert command(served, "episodes", "finish", bob, "--reward", "0") == f"{bob}: finished, reward 0\n"
+    assert (
+        command(served, "episodes", "finish", bob, "--reward", "0", "--text", "no help")
+        == f"{bob}: finished, reward 0\n"
+    )
     deadline = 200
     while served.run.gateway.swarm.episode(bob).trained_in is None and deadline:
         deadline -= 1
         command(served, "status")
     trained = [served.run.gateway.swarm.episode(episode) for episode in (ada, bob)]
     assert [(one.trained_in, one.reward, one.group) for one in trained] == [(0, 1.0, "support"), (0, 0.0, "support")]
+    assert [one.reward_text for one in trained] == ["", "no help"]
 
 
 def test_the_command_line_begins_and_ends_episodes(served: Served) -> None:

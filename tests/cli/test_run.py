@@ -176,6 +176,7 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
     assert judge("stdout", tmp_path, whole) == Reward(-1.0, {"critic": 2}, {"turns": 3})
     turns = '{"reward": 1, "by_turn": [0, 0.5], "by_call": {"chatcmpl-1": 2}}'
     assert judge("stdout", tmp_path, turns) == Reward(1.0, by_turn=[0, 0.5], by_call={"chatcmpl-1": 2})
+    assert judge("stdout", tmp_path, '{"reward": 0, "text": "expected 30"}') == Reward(0.0, text="expected 30")
     by_policy = '{"planner": 1, "coder": {"reward": 0.5, "metrics": {"turns": 3}}}'
     assert judge("stdout", tmp_path, by_policy) == {"planner": Reward(1.0), "coder": Reward(0.5, metrics={"turns": 3})}
     (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')
@@ -196,6 +197,7 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
         ("{}", "expected a number"),
         ('{"reward": 1, "rewards": {}}', r"rewards: Extra inputs are not permitted"),
         ('{"reward": 1, "metrics": {"turns": "many"}}', r"metrics\.turns: Input should be a valid number"),
+        ('{"reward": 1, "text": 30}', r"text: Input should be a valid string"),
     ],
 )
 def test_a_reward_that_cannot_be_read_is_not_zero(tmp_path: Path, stdout: str, error: str) -> None:

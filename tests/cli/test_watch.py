@@ -193,6 +193,11 @@ def test_events_that_deserve_a_line() -> None:
     lost = event("episode", episode_id="ep", task_id="t", status="expired", reason="silent")
     assert event_line(lost).endswith("ep of task t expired: silent")
     assert event_line(event("checkpoint", ok=False, policy_version=3, error="full")).endswith("3 failed: full")
+    scored = {"score": 0.5, "policy_version": 3}  # as journals of earlier versions have it
+    assert event_line(event("evaluation", **scored)).endswith("  held-out score 0.5 at version 3")
+    for name, said in (("sums\n", "sums\\n"), ("", "the evaluation")):
+        line = event_line(event("evaluation", **scored, held_out=False, name=name))
+        assert line.endswith(f"  score of {said} 0.5 at version 3")
     assert event_line(event("task_set", task_set="math", state="joined")).endswith(
         "task_set state joined, task_set math"
     )

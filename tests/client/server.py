@@ -22,6 +22,7 @@ from agentjet.protocol import (
     CloseGroupsRequest,
     CloseGroupsResponse,
     EpisodeView,
+    EvaluationRequest,
     Event,
     FinishRequest,
     Problem,
@@ -73,6 +74,8 @@ class FakeServer:
         self.groups: dict[str, list[str]] = {}
         self.closed: list[CloseGroupsRequest] = []
         """The requests that closed groups, in order."""
+        self.recorded: list[EvaluationRequest] = []
+        """The evaluations, in order."""
         self.left: set[str] = set()
         """Closed groups, which are trained with fewer members."""
         self.events: list[Event] = []
@@ -135,6 +138,9 @@ class FakeServer:
             return httpx.Response(200, text=self.episodes[path.rpartition("/")[2]].model_dump_json())
         body = json.loads(request.content or b"null")
         try:
+            if path == "/evaluations":
+                self.recorded.append(EvaluationRequest.model_validate(body))
+                return httpx.Response(200, text="[]")
             if path == "/groups/close":
                 return self._close(CloseGroupsRequest.model_validate(body))
             if path == "/episodes":

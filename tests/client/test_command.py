@@ -125,7 +125,7 @@ def test_it_runs_in_an_empty_folder_that_is_removed_after_it_is_judged() -> None
     ("program", "failure"),
     [
         ("import sys; sys.exit('no such tool')", r"exit code 1; its stderr ends with: no such tool"),
-        ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL; its stderr and its stdout are empty"),
+        ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL; it printed nothing"),
         ("print('no model at this address'); raise SystemExit(1)", r"its stdout ends with: no model at this address"),
         ("print('note'); import sys; sys.exit('no such tool')", r"its stderr ends with: no such tool$"),
         ("import sys; sys.stderr.write('x' * 9000 + 'the end'); sys.exit(3)", r"exit code 3; .*x{1400}the end"),
@@ -228,6 +228,64 @@ def test_a_cancelled_program_is_ended_with_its_children(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+ENDLESS = "import os\nwhile True: os.write({}, b'an answer' * 9999)"
+SWAP_PATH = """
+import os, sys
+print("printed", flush=True)
+path = os.path.realpath("/proc/self/fd/1")
+for name in (path, "../stdout"):
+    try:
+        os.unlink(name)
+        os.symlink(sys.argv[1], name)
+    except OSError:
+        pass
+"""
+LEAVES_A_PRINTER = """
+import os, sys
+print("printed", flush=True)
+if child := os.fork():
+    with open(sys.argv[1], "w") as file:
+        file.write(str(child))
+else:
+    os.setsid()
+    while True:
+        os.write(1, b"more" * 9999)
+"""
+
+
+@pytest.mark.parametrize(("output", "name"), [(1, "stdout"), (2, "stderr")])
+def test_a_program_that_prints_without_end_is_ended_and_not_scored(output: int, name: str) -> None:
+    with pytest.raises(
+        CommandFailed, match=rf"the program printed more than 256 MiB to {name} and was ended.*ends with: .*an answer"
+    ):
+        run(Command(python(ENDLESS.format(output)), judged, any_exit_code=True))
+
+
+def test_long_output_is_scored_by_its_end_and_is_not_on_disk() -> None:
+    def judge(payload: Any, result: Result) -> float:
+        assert {path.name for path in result.folder.parent.iterdir()} == {"work", "home", "tmp"}
+        return float(len(result.stdout) == 16 * 2**20 and result.stdout.endswith("the end"))
+
+    assert run(Command(python("print('x' * 20 * 2**20 + 'the end', end='')"), judge)) == 1.0
+
+
+def test_a_program_cannot_have_another_file_read_as_its_output(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    assert (
+        run(Command(python(SWAP_PATH, str(secret)), lambda payload, result: float(result.stdout == "printed\n"))) == 1
+    )
+
+
+def test_a_process_that_left_the_group_cannot_print_after_the_end(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def judge(payload: Any, result: Result) -> float:
+        return float(result.stdout.startswith("printed") and gone(int(pid.read_text())))
+
+    assert run(Command(python(LEAVES_A_PRINTER, str(pid)), judge)) == 1.0
 
 
 def test_placeholders() -> None:

@@ -433,6 +433,7 @@ def test_the_watched_files_are_shown_and_those_that_are_not(files: Files, capsys
     (files.folder / "run.log").write_text("")
     (files.folder / "big.json").write_bytes(b" " * (5 * 2**20))
     (files.folder / ".venv").mkdir()
+    (files.folder / "__pycache__").mkdir(exist_ok=True)  # Python writes it again, beside the copy.
     (files.folder / "agentjet-data" / "runs" / "default").mkdir(parents=True)
     asyncio.run(Run().train(files.agent(), 1, progress=True))
     shown = capsys.readouterr().out

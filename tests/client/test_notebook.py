@@ -3,6 +3,7 @@ running event loop, as in a notebook."""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import itertools
 import math
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from agentjet.client import EpisodeResult, EvalReport, Step, Swarm, TrainReport
+from agentjet.client import Episode, EpisodeResult, EvalReport, Step, Swarm, TrainReport
 from agentjet.client.notebook import svg_of
 from agentjet.client.sft import SftReport
 from agentjet.protocol import Response, StepList
@@ -65,11 +66,29 @@ def test_a_client_works_in_a_running_event_loop() -> None:
     assert asyncio.run(cell()).rewards == (1.0, 1.0)
 
 
-def test_a_generator_of_tasks_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_interactive", [False, True])
+def test_ctrl_c_ends_a_script_and_not_a_prompt(is_interactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def agent(task: Task, episode: Episode) -> float:
+        _thread.interrupt_main()
+        return 1.0
+
+    if is_interactive:
+        monkeypatch.setattr("sys.ps1", "In : ", raising=False)
+    server = FakeServer()
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        with pytest.raises(KeyboardInterrupt, match="finished training steps are kept") as raised:
+            swarm.train(agent, [Task("a")], steps=1_000, progress=False)
+        assert isinstance(raised.value, SystemExit) != is_interactive
+
+
+def test_a_generator_of_an_evaluation_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.client.inputs.MAX_TASKS", 100)
     drawn = itertools.count()
     with Swarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
-        for run in (lambda tasks: swarm.train(print, tasks, steps=1), lambda tasks: swarm.evaluate(print, tasks)):
-            with pytest.raises(ValueError, match=r"more than 100 tasks.*a generator must end.*itertools.islice\(tasks"):
+        for run in (
+            lambda tasks: swarm.evaluate(print, tasks),
+            lambda tasks: swarm.train(print, [Task("a")], steps=1, eval_tasks=tasks, eval_every=1),
+        ):
+            with pytest.raises(ValueError, match=r"more than 100 tasks.*a generator must end.*itertools.islice\("):
                 run(Task(f"t{n}") for n in drawn)
     assert next(drawn) < 300

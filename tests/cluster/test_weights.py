@@ -7,16 +7,19 @@
    leave no file; a file that is not a publication is not served;
 4. the folder of a process that was killed is removed by the next one;
 5. a file of several parts is fetched over several connections; its digest is that of the parts' digests; a fetch that
-   has begun outlives the removal of the file.
+   has begun outlives the removal of the file;
+6. connections without the secret, and errors of `accept`, end neither the server nor the fetches of others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -131,6 +134,52 @@ def test_what_cannot_be_fetched_fails_with_the_reason(server: WeightsServer) -> 
     server.close()
     with pytest.raises(ComputeError, match=r"cannot be fetched from 127\.0\.0\.1"):
         fetch(publication, "replica 0", SECRET)
+
+
+STRANGERS = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+host, port = sys.argv[1].split(":")
+held = [socket.create_connection((host, int(port))) for _ in range(1100)]
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_strangers_that_say_nothing_take_no_place_of_a_replica(server: WeightsServer) -> None:
+    publication = publish(server, 3)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+    command = [sys.executable, "-c", STRANGERS, server.address]
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
+            assert strangers.stdin is not None and strangers.stdout is not None
+            assert strangers.stdout.readline() == b"connected\n"
+            release(fetch(publication, "replica 0", SECRET))
+            assert len(server._handshakes) <= handshake.MAX_HANDSHAKES
+            strangers.stdin.close()
+        release(fetch(publication, "replica 0", SECRET))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_error_of_accept_delays_a_fetch(server: WeightsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Too many files are open for a moment."""
+    publication = publish(server, 3)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as waiting:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (waiting.fileno(), before[1]))
+        try:
+            waiting.connect(handshake.host_and_port(server.address))
+            deadline = time.monotonic() + 10
+            while "Too many open files" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    release(fetch(publication, "replica 0", SECRET))
+    assert "no connection can be accepted: [Errno 24] Too many open files" in caplog.text
 
 
 @pytest.mark.usefixtures("elsewhere", "parts")

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import Channel, Request
+from agentjet.compute.channel import Answer, Channel, Request, encode
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.backend import WorkerProcess
 from agentjet.compute.embedded.model import BaseModel
@@ -385,8 +385,11 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
 
 
 @pytest.mark.e2e
-def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It uses CPU time, or waits; the policies of other runs see whose hook it was."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     config = ServeConfig.model_validate(
         {"server": {"data_dir": tmp_path, "hook_timeout": 1.0}, "sampler": {"cache_tokens": 1024}}
     )
@@ -405,6 +408,46 @@ def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: 
                 assert f"`{hook}` did not return within 1 s (server.hook_timeout); it was at " in str(error)
                 assert "endless.py:" in str(error)
         await compute.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_cannot_be_read_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a recipe whose module only the server can import. The server would wait for its answer for ever."""
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    body = b"cno_such_module\nRecipe\n."
+    Worker(io.BytesIO()).read_forever(io.BytesIO(len(body).to_bytes(8, "little") + body))
+    assert codes == [1] and "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+class AnswersAtOnce(Channel):
+    """A channel whose process answers before the last `drain` of the request returns."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        super().__init__(self.reader, cast(Any, self))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, message: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        if not (large := next(iter(self.pending), 0)):
+            return
+        self.reader.feed_data(encode(Answer(large, "loaded")))
+        await self.receive()
+
+
+def test_an_answer_may_come_before_the_request_is_drained() -> None:
+    async def scenario() -> None:
+        channel = AnswersAtOnce()
+        assert await asyncio.wait_for(channel.ask_large("load_batch", A), 10) == "loaded"
+        assert not channel.pending
 
     asyncio.run(scenario())
 

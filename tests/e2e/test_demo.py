@@ -1,7 +1,7 @@
 """`agentjet demo` and `agentjet eval` on a tiny model: real processes from end to end.
 
 Pinned here:
-1. the demo writes what it promises, and `result.json` has the agreed keys;
+1. the demo writes what it promises, and `result.json` has the agreed keys; the server has both scores;
 2. the exported folder loads in `transformers`; (thorough) it answers, one at a time, what the server's policy answers,
    greedy and sampled;
 3. (thorough) Ctrl-C ends it with exit code 130 and leaves no process behind, nor does a kill.
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from agentjet.cli.runs import read_run
 from tests.e2e.server import PATIENCE, Server, environment, is_running
 from tests.tiny import make_model
 
@@ -103,6 +104,12 @@ def test_the_demo_writes_what_it_promises(model: Path, tmp_path: Path) -> None:
     assert result["episodes"] >= 2 * 2 * 8
     assert 0 <= result["multi_turn_share"] <= 1
     assert len(result["rewards"]) == 2 and all(map(math.isfinite, result["rewards"]))
+    figures, _ = read_run(out / "server")
+    assert [figures["evaluation_first"], figures["evaluation_last"]] == [
+        result["base_success"],
+        result["final_success"],
+    ]
+    assert (figures["evaluations"], figures["score_best"]) == (2, None)
     assert (out / "reward.png").stat().st_size > 10_000
     assert "data:image/png" in (out / "report.html").read_text()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,9 +35,9 @@ class Counted:
         swarm.begin = self.begin  # type: ignore[method-assign]
         swarm.reap = self.reap  # type: ignore[method-assign]
 
-    def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
+    def begin(self, request: BeginRequest, **named: Any) -> Episode:
         self.begins += 1
-        return self._begin(request, idempotency_key=idempotency_key)
+        return self._begin(request, **named)
 
     def reap(self) -> list[Episode]:
         self.looks += 1

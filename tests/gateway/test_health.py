@@ -94,6 +94,13 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     ("weights", Facts(same(1, weights__finite=0.0)), "bad", "diverged", Facts(same(1, weights__finite=1.0))),
     (
+        "metrics",
+        Facts(same(1, batch__not_finite__policy__gap=1.0), JOB),
+        "warn",
+        "the metrics 'policy/gap' of the batch are NaN or infinite, and were left out",
+        Facts(same(1, batch__not_finite__policy__gap=1.0, weights__finite=0.0), JOB),
+    ),
+    (
         "gradient",
         Facts(same(optim__skipped_steps=1.0)),
         "bad",

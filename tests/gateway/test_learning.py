@@ -117,6 +117,9 @@ def test_only_held_out_scores_of_as_many_tasks_are_compared() -> None:
     assert not held_out_fall([evaluation(5, 0.9, 100), evaluation(9, 0.4)])
     undone = evaluation(5, 0.9).model_copy(update={"undone": True})
     assert not held_out_fall([undone, evaluation(9, 0.4)])
+    other = evaluation(9, 0.4).model_copy(update={"held_out": False})
+    assert not held_out_fall([evaluation(5, 0.9), other])
+    assert held_out_fall([evaluation(5, 0.9), other, evaluation(9, 0.4), other])
     assert held_out_fall([evaluation(v, s, 100) for v, s in enumerate([0.7, 0.7, 0.7, 0.45, 0.45, 0.45])])
 
 

@@ -158,12 +158,16 @@ async def fill(site: Site, names: Sequence[str]) -> None:
             begun = await begin(site, name)
             await site.run.say(begun.id, role=name)
             await site.run.gateway.finish(begun.id, FinishRequest(reward=float(member), metrics={name: 1.0}))
-        score = EvaluationRequest(policy_version=0, score=0.5, num_tasks=1, num_episodes=1, client_id=name)
+        score = EvaluationRequest(
+            policy_version=0, score=0.5, num_tasks=1, num_episodes=1, client_id=name, name=name, held_out=False
+        )
         await site.run.gateway.versions.record_evaluation(score)
     await site.run.until(lambda: site.run.gateway.swarm.policy_version == 1)
     long = await begin(site, names[0], "eval")
     await converse(site, long, names[0])
-    await site.run.gateway.finish(long.id, FinishRequest(reward=0.5, by_role=dict.fromkeys(names[:50], 0.5)))
+    await site.run.gateway.finish(
+        long.id, FinishRequest(reward=0.5, by_role=dict.fromkeys(names[:50], 0.5), text=everything()[:10_000])
+    )
     for name in names:
         failed = await begin(site, name, "eval")
         await site.run.gateway.abort(failed.id, AbortRequest(reason=f"{name}\n{everything()[:1000]}"))

@@ -104,6 +104,12 @@ def test_an_episode_shows_its_conversation_and_the_causes_of_its_forks(tab: Tab)
     expect(page.get_by_role("list", name="Calls").get_by_role("button")).to_have_count(4)
 
 
+def test_the_text_of_a_reward_is_shown_as_it_is(tab: Tab) -> None:
+    text = "expected <b>30</b>\nby the judge"
+    page = opened(tab, "/episodes/ep00001", [{**forked(), "reward_text": text}])
+    expect(page.locator("p", has_text="Reward text:").locator("bdi")).to_have_text(text)
+
+
 def test_overlays_colour_tokens(tab: Tab) -> None:
     page = opened(tab, "/episodes/ep00001?overlay=author", [forked()])
     wait_painted(page, "kind-0")

@@ -46,9 +46,11 @@ async def trained(data_dir: Path, lr: float, batches: int) -> None:
     async with running(data_dir, job={"optimizer": {"lr": lr}}) as up:
         for number in range(1, batches + 1):
             await up.batch()
-            await up.gateway.versions.record_evaluation(
-                EvaluationRequest(policy_version=number, score=number / 8, num_tasks=1, num_episodes=1)
-            )
+            for held_out in (True, False):
+                score = EvaluationRequest(
+                    policy_version=number, score=number / 8, num_tasks=1, num_episodes=1, name="sums", held_out=held_out
+                )
+                await up.gateway.versions.record_evaluation(score)
 
 
 def hostile_study(folder: Path) -> None:

@@ -6,12 +6,14 @@
 4. The counts have every end of an episode.
 5. The live episode that is longest without a call has its countdowns; one in a call is not named.
 6. `w` opens the worst episode of the newest batch.
-7. A name shows tabs and newlines as their names.
+7. Scores are curves by name beside the reward, also that of the version before the first step.
+8. A name shows tabs and newlines as their names.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from playwright.sync_api import expect
 
@@ -128,6 +130,39 @@ def test_the_facts_have_the_time_left_and_the_machine(tab: Tab, site: Site) -> N
     expect(facts).to_contain_text("CPU 25 % of 2")
     expect(facts).to_contain_text("memory 6 GB of 24 GB")
     expect(facts).to_contain_text("GPU 0 50 %, 4 GB of 8 GB")
+
+
+def test_scores_are_curves_by_name(tab: Tab, site: Site) -> None:
+    steps = {"versions": [1, 2], "times": [0.0, 1.0], "metrics": {"reward/mean": [0.25, 0.5]}}
+    given = [(0, "<b>sums</b>", False, 0.125), (0, "sums", True, 0.375), (2, "<b>sums</b>", False, 0.625)]
+    facts = {"num_tasks": 1, "num_episodes": 1, "client_id": "c", "time": 0.0, "best": False, "undone": False}
+    scores = [{"policy_version": v, "name": n, "held_out": h, "score": s, **facts} for v, n, h, s in given]
+    answers: dict[str, Any] = {"/steps": steps, "/evaluations": scores}
+    answering(tab.page, {path: lambda query, answer=answer: answer for path, answer in answers.items()})
+    page = tab.open("/episodes")
+    page.reload()
+    panel = tab.open().locator(".learning")
+    expect(panel.locator(".chart-legend")).to_contain_text("held-out score 0.375")
+    panel.get_by_text("as table").click()
+    rows = [row.inner_text().split("\t") for row in panel.locator("tr").all()]
+    assert rows == [
+        ["step", "training reward", "<b>sums</b>", "held-out score"],
+        ["2", "0.5", "0.625", "–"],
+        ["1", "0.25", "–", "–"],
+        ["0", "–", "0.125", "0.375"],
+    ]
+    wanted = lambda route: steps if route == "/steps" else site.get(route)  # noqa: E731
+    assert wrong_facts(page, wanted)[1] == [] == unexpected_elements(page)
+
+
+def test_scores_are_shown_before_the_first_step(tab: Tab) -> None:
+    score = {"policy_version": 0, "name": "sums", "held_out": False, "score": 0.125, "undone": False}
+    steps = {"versions": [], "times": [], "metrics": {}}
+    answers: dict[str, Any] = {"/steps": steps, "/evaluations": [score]}
+    answering(tab.page, {path: lambda query, answer=answer: answer for path, answer in answers.items()})
+    page = tab.open("/episodes")
+    page.reload()
+    expect(tab.open().locator(".learning .chart-legend")).to_contain_text("sums 0.125")
 
 
 def test_a_name_shows_its_tabs_and_newlines(tab: Tab) -> None:

@@ -31,7 +31,7 @@ FORBIDDEN = re.compile(
     r"https?://(?!www\.w3\.org/2000/svg)"
 )
 MAX_LINES, MAX_VIEW_LINES = 500, 300
-MAX_BYTES, MAX_COMPRESSED = 300_000, 90_000
+MAX_BYTES, MAX_COMPRESSED = 340_000, 118_000
 
 
 @pytest.mark.parametrize("path", OWN, ids=[str(path.relative_to(FOLDER)) for path in OWN])

@@ -48,6 +48,7 @@ def view(number: int, **changes: Any) -> Json:
         "reward": None if aborted else float(number % 2),
         "by_role": {},
         "metrics": {},
+        "reward_text": "",
         "reason": "TimeoutError: the tool did not answer" if aborted else "",
         "trained_in": None if aborted else number // 16,
         "dropped": "",

@@ -61,7 +61,7 @@ class Recorder:
         call |= {"messages": [{"role": "user", "content": "?"}], "response": {"role": "assistant", "content": answer}}
         names = ("episode_id", "task_id", "task_set", "group", "mode", "status", "trained_in", "client_id", "reward")
         calls = [SimpleNamespace(**call)] if answer else []
-        facts = dict.fromkeys((*names, "code_version", "metrics")) | {"by_role": {}, "calls": calls}
+        facts = dict.fromkeys((*names, "code_version", "metrics", "reward_text")) | {"by_role": {}, "calls": calls}
         return SimpleNamespace(**facts)
 
     async def status(self) -> SimpleNamespace:
@@ -165,6 +165,17 @@ def order(folder: Path, code: str) -> ArmOrder:
 
 def test_an_arm_is_loaded_in_its_process(tmp_path: Path) -> None:
     assert arm_process.checked(order(tmp_path, CODE)) == [Task("a", payload={"q": "{1}"})]
+
+
+@pytest.mark.parametrize("output", [1, 2])
+def test_an_arm_that_prints_without_end_is_ended(
+    output: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its output goes to the trial's log."""
+    endless = f"import os\nwhile True: os.write({output}, b'x' * 9999)\n"
+    with pytest.raises(ArmFailed, match="the agent was ended, because it printed more than 64 MiB"):
+        arm_process.checked(order(tmp_path, endless))
+    assert len(capfd.readouterr().err) <= arm_process.LONGEST_OUTPUT
 
 
 def test_the_process_ends_with_its_input_also_where_sigint_is_ignored(tmp_path: Path) -> None:

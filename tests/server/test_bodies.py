@@ -26,7 +26,6 @@ from pydantic import ValidationError
 
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.prompts import prepare_prompt
-from agentjet.rendering import Renderer
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.messages import MessagesBody
 from agentjet.server.limits import Limits, count_values, parse_body
@@ -182,7 +181,7 @@ async def test_large_work_is_done_in_a_thread() -> None:
     assert await offload(LARGE, from_thread(threading.get_ident)) == here
 
 
-async def test_bodies_prompts_and_schemas_of_large_requests_are_prepared_in_threads(
+async def test_bodies_and_prompts_of_large_requests_are_prepared_in_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, int] = {}
@@ -193,14 +192,13 @@ async def test_bodies_prompts_and_schemas_of_large_requests_are_prepared_in_thre
     monkeypatch.setattr("agentjet.gateway.concurrency.LARGE", 1)
     monkeypatch.setattr("agentjet.server.deps.parse_body", noting("body", parse_body))
     monkeypatch.setattr("agentjet.gateway.call_path.prepare_prompt", noting("prompt", prepare_prompt))
-    monkeypatch.setattr(Renderer, "grammar", noting("schema", Renderer.grammar))
     async with serving(tmp_path / "d", job={"max_tokens": 8}) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
         body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "response_format": form}
         key = (await served.begin())["api_key"]
         headers = {"Authorization": f"Bearer {key}"}
         await served.http.post("/v1/chat/completions", json=body, headers=headers)
-    assert threads.keys() == {"body", "prompt", "schema"} and threading.get_ident() not in threads.values()
+    assert threads.keys() == {"body", "prompt"} and threading.get_ident() not in threads.values()
 
 
 async def test_a_large_request_knows_the_past(tmp_path: Path) -> None:

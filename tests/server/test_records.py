@@ -131,6 +131,17 @@ async def test_reads_that_are_refused(tmp_path: Path) -> None:
     await unreadable(tmp_path / "journal.sqlite", "cannot be read as a journal")
 
 
+async def test_a_read_that_does_not_end_does_not_outlive_its_reader(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        reader = Reader.at(served.run.folder / "journal.sqlite")
+        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
+        reading = asyncio.create_task(reader.read(lambda journal: journal.file.db.execute(endless).fetchone()))
+        await asyncio.sleep(0)
+        await reader.close()
+        with pytest.raises(Later, match="interrupted"):
+            await reading
+
+
 async def unreadable(path: Path, why: str) -> None:
     reader: Any = Reader.at(path)
     with pytest.raises(RequestError, match=why) as refused:

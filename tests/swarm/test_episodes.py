@@ -57,13 +57,15 @@ def test_finishing_twice_gives_the_same_answer(world: World) -> None:
     assert world.swarm.queries.status_counts()["finished"] == 1
 
 
-def test_a_second_reward_is_refused_not_ignored(world: World) -> None:
+def test_a_second_reward_or_text_is_refused_not_ignored(world: World) -> None:
     episode = world.begin()
-    world.finish(episode, 0.5, key="k")
+    world.finish(episode, 0.5, key="k", text="two of four")
     for key in ("k", "other", None):
-        with pytest.raises(Conflict):
-            world.finish(episode, 1.0, key=key)
-    assert world.swarm.episode(episode.id).reward == 0.5
+        for reward, text in ((1.0, "two of four"), (0.5, "three of six"), (0.5, "")):
+            with pytest.raises(Conflict):
+                world.finish(episode, reward, key=key, text=text)
+    ended = world.swarm.episode(episode.id)
+    assert (ended.reward, ended.reward_text) == (0.5, "two of four")
 
 
 def test_aborting_twice_gives_the_same_answer(world: World) -> None:

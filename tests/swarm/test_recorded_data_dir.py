@@ -48,10 +48,12 @@ def test_a_viewer_reads_all_of_it(tmp_path: Path) -> None:
     with closing(Journal.open_read_only(unpack(tmp_path) / "journal.sqlite")) as journal:
         queries = Queries.recorded(journal, lambda: 0.0)
         assert queries.policy_version == 3 and [step["reward/mean"] for step in queries.recent_steps] == [0.5] * 3
-        assert [evaluation.score for evaluation in queries.evaluations()] == [0.25]
+        [evaluation] = queries.evaluations()
+        assert (evaluation.score, evaluation.name, evaluation.held_out, evaluation.best) == (0.25, "", True, True)
         episodes = queries.recent_episodes(100)
         assert len(episodes) == 18 == len({episode.id for episode in episodes})
         for episode in episodes:
+            assert episode.reward_text == ""
             assert [call.role for call in queries.calls(episode.id)] == ["", "", "judge"]
             assert sorted(queries.trees(episode.id)) == ["", "judge"] and not queries.orphans(episode.id)
 
@@ -62,7 +64,9 @@ def test_the_pending_batch_is_learned_and_the_open_group_completed(swarm: SwarmS
     [trained] = swarm.batches.training_batches(pending).values()
     assert trained.facts.call_rewards.tolist() == [*TURNS[""], *TURNS["judge"]] * 4
     swarm.batches.learned(pending, {"policy/loss": 0.0})
-    done = swarm.finish(live.id, FinishRequest(reward=0.0, by_turn=TURNS))
+    request = FinishRequest(reward=0.0, by_turn=TURNS, text="expected 30")
+    done = swarm.finish(live.id, request)
+    assert swarm.finish(live.id, request) == done and done.reward_text == "expected 30"
     calls = {call.id: call for call in swarm.queries.calls(live.id)}
     assert [(calls[call].role, reward) for call, reward in done.call_rewards.items()] == [
         ("", 1.0),

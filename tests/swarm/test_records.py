@@ -76,7 +76,7 @@ def test_filters(world: World) -> None:
     assert find_episodes(world.journal, EpisodeQuery()).total is None
 
 
-def test_text_of_messages_and_answers_is_found_and_nothing_else_of_a_call(world: World) -> None:
+def test_text_of_messages_answers_and_rewards_is_found_and_nothing_else(world: World) -> None:
     asked, answered, other = (world.begin(f"g{n}") for n in range(3))
     question = NewContext(messages=(Message("user", 'She said "grüß dich"\nand left.'),))
     world.call(asked, 5, ask=question)
@@ -88,7 +88,10 @@ def test_text_of_messages_and_answers_is_found_and_nothing_else_of_a_call(world:
 
     assert ids('"grüß dich"\nand') == {asked.id}
     assert ids("forty-two") == {answered.id}
-    assert ids("prompt_key") == ids("Forty-two") == set()
+    world.finish(other, 0.0, text='expected "grüß dich"\nand left')
+    assert ids('expected "grüß dich"\n') == {other.id}
+    assert ids('"grüß dich"\nand') == {asked.id, other.id}
+    assert ids("reward_text") == ids("prompt_key") == ids("Forty-two") == set()
     assert find_episodes(world.journal, EpisodeQuery(text="forty", count=True)).total == 1
 
 

@@ -13,7 +13,7 @@ import typer
 from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
 from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, Advantages, Overlay, overlaid
 from agentjet.errors import ConfigError
-from agentjet.types import EpisodeFilter, EpisodeOrder, Mode
+from agentjet.types import EpisodeFilter, EpisodeOrder, Mode, Reward
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -150,13 +150,14 @@ def begin_episode(
 def finish_episode(
     episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
     reward: Annotated[float, typer.Option(help="Reward of the episode.")],
+    text: Annotated[str, typer.Option(help="The reason for the reward, for people.")] = "",
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
     """End an episode with its reward."""
     with connect(url, token, token_file) as swarm:
-        print_text(f"{episode_id}: {swarm.finish(episode_id, reward).status}, reward {reward:g}")
+        print_text(f"{episode_id}: {swarm.finish(episode_id, Reward(reward, text=text)).status}, reward {reward:g}")
 
 
 @app.command("abort")
@@ -228,6 +229,7 @@ def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", advantages: Ad
     facts += ["unscorable: a request was refused"] if tree.unscorable else []
     facts += [printable(tree.reason)] if tree.reason else []
     lines = [Text(f"{tree.episode_id}: {', '.join(facts)}", "bold")]
+    lines += [Text(f"reward text: {printable(tree.reward_text)}")] if tree.reward_text else []
     for title, counts in (("noted", tree.noted), ("refused", tree.refused)):
         if counts:
             shown = ", ".join(f"{one_line(name)} ({count})" for name, count in sorted(counts.items()))

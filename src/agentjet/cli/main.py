@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 from collections import Counter
 from pathlib import Path
@@ -128,6 +129,10 @@ def main() -> None:
         app()
     except AgentJetError as error:
         _fail(str(error))
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        raise SystemExit(130) from None  # Ctrl-C during a query: see `database.connect`.
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ModuleNotFoundError as error:

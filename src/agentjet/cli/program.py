@@ -318,6 +318,7 @@ class _PrintedReward(BaseModel):
     by_turn: list[float] | dict[str, list[float]] = []
     by_call: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    text: str = ""
 
 
 def _parse_reward(text: str, place: str) -> Reward | dict[str, Reward]:
@@ -334,11 +335,13 @@ def _parse_reward(text: str, place: str) -> Reward | dict[str, Reward]:
         detail = error.errors()[0]
     why = f" ({'.'.join(map(str, detail['loc']))}: {detail['msg']})" if detail["loc"] else ""
     raise NoReward(
-        f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}, which may have by_role and '
-        f"metrics, or one of them by policy{why}"
+        f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}, which may have by_role, '
+        f"metrics and text, or one of them by policy{why}"
     )
 
 
 def _checked_reward(found: Any) -> Reward:
     printed = _PrintedReward.model_validate({"reward": found} if isinstance(found, float) else found)
-    return Reward(printed.reward, printed.by_role, printed.metrics, printed.by_turn or (), printed.by_call)
+    return Reward(
+        printed.reward, printed.by_role, printed.metrics, printed.by_turn or (), printed.by_call, printed.text
+    )

@@ -73,6 +73,7 @@ def status_lines(status: StatusResponse, health: HealthView | None = None) -> Li
     lines += [("task sets" if i == 0 else "", task_set_line(name, one)) for i, (name, one) in enumerate(sets)]
     if status.workers_hung:
         lines.append(("workers", f"{status.workers_started} started, {status.workers_hung} killed because they hung"))
+    lines += [("abandoned" if i == 0 else "", sentence) for i, sentence in enumerate(status.abandoned_hooks)]
     lines += [("unusable" if i == 0 else "", path) for i, path in enumerate(status.unusable_checkpoints)]
     if status.zero_variance is not None:
         lines += [("warning" if i == 0 else "", line) for i, line in enumerate(report_lines(status.zero_variance))]

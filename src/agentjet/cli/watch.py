@@ -175,7 +175,8 @@ def event_line(event: Event) -> str:
     elif event.kind == "checkpoint":
         found = f"checkpoint {body['policy_version']}" + ("" if body["ok"] else f" failed: {body['error']}")
     elif event.kind == "evaluation":
-        found = f"held-out score {body['score']:.4g} at version {body['policy_version']}"
+        kind = "held-out score" if body.get("held_out", True) else f"score of {body['name'] or 'the evaluation'}"
+        found = f"{kind} {body['score']:.4g} at version {body['policy_version']}"
     elif event.kind in ("episode", "group"):
         return ""
     else:

@@ -164,7 +164,7 @@ class _Walk:
             entries = sorted(found, key=lambda entry: entry.name)
         for entry in entries:
             path = Path(entry.path)
-            if _is_of_an_editor(entry.name):
+            if entry.name == "__pycache__" or _is_of_an_editor(entry.name):
                 continue
             try:
                 why = self._reason(entry, path)

@@ -7,7 +7,7 @@ is involved. The program runs in a fresh working directory and in a new
 process group (POSIX only).
 
 * Every end of the episode (reward, crash, time-out, server, Ctrl-C) also ends the whole process group.
-* A program that crashed or was too slow is never scored.
+* A program that crashed, was too slow or printed more than 256 MiB is never scored.
 * The client's own token is not in the program's environment.
 """
 
@@ -23,12 +23,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from agentjet.client.captured_process import CapturedProcess
 from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_proxy
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
@@ -41,8 +41,6 @@ GRACE_SECONDS = 1.0
 """Seconds from SIGTERM to SIGKILL."""
 TAIL_BYTES = 1500
 """Longest part of stderr (of stdout, if stderr is empty) in the reason of an abort."""
-MAX_OUTPUT_BYTES = 16 * 2**20
-"""Longest part of stdout, and of stderr, in a `Result`: the end of it."""
 FIRST_FAILURE_CODE = 125
 """From this exit code on a program could not be run or was killed, by the convention of shells, `env`, `timeout` and
 `git bisect run`."""
@@ -79,8 +77,8 @@ def fill_placeholders(word: str, payload: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The output of a program. `seconds` is its running time. `folder` is its working directory, which is removed after
-    scoring."""
+    """The output of a program, of which the last 16 MiB are kept. `seconds` is its running time. `folder` is its
+    working directory, which is removed after scoring."""
 
     stdout: str
     stderr: str
@@ -136,47 +134,41 @@ class Command:
     async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:
         with tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True) as place:
             result = await self._run(task, episode, Path(place))
-            if not self.score_refused:
-                await _check_refusals(episode)
-            self._check(result)
             reward = await in_thread(self.score, task.payload, result)
             return await reward if inspect.isawaitable(reward) else reward
 
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
-        folder, stdout, stderr = place / "work", place / "stdout", place / "stderr"
+        """The result of a program that ended. Raises `CommandFailed` for one that is not scored."""
+        folder = place / "work"
         folder.mkdir()
         given = environment(task, episode) | dict(self.variables) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
-        # Files, not pipes: a process that outlives the program would hold a pipe open, and a full pipe blocks.
-        with stdout.open("wb") as out, stderr.open("wb") as err:
-            try:
-                process = subprocess.Popen(
-                    arguments,
-                    cwd=folder,
-                    env=given,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise CommandFailed(f"{arguments[0]} could not be started: {error.strerror or error}") from error
-        exited = asyncio.ensure_future(in_thread(process.wait))
+        try:
+            program = CapturedProcess(arguments, cwd=folder, env=given, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise CommandFailed(f"{arguments[0]} could not be started: {error.strerror or error}") from error
+        exited = asyncio.ensure_future(in_thread(program.wait))
         try:
             await asyncio.wait([exited], timeout=self.timeout)
             if not exited.done():
-                raise CommandFailed(f"the program ran longer than {self.timeout:g} s{_tail(place)}")
+                raise CommandFailed(f"the program ran longer than {self.timeout:g} s; {program.tail(TAIL_BYTES)}")
         finally:
-            await _end(process, exited)
-        return Result(_text(stdout), _text(stderr), exited.result(), time.monotonic() - started, folder)
+            await _end(program, exited)
+        seconds = time.monotonic() - started
+        if not self.score_refused:
+            await _check_refusals(episode)
+        code = exited.result()
+        assert code is not None
+        if failure := program.excess or self._failure(code):
+            raise CommandFailed(f"the program {failure}; {program.tail(TAIL_BYTES)}")
+        return Result(program.text("stdout"), program.text("stderr"), code, seconds, folder)
 
-    def _check(self, result: Result) -> None:
-        code, tail = result.exit_code, _tail(result.folder.parent)
+    def _failure(self, code: int) -> str:
+        """The reason not to score an exit code, or ""."""
         if code < 0:
-            raise CommandFailed(f"the program was ended by {_signal_name(-code)}{tail}")
-        if code >= FIRST_FAILURE_CODE or (code and not self.any_exit_code):
-            raise CommandFailed(f"exit code {code}{tail}")
+            return f"was ended by {_signal_name(-code)}"
+        return f"ended with exit code {code}" if code >= FIRST_FAILURE_CODE or (code and not self.any_exit_code) else ""
 
 
 def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
@@ -229,19 +221,14 @@ async def _check_refusals(episode: AsyncEpisode) -> None:
         raise CommandFailed(f"the server refused requests of the program: {refused}")
 
 
-async def _end(process: subprocess.Popen[bytes], exited: asyncio.Future[int]) -> None:
+async def _end(program: CapturedProcess, exited: asyncio.Future[int | None]) -> None:
     try:
         if not exited.done():
-            _signal_group(process, signal.SIGTERM)
+            program.signal(signal.SIGTERM)
             await asyncio.wait([exited], timeout=GRACE_SECONDS)
     finally:
-        _signal_group(process, signal.SIGKILL)
+        program.signal(signal.SIGKILL)
     await asyncio.wait([exited], timeout=GRACE_SECONDS)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, when nothing but a zombie is left
-        os.killpg(process.pid, number)
 
 
 def _signal_name(number: int) -> str:
@@ -249,18 +236,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _text(path: Path, limit: int = MAX_OUTPUT_BYTES) -> str:
-    """The last `limit` bytes of a file."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - limit))
-        return file.read().decode(errors="replace")
-
-
-def _tail(place: Path) -> str:
-    """The end of stderr, or of stdout if stderr is empty: many programs report their errors there."""
-    for name in ("stderr", "stdout"):
-        if end := _text(place / name, TAIL_BYTES).strip():
-            return f"; its {name} ends with: {end}"
-    return "; its stderr and its stdout are empty"

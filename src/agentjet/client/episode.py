@@ -12,6 +12,7 @@ import concurrent.futures
 import itertools
 import math
 import uuid
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from agentjet.protocol import (
     FinishRequest,
     GroupName,
 )
-from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
+from agentjet.types import MAX_REWARD_TEXT, EpisodeStatus, Mode, Reward, wrong_reward_name
 
 Returned = float | Reward | Mapping[str, float | Reward]
 """A reward as agents return it: for the whole episode, or by policy in a run with named policies."""
@@ -259,6 +260,7 @@ def finish_body(reward: Reward) -> FinishRequest:
         by_call=dict(reward.by_call),
         by_turn={role: list(rewards) for role, rewards in _turns(reward).items()},
         metrics=dict(reward.metrics),
+        text=reward.text,
     )
 
 
@@ -299,19 +301,21 @@ def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> R
     by_turn: dict[str, Sequence[float]] = {}
     by_call: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    texts: list[str] = []
     for name, given in returned.items():
         reward = _checked_numbers(given, f"reward[{name!r}]", f"reward[{name!r}].")
         by_role |= {name: reward.value} | {f"{name}/{role}": value for role, value in reward.by_role.items()}
         by_turn |= {f"{name}/{role}" if role else name: rewards for role, rewards in _turns(reward).items()}
         by_call |= reward.by_call
         metrics |= reward.metrics
-    return Reward(
-        math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics, by_turn or (), by_call
-    )
+        texts += [f"{name}: {reward.text}"] if reward.text else []
+    mean = math.fsum(by_role[policy] for policy in policies) / len(policies)
+    return Reward(mean, by_role, metrics, by_turn or (), by_call, _checked_text("\n".join(texts), "text"))
 
 
 def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
-    """The reward with plain floats. NumPy and torch scalars are numbers, and True is 1."""
+    """The reward with plain floats and a text of at most `MAX_REWARD_TEXT` characters. NumPy and torch scalars are
+    numbers, and True is 1."""
     if not isinstance(returned, Reward):
         return Reward(_checked_number(returned, name))
     metrics = _checked_map(returned.metrics, f"{prefix}metrics")
@@ -327,7 +331,17 @@ def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
         }
         or (),
         _checked_map(returned.by_call, f"{prefix}by_call"),
+        _checked_text(returned.text, f"{prefix}text"),
     )
+
+
+def _checked_text(text: object, name: str) -> str:
+    if not isinstance(text, str):
+        raise _invalid_reward(f"{name} is {_shown(text)}: give the reason for the reward as text", name)
+    if len(text) > MAX_REWARD_TEXT:
+        # Python prints equal warnings of one line of code once.
+        warnings.warn(f"the text of a reward is cut to its first {MAX_REWARD_TEXT} characters", stacklevel=1)
+    return text[:MAX_REWARD_TEXT].encode("utf-8", "replace").decode()  # JSON has no lone surrogates
 
 
 def _checked_map(numbers: object, name: str) -> dict[str, float]:

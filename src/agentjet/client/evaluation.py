@@ -19,7 +19,7 @@ from agentjet.client.episode import ABORT_SECONDS, begin_episode, wait_for_end
 from agentjet.client.inputs import check_counts
 from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, Progress, best_of
 from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout
-from agentjet.errors import Conflict
+from agentjet.errors import AgentJetError, Conflict
 from agentjet.protocol import BeginRequest, EvaluationRequest
 from agentjet.types import Task
 
@@ -27,6 +27,8 @@ EVAL_WAIT = 60.0
 """Longest wait of an evaluation's episode for room."""
 CHECKPOINT_WAIT = 600.0
 """Longest wait for a checkpoint: for the batch being learned, and for the disk."""
+UNNAMED = "evaluation"
+"""Name of the score of tasks without a task set, or of several task sets."""
 PIN_TASK_ID = "holding-the-policy-version"
 """Task id of the episode that pins the policy version."""
 
@@ -81,19 +83,45 @@ async def run_evaluation(
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
 
 
-async def record_score(connection: Connection, client_id: str, policy_version: int, report: EvalReport) -> None:
+async def record_score(
+    connection: Connection, client_id: str, policy_version: int, report: EvalReport, *, held_out: bool
+) -> None:
     """Store a version's score on the server, which may save its checkpoint. Does nothing if no episode finished."""
     score = report.mean_at_k
     if not score.num_tasks:
         return
+    task_sets = {result.task_set for result in report.results}
     body = EvaluationRequest(
         policy_version=policy_version,
         score=score.value,
         num_tasks=score.num_tasks,
         num_episodes=len(report.finished),
+        name=(task_sets.pop() if len(task_sets) == 1 else "") or UNNAMED,
+        held_out=held_out,
         client_id=client_id,
     )
     await connection.request("POST", "/evaluations", body=body, server_wait=CHECKPOINT_WAIT)
+
+
+async def record_if_possible(connection: Connection, client_id: str, report: EvalReport) -> str:
+    """Store the score of an evaluation that saw one policy version. Returns the reason if it is not stored, else ''.
+
+    A failure is not raised, because the report is worth more than its record.
+    """
+    first, last = report.policy_versions
+    try:
+        last = max(last, (await connection.status()).policy_version)
+        if first == last and report.finished:
+            await record_score(connection, client_id, first, report, held_out=False)
+            return ""
+    except AgentJetError as error:
+        return str(error)
+    if first == last:
+        return "no episode finished"
+    return (
+        f"the policy learned during the evaluation, from version {first} to {last}, and a score belongs to one "
+        "version. With at_version = 'newest' learning waits for the evaluation"
+    )
 
 
 @dataclass

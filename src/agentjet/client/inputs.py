@@ -15,7 +15,7 @@ import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -30,8 +30,9 @@ SHOWN = 60
 """Characters of a wrong value in a message."""
 MAX_TASKS = 1_000_000
 """Tasks are kept for the whole run."""
-IDENTITIES_KEPT = 1_000_000
-"""Tasks of a stream that are compared with later ones."""
+IDENTITIES_KEPT = 100_000
+"""Different tasks of a stream that are compared with later ones: about 40 MB."""
+ONE_TASK_SET = "reproducible = True needs tasks of one task set: how sets share a batch depends on time"
 MAX_ROW_BYTES = 100_000
 """A row travels in a process's environment, where Linux allows 128 KiB."""
 FIXED = ("model", "sampler", "server")
@@ -52,13 +53,16 @@ def build_request(kind: type[Body], **fields: Any) -> Body:
     raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
 
 
-def check_run(agent: object, tasks: Iterable[Task], **counts: object) -> tuple[Task, ...]:
-    """The tasks of a run. Raises `ValueError` if `agent` is not an agent, if there are no tasks, or if a count is not a
-    whole number of at least 1."""
+def check_agent(agent: object, **counts: object) -> None:
+    """Raises `ValueError` if `agent` is not an agent, or if a count is not a whole number of at least 1."""
     if not callable(agent):
         raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
     check_signature(agent, f"agent = {_shown(agent)}")
     check_counts(1, **counts)
+
+
+def listed_tasks(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The tasks of a run. Raises `ValueError` if there are none, or for a wrong one."""
     if not (listed := checked_tasks(tasks, "tasks")):
         raise ValueError("there are no tasks: give at least one")
     return listed
@@ -69,6 +73,11 @@ def check_counts(least: int, **counts: object) -> None:
     for name, value in counts.items():
         if not _is_whole(value) or value < least:
             raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least {least}")
+
+
+def is_stream(tasks: object) -> bool:
+    """True for a generator or another source of unknown length, which may be endless."""
+    return isinstance(tasks, Iterable) and not isinstance(tasks, Sized)
 
 
 def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
@@ -85,8 +94,8 @@ def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
     listed = tuple(identities.checked(task) for task in itertools.islice(tasks, MAX_TASKS + 1))
     if len(listed) > MAX_TASKS:
         raise ValueError(
-            f"{named} has more than {MAX_TASKS} tasks: all of them are read before the run, so a generator must end; "
-            f"give a part, such as itertools.islice({named}, 10_000)"
+            f"{named} has more than {MAX_TASKS} tasks: all of them are read before the run, so a generator must end "
+            f"(only the tasks of `train` may be endless); give a part, such as itertools.islice({named}, 10_000)"
         )
     return listed
 

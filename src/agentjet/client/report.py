@@ -108,6 +108,8 @@ class EpisodeResult:
     """The policies that the run names."""
     num_calls: int = 0
     """Calls that the server recorded."""
+    reward_text: str = ""
+    """The text of its `Reward`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +457,7 @@ def rows(episode: EpisodeTree) -> list[dict[str, Any]]:
     calls = {call.call_id: call for call in episode.calls}
     continued = {call.after for call in episode.calls}
     names = ("episode_id", "task_id", "task_set", "group", "mode", "status", "trained_in", "client_id", "code_version")
-    shared = {name: getattr(episode, name) for name in (*names, "metrics")}
+    shared = {name: getattr(episode, name) for name in (*names, "metrics", "reward_text")}
     found = []
     timelines: Counter[str] = Counter()
     for call in episode.calls:

@@ -103,6 +103,37 @@ class RolloutSpec:
         return self.spare or self.visit.size is None or self.place < self.visit.size
 
 
+class Groups:
+    """Makes the episodes of each visit of a training run."""
+
+    def __init__(self, group_size: int, spare: int, base: str) -> None:
+        """A visit of a task is a group of `group_size` episodes plus `spare` ones. With a `base` the episodes have
+        seeds, and groups begin in order.
+        """
+        self.base = base
+        self._are_spare = [number >= group_size for number in range(group_size + spare)]
+        self._run = uuid.uuid4().hex[:8]
+        self._indices, self._visits = itertools.count(), itertools.count()
+
+    def visit(self, task: Task, epoch: int, previous: Visit | None) -> list[RolloutSpec]:
+        """The episodes of the next visit. `epoch` and the task determine their seeds."""
+        base = f"{self.base}/{epoch}" if self.base else ""
+        group = f"{task.id[:200]}/{self._run}/{next(self._visits)}"
+        visit = Visit(num_left=len(self._are_spare), previous=previous if base else None)
+        return [
+            RolloutSpec(
+                task,
+                group,
+                next(self._indices),
+                is_spare,
+                place,
+                visit,
+                episode_seed(base, task, place) if base else None,
+            )
+            for place, is_spare in enumerate(self._are_spare)
+        ]
+
+
 class RolloutQueue:
     """The episodes of a run, in order. One that the server had no room for is put back, and is next of its task set."""
 
@@ -114,6 +145,8 @@ class RolloutQueue:
         self._order = order
         self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in specs}
         self.task_sets = frozenset(specs)
+        self.has_sets = len(specs) > 1
+        """True if a task set without room is passed over."""
         self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in specs}
         self._skipped: dict[str, set[str]] = {name: set() for name in specs}
         """Tasks that the recipe skips at the present policy version, by task set."""
@@ -127,23 +160,19 @@ class RolloutQueue:
 
         The order of each task set is independent, so a set that is passed over misses none of its tasks.
         """
-        members = [number >= group_size for number in range(group_size + spare)]
-        run, index, visits = uuid.uuid4().hex[:8], itertools.count(), itertools.count()
+        groups = Groups(group_size, spare, base)
 
         def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
             visit = None
-            for epoch, task in _epochs(own, seed):
-                group, visit = (
-                    f"{task.id[:200]}/{run}/{next(visits)}",
-                    Visit(num_left=len(members), previous=visit if base else None),
-                )
-                for place, is_spare in enumerate(members):
-                    seed_of = episode_seed(f"{base}/{epoch}", task, place) if base else None
-                    yield RolloutSpec(task, group, next(index), is_spare, place, visit, seed_of)
+            for epoch, task in epochs(own, seed):
+                group = groups.visit(task, epoch, visit)
+                visit = group[0].visit
+                yield from group
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
         by_set = {name: specs([task for task in tasks if task.task_set == name]) for name in task_sets}
-        return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members), tasks)
+        order = (task.task_set for _, task in epochs(tasks, seed) for _ in range(group_size + spare))
+        return cls(by_set, order, tasks)
 
     @classmethod
     def once(cls, tasks: Sequence[Task], repeats: int = 1, base: str = "") -> RolloutQueue:
@@ -167,6 +196,10 @@ class RolloutQueue:
         task_set = next(name for name in self._order if name not in closed)
         waiting = self._put_back[task_set]
         return waiting.popleft() if waiting else next(self._specs[task_set], None)
+
+    def has_other(self, full: Collection[str]) -> bool:
+        """True if an episode of a task set outside `full` may be next."""
+        return full != self.task_sets
 
     def put_back(self, spec: RolloutSpec) -> None:
         """Return an episode that the server had no room for."""
@@ -192,7 +225,8 @@ def episode_seed(base: str, task: Task, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
+def epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
+    """Endless visits of the tasks, each epoch in another order. Yields the number of the epoch, too."""
     order = random.Random(seed)
     for epoch in itertools.count():
         for task in order.sample(tasks, len(tasks)):
@@ -299,7 +333,7 @@ class Runner:
                     if refusal.code == "task_set_full":
                         queue.put_back(spec)
                         full.add(spec.task.task_set)
-                        if full == queue.task_sets:
+                        if not queue.has_other(full):
                             await asyncio.sleep(FULL_SECONDS)
                             full.clear()
                         continue
@@ -516,4 +550,5 @@ def _result(episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeR
         {} if reward is None else reward.by_role,
         episode.policies,
         episode.num_calls,
+        "" if reward is None else reward.text,
     )

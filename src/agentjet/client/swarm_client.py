@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal, Self, TypeVar, Unpack
@@ -30,21 +31,32 @@ from agentjet.client.evaluation import (
     HeldOutEvaluations,
     check_held_out,
     pin_policy_version,
+    record_if_possible,
     record_score,
     run_evaluation,
 )
-from agentjet.client.inputs import build_request, check_finite, check_policy, check_run, checked_tasks, edited
+from agentjet.client.inputs import (
+    ONE_TASK_SET,
+    build_request,
+    check_agent,
+    check_finite,
+    check_policy,
+    checked_tasks,
+    edited,
+    is_stream,
+    listed_tasks,
+)
 from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.sft import Sft, SftReport, checked_demonstrations
+from agentjet.client.task_stream import TaskStream
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
 SCALE_WAIT = 60.0
 """Longest wait for the answer of `scale`: a cluster is asked for its free GPUs."""
 
@@ -166,6 +178,7 @@ class AsyncSwarm:
 
         The agent returns a number or a `Reward`; in a run with named policies also one of these for each policy.
         `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes. If
+        A generator of tasks is read as the run goes on, in its order, and may be endless: see `task_stream`. If
         the agent raises, its episode is aborted and attempted up to twice more. Other clients may contribute to the
         same batches. Episodes that are live when the last batch is learned, or when this is cancelled, are aborted.
 
@@ -187,9 +200,10 @@ class AsyncSwarm:
         last bits of its numbers, which now and then choose another token. For equal batches use `concurrency = 1`.
         Groups begin one after another, which takes a round trip each.
         """
-        tasks = check_run(agent, tasks, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
-        if reproducible and len({task.task_set for task in tasks}) > 1:
-            raise ValueError("reproducible = True needs tasks of one task set: how sets share a batch depends on time")
+        check_agent(agent, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
+        source = TaskStream(tasks, "tasks") if is_stream(tasks) else listed_tasks(tasks)
+        if reproducible and not isinstance(source, TaskStream) and len({task.task_set for task in source}) > 1:
+            raise ValueError(ONE_TASK_SET)
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
         reach_directly(self.url)
@@ -208,7 +222,7 @@ class AsyncSwarm:
             version = await first_version(agent, code, code_version)
             connection, status, request = self._connection, await self.status(), self.episode_request
             training = Training(
-                connection, status, request, version, tasks, steps, seed, progress, code, held_out, reproducible
+                connection, status, request, version, source, steps, seed, progress, code, held_out, reproducible
             )
             return await training.run(concurrency)
         except (AgentJetError, asyncio.CancelledError) as error:
@@ -229,7 +243,7 @@ class AsyncSwarm:
         temperature: float | None = None,
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
-        record: bool = False,
+        record: bool | None = None,
         seed: int | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report. These episodes are not trained on.
@@ -240,12 +254,15 @@ class AsyncSwarm:
         * `at_version` is the policy version that answers throughout; "newest" is the present one. Learning waits for
           it, at most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) if the server is at another version.
         * With `endpoint` the agent calls another model, and the server gets no requests.
-        * `record` stores the score on the server, see `evaluations`. It needs `at_version`.
+        * The server stores the score if one policy version answered throughout, see `evaluations`. Otherwise a line
+          has the reason. `record=False` prevents it. `record=True` needs `at_version` and makes it a held-out score:
+          the best checkpoint and the health depend on it.
         * `seed` determines the answers of a policy version, together with `job.seed`. By default each evaluation draws
           others.
         """
-        tasks = check_run(agent, tasks, repeats=repeats, concurrency=concurrency)
-        check_policy(at_version, temperature, seed, of_server=endpoint is None, record=record)
+        check_agent(agent, repeats=repeats, concurrency=concurrency)
+        tasks = listed_tasks(tasks)
+        check_policy(at_version, temperature, seed, of_server=endpoint is None, record=bool(record))
         version = AgentVersion.of(agent, code_version)
         reach_directly(self.url)
         pinned: int | None = None
@@ -267,8 +284,13 @@ class AsyncSwarm:
                 report = await run_evaluation(
                     start, tasks, repeats=repeats, concurrency=concurrency, progress=progress, base=base
                 )
+                client_id, why = self._settings.client_id, ""
                 if record and pinned is not None:
-                    await record_score(self._connection, self._settings.client_id, pinned, report)
+                    await record_score(self._connection, client_id, pinned, report, held_out=True)
+                elif record is None and endpoint is None:
+                    why = await record_if_possible(self._connection, client_id, report)
+                if why:
+                    (print if progress else log.info)(f"The score is not recorded: {why.rstrip('.')}.")
                 return report
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
@@ -383,7 +405,7 @@ class AsyncSwarm:
         return await self._send(protocol.JobBody, "PUT", "/job", body=body)
 
     async def evaluations(self) -> list[protocol.EvaluationView]:
-        """The evaluations recorded on the server, oldest first."""
+        """The evaluations recorded on the server, oldest first. See `evaluate`."""
         return await self._read(list[protocol.EvaluationView], "/evaluations")
 
     async def start(self) -> protocol.StatusResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 class Interrupted(SystemExit, KeyboardInterrupt):
     """Ctrl-C during a run. `except KeyboardInterrupt` catches it. A script that does not catch it ends with the message
-    and status 1, as after `sys.exit(message)`, without a traceback."""
+    and status 1, as after `sys.exit(message)`, without a traceback. A prompt, or a notebook, gets a plain
+    `KeyboardInterrupt`: `SystemExit` would end a prompt."""
 
 
 def blocking(verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Swarm, P], T]:
@@ -60,7 +62,8 @@ def blocking_run(
         except AgentJetError as error:  # The author of the script sees the message, under the line of the script.
             raise error.with_traceback(None) from None
         except KeyboardInterrupt:
-            raise Interrupted(
+            is_interactive = hasattr(sys, "ps1")
+            raise (KeyboardInterrupt if is_interactive else Interrupted)(
                 "interrupted: this client's live episodes were aborted (or end with their leases); "
                 "finished training steps are kept"
             ) from None

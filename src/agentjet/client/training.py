@@ -20,7 +20,8 @@ from agentjet.client.episode import AsyncEpisode, begin_episode, close_groups
 from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport
-from agentjet.client.rollout import Agent, RolloutQueue, RolloutSpec, Runner, not_needed, wait_until
+from agentjet.client.rollout import Agent, Groups, RolloutQueue, RolloutSpec, Runner, not_needed, wait_until
+from agentjet.client.task_stream import StreamQueue, TaskStream
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import (
     REPORTED_BATCHES,
@@ -49,7 +50,7 @@ class Training:
     request: Callable[..., BeginRequest]
     """Makes the request for an episode: `AsyncSwarm.episode_request`."""
     version: AgentVersion
-    tasks: Sequence[Task]
+    tasks: Sequence[Task] | TaskStream
     steps: int
     seed: int
     progress: bool
@@ -65,7 +66,11 @@ class Training:
         self._shown = Progress("training", self.steps, wanted=self.progress)
         self._shown.policies = status.policies
         base = f"{self.seed}/{status.policy_version}" if self.reproducible else ""
-        self._queue = RolloutQueue.training(self.tasks, status.group_size, self.seed, status.spare_episodes, base)
+        self._queue = (
+            StreamQueue(self.tasks, Groups(status.group_size, status.spare_episodes, base), self.seed)
+            if isinstance(self.tasks, TaskStream)
+            else RolloutQueue.training(self.tasks, status.group_size, self.seed, status.spare_episodes, base)
+        )
         sleep, notify = connection.retry.sleep, self._shown.notify
         self._live = LiveReload(self.version, self.code, group_size=status.group_size, sleep=sleep, notify=notify)
         self._runner = Runner(
@@ -110,7 +115,7 @@ class Training:
             body = self.request(spec.task.id, spec.task.task_set, spec.group, code_version=code_version)
             update = {
                 "join_only": spec.spare,
-                "unless_full": len(self._queue.task_sets) > 1,
+                "unless_full": self._queue.has_sets,
                 "unless_skipped": not self._queue.is_skipped(spec.task.task_set),
                 "place": spec.place,
                 "seed": spec.seed,

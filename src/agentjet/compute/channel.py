@@ -180,23 +180,20 @@ class Channel:
     async def send_large(self, large: LargeRequest) -> Any:
         """As `send`, in parts."""
         op, id, policy, _ = large.request
-        self._pending[id] = Pending(SENDING, policy)
-        is_sent = False
+        sending = self._pending[id] = Pending(SENDING, policy)
         try:
             for part in large.parts():
                 self._write(part)
                 with contextlib.suppress(ConnectionError):  # The next part raises the reason of the end.
                     await self._writer.drain()
-            is_sent = True
-        finally:
+        except BaseException:
             self._pending.pop(id, None)
-            if not is_sent:
-                with contextlib.suppress(WorkerDied):
-                    self._write(encode(Part(id, -1, b"", True)))
-        if self._end is not None:
-            raise copy.copy(self._end)
-        pending = self._pending[id] = Pending(op, policy)
-        return await pending.next()
+            with contextlib.suppress(WorkerDied):
+                self._write(encode(Part(id, -1, b"", True)))
+            raise
+        if self._pending.pop(id, None) is not None:  # The answer may be here before the last `drain` returns.
+            self._pending[id] = Pending(op, policy, sending.answers)
+        return await sending.next()
 
     async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
         """Request a completion; yields its pieces. Closing the iterator cancels it."""

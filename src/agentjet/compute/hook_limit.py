@@ -8,7 +8,6 @@ thread, too: then only the watchdog is left.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +21,10 @@ LOOKS_PER_LIMIT = 10
 
 def end_overdue(limit: float, request: Callable[[], Request | None], send: Callable[[Answer], object]) -> None:
     """Start the thread. `limit` in seconds; `request` returns the one that the process works on."""
+    text = f"{limit:g} s (server.hook_timeout)"
 
     def watch() -> None:
-        while not (overdue := overdue_call(limit)):
+        while not (overdue := hooks.overdue_call(limit, text)):
             time.sleep(limit / LOOKS_PER_LIMIT)
         present = request()
         if present is not None:
@@ -32,16 +32,3 @@ def end_overdue(limit: float, request: Callable[[], Request | None], send: Calla
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def overdue_call(limit: float) -> str:
-    """Returns a sentence about a hook that has run for more than `limit` seconds, or ''."""
-    for thread, call in list(hooks.RUNNING.items()):
-        if time.monotonic() - call.since > limit:
-            frame = sys._current_frames().get(thread)
-            place = "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            return (
-                f"the recipe {call.recipe!r}: `{call.hook}` did not return within {limit:g} s (server.hook_timeout); "
-                f"it was at {place}; {hooks.WAY_OUT}"
-            )
-    return ""

@@ -26,6 +26,7 @@ from typing import Protocol, Self
 
 from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, WorkerDied
+from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
@@ -69,7 +70,10 @@ def check_capabilities(
     capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
 ) -> None:
     """Raises `ConfigError` if the recipe of a job needs a feature that the backend of a policy does not have."""
-    needed = {"values": job.recipe.value_heads is not None, "teachers": "teacher" in job.recipe.needs}
+    needed = {
+        "values": hooks.declared(job.recipe, "value_heads") is not None,
+        "teachers": "teacher" in hooks.declared(job.recipe, "needs"),
+    }
     for backend in map(config.compute_of, config.policy_names):
         found = capabilities(backend)
         if missing := [feature for feature, wanted in needed.items() if wanted and not getattr(found, feature)]:

@@ -157,7 +157,7 @@ class JobConfig(Section):
     keep_checkpoints: Int64 = Field(2, ge=1)
     """Number of newest checkpoints to keep. Checkpoints with a tag are kept in addition."""
     keep_best: bool = True
-    """Tag the checkpoint with the best recorded evaluation as `best`; save one if that version has none."""
+    """Tag the checkpoint with the best held-out score as `best`; save one if that version has none."""
     seed: Int64 = 0
     """Seed of all random numbers on the server."""
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)

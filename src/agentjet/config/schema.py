@@ -179,8 +179,9 @@ class ServerConfig(Section):
     """Seconds without progress after which the worker is killed and replaced. A worker makes progress while it sends
     messages, uses CPU time or waits for a disk; a worker that computes is never killed."""
     hook_timeout: float = Field(20.0, gt=0)
-    """Seconds that one call of a recipe's hook may take next to the weights; then the run stops with the name of the
-    hook, and its compute process is started again for other runs. Raise it for hooks that compile kernels."""
+    """Seconds that one call of a recipe's hook may take; then the run stops with the name of the hook. Next to the
+    weights the compute process is started again for other runs. In the gateway the thread of the hook is abandoned.
+    Raise it for hooks that compile kernels."""
     max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Maximum size of a request body in MiB. Larger bodies are refused with 413."""
     keep_exports: Int64 = Field(8, ge=1)

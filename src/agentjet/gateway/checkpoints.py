@@ -82,7 +82,7 @@ class CheckpointStore:
 
     def scored(self, evaluations: Sequence[EvaluationView]) -> list[CheckpointInfo]:
         """Returns all checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
-        scores = {evaluation.policy_version: evaluation.score for evaluation in evaluations}
+        scores = {evaluation.policy_version: evaluation.score for evaluation in evaluations if evaluation.held_out}
         tags = self.tags.read()
         return [
             info.model_copy(
@@ -267,7 +267,7 @@ def remove_old_exports(folder: Path, keep: int) -> None:
 
 
 BEST = "best"
-"""Tag of the checkpoint with the best recorded evaluation, managed by the server. See `job.keep_best`."""
+"""Tag of the checkpoint with the best held-out score, managed by the server. See `job.keep_best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,14 +314,14 @@ class PolicyVersions:
     ) -> list[EvaluationView]:
         """Stores the score of a policy version and returns all evaluations. Raises `InvalidRequest`.
 
-        Keeps the checkpoint of that version if it is the best and `job.keep_best` is set. The answer does not wait for
-        that, because it comes after the running batch.
+        Keeps the checkpoint of that version if its held-out score is the best and `job.keep_best` is set. The answer
+        does not wait for that, because it comes after the running batch.
         """
         self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
         await self._run.commits.durable()
         found = self._swarm.queries.evaluations()
-        best = next(evaluation.policy_version for evaluation in found if evaluation.best)
-        if self._swarm.job.keep_best and best == request.policy_version:
+        best = next((evaluation.policy_version for evaluation in found if evaluation.best), None)
+        if self._swarm.job.keep_best and request.held_out and best == request.policy_version:
             keeping = asyncio.create_task(self._keep_best(best))
             self._keeping.add(keeping)
             keeping.add_done_callback(self._keeping.discard)

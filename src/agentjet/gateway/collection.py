@@ -165,11 +165,15 @@ def figures(
 ) -> Figures:
     """Returns the figures of a run. `steps` are its metrics by the policy version after the step, in order.
 
-    Batches and evaluations that a rollback undid are in no figure. Scores are None without evaluations.
+    Batches and evaluations that a rollback undid are in no figure. `score_...` are held-out scores; `evaluation_...`
+    are other recorded ones, of the newest one's name. None stands for a score that does not exist.
     """
-    evaluations = [one for one in evaluations if not one.undone]
+    known = [one for one in evaluations if not one.undone]
+    held_out = [one for one in known if one.held_out]
+    others = [one for one in known if not one.held_out]
+    others = [one for one in others if one.name == others[-1].name]
     rewards = {version: reward for version, step in steps.items() if (reward := step.get("reward/mean")) is not None}
-    scores = [one.score for one in evaluations]
+    best = max(held_out, key=lambda one: one.score, default=None)
     return {
         "policy_version": policy_version,
         "batches": len(steps),
@@ -177,11 +181,13 @@ def figures(
         f"reward_last_{FINAL_STEPS}": _mean(list(rewards.values())[-FINAL_STEPS:]),
         "reward_best": max(rewards.values(), default=None),
         "reward_best_version": max(rewards, key=rewards.__getitem__, default=None),
-        "evaluations": len(scores),
-        "score_first": scores[0] if scores else None,
-        "score_last": scores[-1] if scores else None,
-        "score_best": max(scores, default=None),
-        "score_best_version": evaluations[scores.index(max(scores))].policy_version if scores else None,
+        "evaluations": len(known),
+        "score_first": held_out[0].score if held_out else None,
+        "score_last": held_out[-1].score if held_out else None,
+        "score_best": None if best is None else best.score,
+        "score_best_version": None if best is None else best.policy_version,
+        "evaluation_first": others[0].score if others else None,
+        "evaluation_last": others[-1].score if others else None,
         "episodes": round(_sum(steps, "batch/episodes")),
         "sampled_tokens": round(_sum(steps, "batch/sampled_tokens")),
         "minutes": sum(_sum(steps, name) for name in TIMES) / 60,

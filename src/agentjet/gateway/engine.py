@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from agentjet.gateway.checkpoints import combined_stamp, policy_folders
 from agentjet.gateway.observability import emit_event
 from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
+from agentjet.recipes import hooks
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch
 from agentjet.types import CheckpointStamp, EngineState, ModelInfo, PolicyId
@@ -268,7 +270,7 @@ class Engine:
     async def _bring_up(self) -> None:
         """Adds the policies to the backend and brings them to the policy version of the journal."""
         await self._store.sweep()
-        self.check_job(self._swarm.job)
+        await self.check_job(self._swarm.job)
         self.num_workers += 1
         await self._add_policies()
         batches, operations = await self._load_newest()
@@ -291,7 +293,7 @@ class Engine:
             with activity.work(f"model {name} {wanted.name}", f"loading the model {wanted.name}"):
                 model = await self._compute.add(policy, resolved, worker=worker, settings=settings)
             self._swarm.check_origin(name, model)
-            _check_model(self._swarm.job, model)
+            await self._run.hooks.call(partial(_check_model, self._swarm.job, model))
             known = [one for one in (*renderers.values(), *self.renderers.values()) if one.model == model]
             renderers[name] = known[0] if known else await asyncio.to_thread(Renderer, model)
         self.renderers = renderers
@@ -348,13 +350,18 @@ class Engine:
         emit_event(self._swarm, "checkpoint", body)
         return f"{error} (renamed to {renamed})"
 
-    def check_job(self, job: JobConfig) -> None:
+    async def check_job(self, job: JobConfig) -> None:
         """Raises `ConfigError` if the job needs a missing capability or teacher, or leaves a known model no room for a
-        prompt.
+        prompt. A plug-in may compute the needs, and the tokenizer of a teacher is large: a thread checks it.
         """
-        check_capabilities(self._compute.capabilities, self._run.config, job)
-        for renderer in self.renderers.values():
-            _check_model(job, renderer.model)
+        models = [renderer.model for renderer in self.renderers.values()]
+
+        def check() -> None:
+            check_capabilities(self._compute.capabilities, self._run.config, job)
+            for model in models:
+                _check_model(job, model)
+
+        await self._run.hooks.call(check)
 
 
 def _check_model(job: JobConfig, model: ModelInfo) -> None:
@@ -363,17 +370,18 @@ def _check_model(job: JobConfig, model: ModelInfo) -> None:
             f"job.max_tokens = {job.max_tokens} leaves no room for a prompt in the "
             f"{model.context_length} tokens of context of {model.name!r}: lower it"
         )
-    if "teacher" not in job.recipe.needs:
+    if "teacher" not in hooks.declared(job.recipe, "needs"):
         return
-    folder = Path(job.recipe.teacher_folder)
+    teacher = hooks.declared(job.recipe, "teacher_folder")
+    folder = Path(teacher)
     if not (folder / "config.json").exists():
         raise ConfigError(
-            f"job.recipe.teacher = {job.recipe.teacher_folder!r} is not the folder of a model on this machine: give "
+            f"job.recipe.teacher = {teacher!r} is not the folder of a model on this machine: give "
             "one, such as `agentjet export` writes"
         )
     if _token_ids(folder) != _token_ids(Path(model.tokenizer_path)):
         raise ConfigError(
-            f"job.recipe.teacher = {job.recipe.teacher_folder!r} has another tokenizer than {model.name!r}, so it "
+            f"job.recipe.teacher = {teacher!r} has another tokenizer than {model.name!r}, so it "
             "cannot grade its tokens: use a teacher with the same tokenizer"
         )
 

@@ -11,8 +11,8 @@ import logging
 import re
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from agentjet.gateway import first_weights, observability, views
 from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
-from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
+from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, HookThreads, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.loop_lag import LoopLag
@@ -51,6 +51,7 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.types import (
     DEFAULT_RUN,
     JOURNAL,
@@ -134,6 +135,7 @@ class Gateway:
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
+        self.swarm.store.defers_hooks = True
         self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
@@ -145,6 +147,7 @@ class Gateway:
         """Makes no spans until its `tracer` is set."""
         self.lag = lag or LoopLag()
         self.activity = Activity(self.folder / "durations.json", monotonic=stopwatch)
+        self.hooks = HookThreads(run, config.server.hook_timeout)
         parts = OpenRun(
             run,
             config,
@@ -158,6 +161,7 @@ class Gateway:
             self.tracing,
             self.activity,
             self.lag,
+            self.hooks,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -175,7 +179,8 @@ class Gateway:
         if self.swarm.job_notice:
             log.warning("run %s: %s", self.run, self.swarm.job_notice)
         self.engine.start()
-        self._tasks = [asyncio.create_task(work) for work in (self._check_leases(), self._prune_journal())]
+        works = (self._check_leases(), self._decide_groups(), self._prune_journal())
+        self._tasks = [asyncio.create_task(work) for work in works]
 
     async def ready(self) -> None:
         """Waits until the policies are up. Raises the error of a failed start: `ConfigError` for an unusable model."""
@@ -220,13 +225,8 @@ class Gateway:
         deadline = loop.time() + request.wait
         while True:
             self.swarm.client_seen(request.client_id)  # A refused client is alive, too.
-            if self.engine.state in NOT_SERVING:
-                raise self.engine.refusal()
             try:
-                self._check_limit(request, idempotency_key)
-                with self._calling_recipe():
-                    episode = self.swarm.begin(request, idempotency_key=idempotency_key)
-                return await self._durably(episode)
+                return await self._durably(await self._begin(request, idempotency_key))
             except Later as later:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
@@ -236,6 +236,41 @@ class Gateway:
             pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see above.
             with self.swarm.places.held(request, refusal):
                 await self._waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
+
+    async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> Episode:
+        """Starts an episode now. The hook `rollout` of a plug-in is called for a new group. Raises `Later`."""
+        with suppress(RolloutNeeded):
+            return self._begin_now(request, idempotency_key)
+        async with self._turn_of_recipe():
+            answer = None
+            while True:
+                try:  # Another request may have opened the group, or changed the question.
+                    return self._begin_now(request, idempotency_key, answer)
+                except RolloutNeeded as needed:
+                    question = needed.question
+                with self.activity.work("rollout", "calling `rollout` of the recipe"):
+                    answer = AnsweredRollout(question, await self.hooks.call(question.answer))
+
+    def _begin_now(
+        self, request: BeginRequest, idempotency_key: str | None, rollout: AnsweredRollout | None = None
+    ) -> Episode:
+        if self.engine.state in NOT_SERVING:
+            raise self.engine.refusal()
+        self._check_limit(request, idempotency_key)
+        return self.swarm.begin(request, idempotency_key=idempotency_key, rollout=rollout)
+
+    @asynccontextmanager
+    async def _turn_of_recipe(self) -> AsyncIterator[None]:
+        """Context of calls of `rollout` or `accept`. Raises `Later` if the recipe fails or has failed, which stops
+        training.
+        """
+        async with self.hooks.turn:
+            if (failure := self.engine.training.error) is not None:
+                raise self.engine.recipe_failed(failure)
+            try:
+                yield
+            except RecipeError as error:
+                raise self.engine.recipe_failed(error) from error
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` if the client has the maximum of live episodes. A repeated begin passes."""
@@ -286,28 +321,16 @@ class Gateway:
         return await self._durably(self.swarm.heartbeat(episode_id))
 
     async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
-        with self._calling_recipe():
-            episode = self.swarm.finish(episode_id, request, idempotency_key=idempotency_key)
-        return await self._durably(episode)
+        return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
 
     async def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        with self._calling_recipe():
-            episode = self.swarm.abort(episode_id, request, idempotency_key=idempotency_key)
-        return await self._durably(episode)
+        return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
-        with self._calling_recipe():
-            num_waiting = self.swarm.close_groups(request, idempotency_key=idempotency_key)
+        num_waiting = self.swarm.close_groups(request, idempotency_key=idempotency_key)
         await self.durable()
+        self.changed.notify()  # A group may be closing, without an event.
         return num_waiting
-
-    @contextmanager
-    def _calling_recipe(self) -> Iterator[None]:
-        """Context of a change that may complete a group. Raises `Later` if the recipe fails, which stops training."""
-        try:
-            yield
-        except RecipeError as error:
-            raise self.engine.recipe_failed(error) from error
 
     async def _durably(self, episode: Episode) -> Episode:
         await self.durable()
@@ -356,9 +379,9 @@ class Gateway:
         try:
             settings = {**self.config.model_dump(exclude={"job"}), "job": body.job}
             job = (await asyncio.to_thread(parse_config, settings)).job  # It may import a plug-in.
+            await self.engine.check_job(job)
             if body.revision != self.swarm.job_revision:
                 raise self._revision_changed(body.revision)
-            self.engine.check_job(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
         self.swarm.replace_job(job)
@@ -432,6 +455,7 @@ class Gateway:
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             replay_difference=self.engine.training.replay_difference,
+            abandoned_hooks=self.hooks.abandoned(),
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             loop=views.loop(self.lag.recent()),
@@ -504,16 +528,38 @@ class Gateway:
                 if self.swarm.store.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.store.probe_disk()
-                with self._calling_recipe():
-                    self.swarm.reap()
+                self.swarm.reap()
+                if self._can_decide():  # A group may be closing without an event.
+                    self.changed.notify()
                 if self.swarm.places.refresh():
                     self._waiters.wake()
-            except Later:  # The journal or the engine has logged it.
+            except Later:  # The journal has logged it.
                 pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.
                 if repr(error) != logged:
                     log.exception("leases could not be checked; retrying every %g s", LEASE_CHECK_SECONDS)
                 logged = repr(error)
+
+    async def _decide_groups(self) -> None:
+        """Calls the hook `accept` of a plug-in for closing groups, which completes or drops them.
+
+        After a failure of the recipe they wait until the engine is started again.
+        """
+        observability.run.set(self.run)
+        while True:
+            await self.changed.until(self._can_decide)
+            try:
+                async with self._turn_of_recipe():
+                    if (question := self.swarm.undecided()) is not None:
+                        with self.activity.work("accept", "calling `accept` of the recipe"):
+                            reason = await self.hooks.call(question.answer)
+                        self.swarm.decide(question, reason)
+            except Later as later:  # The journal or the engine has logged it.
+                if self.engine.training.error is None:
+                    await asyncio.sleep(later.retry_after)
+
+    def _can_decide(self) -> bool:
+        return self.engine.training.error is None and self.swarm.queries.num_groups("closing") > 0
 
     async def _prune_journal(self) -> None:
         """Deletes what the journal need not keep, in slices. Other requests go on between them. The next time deletes

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from agentjet.config import JobConfig
 from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_metrics, rise
 from agentjet.gateway.loop_lag import BOUND, Gap
-from agentjet.gateway.observability import divergence
+from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
 from agentjet.types import SOLE_POLICY, EngineState
@@ -529,9 +529,9 @@ def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -
 
 
 def held_out(facts: Facts) -> Finding | None:
-    if not facts.evaluations:
+    last = next((one for one in reversed(facts.evaluations) if one.held_out), None)
+    if last is None:
         return None
-    last = facts.evaluations[-1]
     if fallen := held_out_fall(facts.evaluations):
         return Finding("bad", fallen)
     return Finding("ok", f"held-out score {last.score:.3g} at version {last.policy_version}")
@@ -553,6 +553,14 @@ def weights(facts: Facts) -> Finding | None:
         return None
     reason = divergence(facts.steps[-1])
     return Finding("bad", reason) if reason else Finding("ok", "all weights are finite")
+
+
+def metrics(facts: Facts) -> Finding | None:
+    """Weights that are not finite explain metrics that are not."""
+    if not facts.steps or facts.job is None or divergence(facts.steps[-1]):
+        return None
+    reason = metrics_not_finite(facts.steps[-NEWEST:], facts.job)
+    return Finding("warn", reason) if reason else Finding("ok", "all metrics are finite")
 
 
 def update(facts: Facts) -> Finding | None:
@@ -668,6 +676,7 @@ RULES: Mapping[str, Judge] = {
     "loop": loop,
     "clients": clients,
     "weights": weights,
+    "metrics": metrics,
     "gradient": gradient,
     "update": update,
     "mismatch": of_each_policy("policy/mismatch_kl", mismatch),
@@ -688,5 +697,7 @@ RULES: Mapping[str, Judge] = {
 }
 """The rules, causes before their consequences. Each name is the anchor of a section in the documentation."""
 
-STATED = frozenset(("engine", "disk", "loop", "clients", "weights", "update", "refill", "images", "tools", "drift"))
+STATED = frozenset(
+    ("engine", "disk", "loop", "clients", "weights", "metrics", "update", "refill", "images", "tools", "drift")
+)
 """The rules that state a fact. The other ones are estimates."""

@@ -158,7 +158,7 @@ def held_out_fall(evaluations: Sequence[EvaluationView]) -> str:
     standard errors, because the highest of many noisy scores is above their mean. A score between 0 and 1 has at most
     the error of a coin, 0.5 / sqrt(tasks). Other scores are not judged, because their errors are not recorded.
     """
-    known = [one for one in evaluations if not one.undone]
+    known = [one for one in evaluations if one.held_out and not one.undone]
     known = [one for one in known if one.num_tasks == known[-1].num_tasks]
     if len(known) < 2 or any(not 0 <= one.score <= 1 for one in known):
         return ""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.protocol import Event
+from agentjet.recipes import hooks
 from agentjet.swarm import SwarmState
-from agentjet.swarm.batches import WAY_OUT
+from agentjet.swarm.batches import NOT_FINITE, WAY_OUT
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -84,6 +86,22 @@ def divergence(step: Mapping[str, float]) -> str:
                 f"{which}: its weights are not finite. Restart from an earlier checkpoint with a lower job.optimizer.lr"
             )
     return ""
+
+
+def metrics_not_finite(steps: Sequence[Mapping[str, float]], job: JobConfig) -> str:
+    """Returns a sentence about the metrics of steps that were not finite, with the hook that was not called, or ''."""
+    found = dict.fromkeys(name for step in steps for name in step if name.startswith(NOT_FINITE))
+    if not found:
+        return ""
+    names = ", ".join(repr(name.removeprefix(NOT_FINITE)) for name in found)
+    num = sum(not found.keys().isdisjoint(step) for step in steps)
+    where = "of the batch" if len(steps) == 1 else f"of {num} of the newest {len(steps)} batches"
+    kept = (
+        "; `next_state` was not called, so the state of the recipe is the old one"
+        if hooks.has_state(job.recipe)
+        else ""
+    )
+    return f"recipe {job.recipe.name!r}: the metrics {names} {where} are NaN or infinite, and were left out{kept}"
 
 
 class MetricsFile:

@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 MOST_READS = 16
 """Reads that may wait for the thread. Further ones are refused."""
 
+CLOSING_SECONDS = 1.0
+
 
 class Reader:
     """Reads a journal. Close it at the end."""
@@ -139,8 +141,14 @@ class Reader:
         self._opened.close()
 
     async def close(self) -> None:
-        """Refuses further reads and ends the thread after those that wait. Idempotent."""
+        """Refuses further reads and ends the thread after those that wait. A read that takes longer than
+        `CLOSING_SECONDS` is interrupted. Idempotent.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._thread.submit(self._disconnect)
-        await asyncio.to_thread(self._thread.shutdown)
+        ended = asyncio.create_task(asyncio.to_thread(self._thread.shutdown))
+        while not (await asyncio.wait([ended], timeout=CLOSING_SECONDS))[0]:
+            if self._journal is not None:
+                self._journal.file.interrupt()
+        await ended

@@ -105,13 +105,12 @@ class Runs:
         `run_policies_changed` if the run has other policies and was used; `run_unusable` if its files cannot be opened.
         """
         async with self._changing(name):
-            if self._closing:
-                raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
+            self._check_not_closing()
             known = self._record(name)
             record = known or self._new_record(settings)
             is_corrected = settings.policies not in ({}, record.policies) and self._is_unused(name)
             if is_corrected:  # Its policies were perhaps mistyped.
-                record = self._with_policies(name, record, settings.policies)
+                record = await asyncio.to_thread(self._with_policies, name, record, settings.policies)
             # It may import a plug-in.
             job = await asyncio.to_thread(self._checked_job, record, settings, is_open=name in self._gateways)
             self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
@@ -254,12 +253,35 @@ class Runs:
     async def _open(self, name: str, record: RunRecord) -> None:
         """Opens and starts a run. Raises `ConfigError`."""
         try:
-            gateway = self._gateway(name, self._config_of(record.policies, record.job))
+            config = await asyncio.to_thread(self._config_of, record.policies, record.job)
+            await asyncio.to_thread(self._read_recipes, name)
+        except ConfigError as error:
+            self._failed[name] = str(error)
+            raise
+        self._check_not_closing()
+        try:
+            gateway = self._gateway(name, config)
         except (ConfigError, Later, OSError) as error:
             self._failed[name] = str(error)
             raise ConfigError(str(error)) from None
         self._failed.pop(name, None)
         await gateway.start()
+
+    def _check_not_closing(self) -> None:
+        if self._closing:
+            raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
+
+    def _read_recipes(self, name: str) -> None:
+        """Makes the recipes of the run's present job and batch, so that the event loop runs no code of a plug-in when
+        it reads them. Raises `ConfigError`.
+        """
+        try:
+            opened = Journal.open_read_only(self._folder / name / JOURNAL)
+        except ConfigError:  # It does not exist yet, or the gateway refuses it with the reason.
+            return
+        with closing(opened) as journal:
+            journal.job_settings()
+            journal.batches(journal.read_state().policy_version)
 
     def _gateway(self, name: str, config: ServeConfig) -> Gateway:
         gateway = self._gateways[name] = self._new_gateway(config, run=name)

@@ -32,9 +32,9 @@ from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, Worke
 from agentjet.gateway import observability
 from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
-from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
+from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit, HookThreads
 from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event
+from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.swarm import Batch, SwarmState
@@ -67,6 +67,7 @@ class OpenRun:
     tracing: Tracing
     activity: Activity
     lag: LoopLag
+    hooks: HookThreads
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
@@ -282,6 +283,8 @@ class TrainingLoop:
         self._run.metrics.append(batch.id + 1, merged)
         if reason := divergence(merged):
             log.error("%s", reason)
+        elif reason := metrics_not_finite([merged], batch.job):
+            log.warning("batch %d: %s", batch.id, reason)
         if (found := zero_variance(self._swarm.queries)) and found.batches == REPORTED_BATCHES:
             log.warning("\n".join(report_lines(found)))
 

@@ -22,7 +22,7 @@ from agentjet.protocol.base import (
     Response,
     Temperature,
 )
-from agentjet.types import MAX_NAME, RUN_NAME, EngineState, Mode, SamplersStatus
+from agentjet.types import MAX_NAME, MAX_REWARD_TEXT, RUN_NAME, EngineState, Mode, SamplersStatus
 
 MAX_CLOSED_GROUPS = 4096
 """Maximum number of groups in a `CloseGroupsRequest`."""
@@ -94,8 +94,9 @@ class BeginResponse(Response):
 
 
 class FinishRequest(Request):
-    """The end of an episode: its reward, in all or by agent role, and metrics to chart. With named policies, `by_role`
-    is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`."""
+    """The end of an episode: its reward, in all or by agent role, metrics to chart, and a text. With named policies,
+    `by_role` is empty, or has an entry for every policy and perhaps further ones for roles, such as `planner/critic`.
+    """
 
     reward: Finite
     """Reward of the episode. Those of policies and roles are in `by_role`."""
@@ -105,6 +106,8 @@ class FinishRequest(Request):
     by_turn: Annotated[dict[Name, CallRewards], Field(max_length=64)] = Field(default_factory=dict)
     """Rewards of the first, second, ... call of a role; the role is empty if the agent names none."""
     metrics: MetricMap = Field(default_factory=dict)
+    text: Annotated[str, Field(max_length=MAX_REWARD_TEXT)] = ""
+    """The reason for the reward, for people. It is not trained on."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -225,13 +228,18 @@ EventForm = Literal["event", "tick"]
 
 
 class EvaluationRequest(Request):
-    """The score of a policy version on held-out tasks; higher is better."""
+    """The score of a policy version on tasks; higher is better."""
 
     policy_version: Annotated[int, Field(ge=0, lt=2**63)]
     score: Finite
     """Mean over the tasks of the mean reward of a task's repeats."""
     num_tasks: Annotated[int, Field(ge=1, lt=2**63)]
     num_episodes: Annotated[int, Field(ge=1, lt=2**63)]
+    name: Name = ""
+    """Scores of one name are one curve: the task set, for example."""
+    held_out: bool = True
+    """True for the score that a run is judged by. The best checkpoint, the health and the answer to "is it learning?"
+    depend on these only. The others are shown and compared."""
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
 
 
@@ -242,7 +250,7 @@ class EvaluationView(EvaluationRequest):
 
     time: float
     best: bool
-    """True if no evaluation has a higher score, and no earlier one the same. Undone ones do not count."""
+    """True if no held-out score is higher, and no earlier one the same. Undone ones do not count."""
     undone: bool
     """True if a rollback undid its policy version."""
 
@@ -256,7 +264,7 @@ class CheckpointInfo(Response):
     tags: list[str] = Field(default_factory=list)
     """Its names; a checkpoint that has one is never rotated away."""
     score: float | None = None
-    """Score of the newest recorded evaluation of this version."""
+    """The newest held-out score of this version."""
 
 
 class TagRequest(Request):
@@ -451,6 +459,8 @@ class StatusResponse(Response):
     """Killed after `server.worker_timeout` seconds without work."""
     replay_difference: str = ""
     """A sentence about a batch that was learned again and led to other weights; empty if there was none."""
+    abandoned_hooks: list[str] = Field(default_factory=list)
+    """A sentence about each thread of the gateway in which a hook has not returned within `server.hook_timeout`."""
     unusable_checkpoints: list[str] = Field(default_factory=list)
     """Renamed folders of checkpoints that are damaged or belong to another run."""
     zero_variance: ZeroVariance | None = None

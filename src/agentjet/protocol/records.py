@@ -53,7 +53,7 @@ class EpisodeQuery(Request):
     search: Text = ""
     """Text inside the id of the task, the group or the id of the episode."""
     text: Text = ""
-    """Text inside a message or an answer. Only episodes whose messages are kept are found."""
+    """Text inside the text of the reward, a message or an answer. Messages are found as long as they are kept."""
 
 
 class EpisodeFilters(TypedDict, total=False):
@@ -104,6 +104,8 @@ class EpisodeView(Response):
     reward: float | None = None
     by_role: dict[str, float] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
+    reward_text: str = ""
+    """The reason for the reward, as the client gave it."""
     reason: str = ""
     """Why it was aborted or expired, or `dropped`."""
     dropped: str = ""

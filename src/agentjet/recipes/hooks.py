@@ -1,4 +1,4 @@
-"""Calls the hooks of a recipe, and checks what they return.
+"""Calls the hooks of a recipe, checks what they return, and bounds the time that code of a plug-in takes.
 
 A hook that fails, or returns what cannot be trained, raises `RecipeError` with the recipe, the hook, the value and the
 line of the file. The run stops with that message. Its finished episodes and its batch stay in the journal, so that the
@@ -7,15 +7,19 @@ run continues with the mended recipe. Shapes: M targets.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from agentjet.errors import AgentJetError, RecipeError
 from agentjet.recipes.recipe import FinishedGroup, Recipe
@@ -34,6 +38,7 @@ COMPUTED = ("new_", "reference", "sequence_log_ratio")
 """Beginnings of the columns that `token_loss` may read without `columns`, because the learner computes them."""
 LIBRARIES = ("numpy", "torch", "pydantic")
 WAY_OUT = "mend the recipe and start the server again; nothing is lost"
+PACKAGE = __name__.partition(".")[0]
 
 
 class HookCall(NamedTuple):
@@ -50,20 +55,102 @@ RUNNING: dict[int, HookCall] = {}
 
 
 @contextmanager
-def running(recipe: Recipe, hook: str) -> Iterator[None]:
-    """Context of a call of a hook, or of the backward pass of its loss."""
+def running(recipe: str, hook: str) -> Iterator[None]:
+    """Context of a call of a hook, or of the backward pass of its loss. `recipe` is the name."""
     thread = threading.get_ident()
-    RUNNING[thread] = HookCall(recipe.name, hook, time.monotonic())
+    RUNNING[thread] = HookCall(recipe, hook, time.monotonic())
     try:
         yield
     finally:
-        RUNNING.pop(thread, None)
+        del RUNNING[thread]
+
+
+def is_plug_in(kind: type) -> bool:
+    """True for a class outside this package."""
+    return kind.__module__.partition(".")[0] != PACKAGE
+
+
+def overdue(thread: int, limit: str) -> str:
+    """Returns a sentence about the hook that a thread calls, which did not return within `limit`."""
+    frame, call = sys._current_frames().get(thread), RUNNING.get(thread)
+    at = "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    hook = "a hook" if call is None else f"the recipe {call.recipe!r}: `{call.hook}`"
+    return f"{hook} did not return within {limit}; it was at {at}; {WAY_OUT}"
+
+
+def overdue_call(seconds: float, limit: str, *, of: tuple[str, str] | None = None) -> str:
+    """Returns a sentence about a call that has not returned for more than `seconds`, or ''. `of`: recipe and hook."""
+    for thread, call in list(RUNNING.items()):
+        if of in (None, (call.recipe, call.hook)) and time.monotonic() - call.since > seconds:
+            return overdue(thread, limit)
+    return ""
+
+
+class PlugInThread(Generic[Result]):
+    """Calls a function of a plug-in in a daemon thread, which is abandoned if the function does not return."""
+
+    def __init__(self, name: str, function: Callable[[], Result]) -> None:
+        """Starts the thread. It has the context variables of the caller."""
+        self.name = name
+        self.result: Future[Result] = Future()
+        self._begun = time.monotonic()
+        self._is_abandoned = False
+        self._lock = threading.Lock()
+        arguments = (self._call, function)
+        self._thread = threading.Thread(target=copy_context().run, args=arguments, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._begun
+
+    def overdue(self, limit: str) -> str:
+        """See the function `overdue`."""
+        return overdue(self._thread.ident or 0, limit)
+
+    def wait(self, seconds: float) -> Result:
+        """Returns the result, or raises the error of the function. Raises `TimeoutError` with a sentence after
+        `seconds`. Then the caller may abandon the thread.
+        """
+        try:
+            return self.result.result(seconds)
+        except TimeoutError:
+            if self.result.done():  # The error of the function.
+                raise
+        raise TimeoutError(self.overdue(f"{seconds:g} s"))
+
+    def abandon(self) -> None:
+        """Ignores the result, and ends the thread if it runs Python code."""
+        with self._lock:
+            self._is_abandoned = True
+            if not self.result.done() and self._thread.ident is not None:
+                # An endless loop would take half of the time of all other threads for ever. A thread that waits in C
+                # gets the exception once the wait is over.
+                identity = ctypes.c_ulong(self._thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit))
+
+    def _call(self, function: Callable[[], Result]) -> None:
+        try:
+            found = function()
+        except BaseException as error:  # Boundary: the waiting thread raises it.
+            with self._lock:
+                if not self._is_abandoned:
+                    self.result.set_exception(error)
+        else:
+            with self._lock:
+                if not self._is_abandoned:
+                    self.result.set_result(found)
 
 
 def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
     """Returns what a hook returns. Raises `RecipeError` if it fails."""
     try:
-        with running(recipe, hook):
+        with running(recipe.name, hook):
             return function()
     except (AgentJetError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
@@ -73,6 +160,11 @@ def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
         raise RecipeError(
             f"{_name(recipe, hook)} failed at {place(error)}: {type(error).__name__}: {error}; {WAY_OUT}"
         ) from error
+
+
+def declared(recipe: Recipe, name: str) -> Any:
+    """Returns a property of a recipe, which a plug-in may compute."""
+    return called(recipe, name, lambda: getattr(recipe, name))
 
 
 def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
@@ -111,13 +203,14 @@ def columns(
     forest, metrics = result
     if not isinstance(metrics, dict) or not all(isinstance(value, Real) for value in metrics.values()):
         raise _wrong(recipe, hook, f"returned the metrics {metrics!r} instead of a dict of numbers")
-    for name in recipe.reads:
+    reads = declared(recipe, "reads")
+    for name in reads:
         if name not in forest.targets and not name.startswith(COMPUTED):
             has = ", ".join(sorted(forest.targets))
             raise _wrong(recipe, hook, f"returned no column {name!r}, which `reads` names; the forest has {has}")
-    given = [batch.forest.targets[name] for name in recipe.reads if name in batch.forest.targets]
+    given = [batch.forest.targets[name] for name in reads if name in batch.forest.targets]
     if all(_is_finite(values) for values in (*given, *outputs.values())):  # Otherwise the policy has diverged.
-        for name in forest.targets.keys() & set(recipe.reads):
+        for name in forest.targets.keys() & set(reads):
             _check_column(recipe, hook, forest, forest[name], f"the column {name!r}")
     return forest, {name: float(value) for name, value in metrics.items()}
 
@@ -171,9 +264,16 @@ def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
         )
 
 
+def has_state(recipe: Recipe) -> bool:
+    """True if the recipe has the hook `next_state`."""
+    return type(recipe).next_state is not Recipe.next_state
+
+
 def next_state(recipe: Recipe, state: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the state of the recipe for the next batch. A batch with a metric that is not finite leaves it."""
-    if not all(map(math.isfinite, metrics.values())):  # The policy has diverged, which `divergence` reports.
+    """Returns the state of the recipe for the next batch. A batch with a metric that is not finite leaves it, because
+    the policy may have diverged. The gateway names the metric and this hook.
+    """
+    if not all(map(math.isfinite, metrics.values())):
         return dict(state)
     hook = "next_state"
     found: Any = called(recipe, hook, lambda: recipe.next_state(state, metrics))

@@ -12,6 +12,9 @@ The gateway and the learner call the hooks:
 | `token_loss` | learner, for each micro-batch | the loss of each token |
 | `next_state` | learner, after the last step of a batch | the numbers that `columns` of the next batch gets |
 
+The gateway calls those of a plug-in in a thread: `rollout` and `accept` one at a time, `reward_advantages` perhaps at
+the same time.
+
 A recipe is immutable. Its state, if it has any, is a table of numbers that the learner keeps with the weights and saves
 in their checkpoint. So a replay of the journal with the same code gives the same weights. Shapes: M targets.
 """

@@ -7,11 +7,10 @@ A name is a file of `shelf/`, an entry point `agentjet.recipes` of an installed 
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -23,6 +22,12 @@ GROUP = "agentjet.recipes"
 DEFAULT = "grpo"
 IMPORT_SECONDS = 60.0
 """Limit of the import of a plug-in, which may import large libraries."""
+VALIDATION_SECONDS = 20.0
+"""Limit of the validators of a plug-in."""
+MOST_VALIDATED = 256
+_validated: dict[tuple[type[Recipe], str], Recipe] = {}
+"""Recipes of plug-ins by class and parameters. So validators run where a job is set, and not again in the event loop
+when the journal is read."""
 Part = TypeVar("Part", bound=Component)
 
 
@@ -47,7 +52,45 @@ def make_recipe(value: object) -> Recipe:
         return value
     given = as_table(value, "recipe")
     name = given.get("name") or DEFAULT
-    return find(name).model_validate({**given, "name": name})
+    kind, parameters = find(name), {**given, "name": name}
+    return _plug_in(kind, parameters) if hooks.is_plug_in(kind) else kind.model_validate(parameters)
+
+
+def _plug_in(kind: type[Recipe], parameters: Mapping[str, Any]) -> Recipe:
+    """Returns a recipe of a plug-in, perhaps one that was made before. Raises `ValueError`."""
+    key = _key(kind, parameters)
+    if key is not None and key in _validated:
+        return _validated[key]
+    thread = hooks.PlugInThread(f"validators of {kind.__name__}", partial(_made, kind, parameters))
+    try:
+        recipe, dumped = thread.wait(VALIDATION_SECONDS)
+    except (ValueError, MemoryError, KeyboardInterrupt):
+        raise
+    except TimeoutError as error:
+        thread.abandon()
+        raise ValueError(str(error)) from None
+    except BaseException as error:  # Boundary: the validators are not ours, and may call `sys.exit`.
+        raise ValueError(f"{hooks.place(error)}: {type(error).__name__}: {error}") from error
+    for found in (key, _key(kind, dumped)):
+        if found is not None:
+            _validated[found] = recipe
+    while len(_validated) > MOST_VALIDATED:
+        _validated.pop(next(iter(_validated)))
+    return recipe
+
+
+def _made(kind: type[Recipe], parameters: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+    with hooks.running(str(parameters["name"]), "validators"):
+        recipe = kind.model_validate(parameters)
+        return recipe, recipe.model_dump(mode="json")
+
+
+def _key(kind: type[Recipe], parameters: Mapping[str, Any]) -> tuple[type[Recipe], str] | None:
+    """Returns None for parameters that are not JSON."""
+    try:
+        return kind, json.dumps(parameters, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def as_table(value: object, setting: str) -> Mapping[str, Any]:
@@ -105,19 +148,11 @@ def _imported(name: str) -> Any:
     """Returns a module. It is imported in a thread, which is abandoned after `IMPORT_SECONDS`."""
     if "__main__" in name.split("."):  # Its import runs a program.
         raise ValueError("it is the program of a package: name the module that has the class")
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(importlib.import_module(name))
-        except BaseException as error:  # Boundary: `result` raises it.
-            result.set_exception(error)
-
-    threading.Thread(target=work, name=f"import {name}", daemon=True).start()
+    thread = hooks.PlugInThread(f"import {name}", partial(importlib.import_module, name))
     try:
-        return result.result(IMPORT_SECONDS)
+        return thread.wait(IMPORT_SECONDS)
     except TimeoutError:
-        if result.done():
+        if thread.result.done():
             raise
         raise ValueError(f"its import did not end within {IMPORT_SECONDS:g} s") from None
 

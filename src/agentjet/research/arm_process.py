@@ -38,6 +38,8 @@ from agentjet.types import Task
 ENDING_SECONDS = 20.0
 """Time to abort live episodes."""
 LONGEST_ANSWER = 64 << 20
+LONGEST_OUTPUT = 64 << 20
+"""Bytes of what the agent prints. They go to the trial's log, so an endless print would fill the disk."""
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """Environment variables of a fenced process. Others may hold keys."""
 
@@ -108,6 +110,7 @@ class ArmProcess:
             concurrency=self.order.concurrency,
             progress=False,
             at_version=version,
+            record=False,
             seed=seed,
         )
         missing = len(report.results) - len(report.finished)
@@ -200,6 +203,8 @@ class Arm:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._excess = ""
+        """Why the process was ended, if it printed too much."""
         self.tasks: list[Task] = []
         """The training tasks, as the arm describes them."""
 
@@ -213,10 +218,25 @@ class Arm:
             answer: dict[str, Any] = json.loads(await process.stdout.readline())
         except (ValueError, ConnectionError):  # it ended, or what it wrote is not an answer
             await ended(process)
-            raise ArmFailed(f"the agent's process ended with exit code {process.returncode}") from None
+            reason = self._excess or f"the agent's process ended with exit code {process.returncode}"
+            raise ArmFailed(reason) from None
         if "error" in answer:
             raise (ArmFailed if answer["own"] else AgentJetError)(str(answer["error"]))
         return answer
+
+    async def forward_output(self) -> None:
+        """Copies what the process prints to this process's standard error. Kills it after `LONGEST_OUTPUT` bytes."""
+        assert self._process.stderr is not None
+        left = LONGEST_OUTPUT
+        while content := await self._process.stderr.read(1 << 16):
+            left -= len(content)
+            if left < 0:
+                self._excess = (
+                    f"the agent was ended, because it printed more than {LONGEST_OUTPUT >> 20} MiB: print less"
+                )
+                self._process.kill()
+                return
+            os.write(2, content)
 
     async def train(self, steps: int, seed: int) -> None:
         await self.ask({"do": "train", "steps": steps, "seed": seed})
@@ -242,15 +262,19 @@ async def started(order: ArmOrder) -> AsyncIterator[Arm]:
         if fence.version():
             libraries = (Path(sys.prefix), Path(agentjet.__file__).resolve().parents[1])
             command = fence.fenced(command, home, [*map(Path, order.readable), *libraries])
+    pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LONGEST_ANSWER, **options
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, **options
     )
+    arm = Arm(process)
+    forwarding = asyncio.create_task(arm.forward_output())
     try:
-        arm = Arm(process)
         arm.tasks = [Task(**task) for task in (await arm.ask(order.to_json()))["tasks"]]
         yield arm
     finally:
         await ended(process)
+        await asyncio.wait([forwarding], timeout=1.0)  # A process that the arm left may hold its output open.
+        forwarding.cancel()
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:

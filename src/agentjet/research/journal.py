@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from agentjet import database
 from agentjet.errors import ConfigError
 from agentjet.research.models import Diagnosis, Outcome, Study, Trial
 from agentjet.research.records import canonical
@@ -83,7 +84,7 @@ class Journal:
         self._lock, self._database = -1, None
         if file is not None:
             try:
-                self._database = self._opened(file) if writer else connected(file, "?mode=ro")
+                self._database = self._opened(file) if writer else database.connect(file, "mode=ro", any_thread=True)
                 self.refresh()
             except sqlite3.Error as error:
                 self.close()
@@ -99,9 +100,10 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{file} is being written by another process: wait for its end, or stop it") from None
-        database = connected(file)
-        database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + SCHEMA)
-        return database
+        connection = database.connect(file, any_thread=True)
+        database.check_tables(connection, SCHEMA, file)  # Before a trigger of another file can run.
+        connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + SCHEMA)
+        return connection
 
     def has_writer(self) -> bool:
         """True while a process writes the file."""
@@ -117,6 +119,8 @@ class Journal:
         """Reads entries that another process wrote. A file whose writer has not made its tables yet has none."""
         if self._database is None or not self._database.execute("SELECT 1 FROM sqlite_master").fetchone():
             return
+        if self.file is not None and not self.entries:
+            database.check_tables(self._database, SCHEMA, self.file)
         rows = self._database.execute(
             "SELECT number, kind, key, at, because, content FROM entries WHERE number > ? ORDER BY number",
             (len(self.entries),),
@@ -165,10 +169,6 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def connected(file: Path, mode: str = "") -> sqlite3.Connection:
-    return sqlite3.connect(f"{file.absolute().as_uri()}{mode}", uri=True, isolation_level=None, check_same_thread=False)
 
 
 def stored(content: object) -> Any:

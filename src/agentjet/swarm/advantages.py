@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentjet.errors import AgentJetError, RecipeError
 from agentjet.recipes import hooks
@@ -18,6 +19,10 @@ from agentjet.recipes.recipe import Recipe
 from agentjet.swarm.batch_forest import episode_facts
 from agentjet.swarm.state import Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
+
+HOOK = "reward_advantages"
+HOOK_SECONDS = 20.0
+"""Limit of the hook of a plug-in. A later request does not call it again while its thread has not ended."""
 
 
 class Advantages(NamedTuple):
@@ -57,10 +62,10 @@ def advantages(
             facts = _facts(groups, members, policy, policies)
             absent: Any = _Absent()
             batch = TrainingBatch(batch_id, absent, facts)
-            values_ER = hooks.called(recipe, "reward_advantages", partial(recipe.reward_advantages, batch))
+            values_ER = _called(recipe, batch)
             if values_ER is None:
                 raise _NeedsCalls
-            hooks.check_shape(recipe, "reward_advantages", values_ER, facts.spoke.shape, "each episode and role")
+            hooks.check_shape(recipe, HOOK, values_ER, facts.spoke.shape, "each episode and role")
             for member, values_R in zip(members, values_ER, strict=True):
                 found[member.id] |= {
                     role: float(value) for role, value in zip(facts.roles, values_R, strict=True) if np.isfinite(value)
@@ -70,6 +75,21 @@ def advantages(
     except RecipeError as error:
         return Advantages({}, str(error))
     return Advantages(found)
+
+
+def _called(recipe: Recipe, batch: TrainingBatch) -> NDArray[np.float64] | None:
+    """Returns the answer of the hook. Raises `RecipeError` if it fails or does not return in time."""
+    call = partial(hooks.called, recipe, HOOK, partial(recipe.reward_advantages, batch))
+    if not hooks.is_plug_in(type(recipe)):
+        return call()
+    if stuck := hooks.overdue_call(HOOK_SECONDS, f"{HOOK_SECONDS:g} s", of=(recipe.name, HOOK)):
+        raise RecipeError(stuck)
+    thread = hooks.PlugInThread(f"hook {HOOK}", call)
+    try:
+        return thread.wait(HOOK_SECONDS)
+    except TimeoutError as error:
+        thread.abandon()
+        raise RecipeError(str(error)) from None
 
 
 def _facts(

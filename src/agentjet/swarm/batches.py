@@ -28,6 +28,8 @@ from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, OperationKind
 
+NOT_FINITE = "batch/not_finite/"
+"""Beginning of the metrics that name a metric which was left out, because it was not finite. Their value is 1."""
 ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
@@ -148,7 +150,7 @@ class Batches:
     ) -> dict[str, float]:
         """Record that `batch` took the policies to version `batch.id + 1`. A replayed batch changes nothing.
 
-        Returns all its metrics, except those that are not finite, which JSON and charts cannot hold.
+        Returns all its metrics. JSON and charts cannot hold those that are not finite: `NOT_FINITE` names them.
         """
         store = self._store
         if batch.id < store.policy_version:
@@ -161,7 +163,8 @@ class Batches:
             **self._forest_metrics.get(batch.id, {}),
             **metrics,
         }
-        merged = {name: value for name, value in merged.items() if math.isfinite(value)}
+        named = {f"{NOT_FINITE}{name}": 1.0 for name, value in merged.items() if not math.isfinite(value)}
+        merged = {name: value for name, value in merged.items() if math.isfinite(value)} | named
         with store.transaction():
             self._journal.add_step(batch.id, merged)
             if fingerprints:

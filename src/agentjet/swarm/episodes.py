@@ -32,7 +32,7 @@ from agentjet.swarm import demonstrations, groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.demonstrations import Answered, Committed
-from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, Endings, announce
+from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, Endings, Undecided, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
@@ -146,8 +146,10 @@ class SwarmState:
 
     # ---- begin ---------------------------------------------------------------------------------------------
 
-    def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
-        """Start an episode.
+    def begin(
+        self, request: BeginRequest, *, idempotency_key: str | None = None, rollout: AnsweredRollout | None = None
+    ) -> Episode:
+        """Start an episode. Raises `RolloutNeeded` if it needs another answer of the recipe than `rollout`.
 
         Raises `Later` when the present batch needs none: `not_sampling`, `batch_full`, `task_set_full`, `group_full`.
         Raises `Conflict`:
@@ -179,7 +181,7 @@ class SwarmState:
             groups.check_pin(self.store, self._mixture, request.at_version, now)
         joined = None
         if request.mode == "train":
-            joined = groups.admit(self.store, self._mixture, self.places, request, now)
+            joined = groups.admit(self.store, self._mixture, self.places, request, now, rollout)
         with self.store.transaction():
             episode = Episode(
                 id=new_episode_id(now),
@@ -279,8 +281,14 @@ class SwarmState:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
         # Turns are those before the end: it marks answers in flight undelivered, and calls are pruned later.
-        score = (request.reward, request.by_role, digest(request), request.metrics)
-        recorded = (episode.reward, episode.by_role, episode.call_rewards_digest, episode.metrics)
+        score = (request.reward, request.by_role, digest(request), request.metrics, request.text)
+        recorded = (
+            episode.reward,
+            episode.by_role,
+            episode.call_rewards_digest,
+            episode.metrics,
+            episode.reward_text,
+        )
         if episode.status == "finished" and recorded == score:
             return episode
         episode = self._live(episode_id)
@@ -304,6 +312,7 @@ class SwarmState:
                 call_rewards=of_calls,
                 call_rewards_digest=digest(request),
                 metrics=dict(request.metrics),
+                reward_text=request.text,
             )
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)
@@ -350,6 +359,16 @@ class SwarmState:
                     for group in left:
                         self._endings.leave(group, now)
         return sum(group.is_left for group in groups.named(self.store, request))
+
+    def undecided(self) -> Undecided | None:
+        """The closing group that ended first; None without any."""
+        return groups.undecided(self.store)
+
+    def decide(self, question: Undecided, reason: str) -> None:
+        """Complete a closing group, or drop it for the recipe's reason. Does nothing if the group has ended since."""
+        if self.store.groups.get(question.group.id) == question.group:
+            with self.store.transaction():
+                groups.decide(self.store, question.group, reason, self._clock())
 
     # ---- calls ---------------------------------------------------------------------------------------------
 

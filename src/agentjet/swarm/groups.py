@@ -6,20 +6,21 @@ no further episode of a group leaves it: the group closes with its last live mem
 A client that is gone leaves nothing. Then a group below full size without a live member closes after `lease_seconds`
 without a new member. An abort may delay a batch that long, once more after a restart; an expired lease adds no delay.
 
-The functions take a `Store` and are called inside its transactions.
+The functions take a `Store` and are called inside its transactions. With `Store.defers_hooks` they call no hook of a
+plug-in. Then a new group raises `RolloutNeeded`, and a group that all members have ended is `closing` until `decide`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest
 from agentjet.recipes import hooks
-from agentjet.recipes.recipe import FinishedGroup
-from agentjet.recipes.rollout import Rollout
+from agentjet.recipes.recipe import FinishedGroup, Recipe
+from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.places import Places
@@ -38,6 +39,47 @@ OWN_REASONS = frozenset(
 )
 """Reasons to drop a group that are not those of recipes."""
 
+
+class RolloutQuestion(NamedTuple):
+    """The arguments of the hook `rollout` for a new group."""
+
+    recipe: Recipe
+    task: TaskStats
+    default: Rollout
+    version: int
+
+    def answer(self) -> Rollout:
+        """Calls the hook. Raises `RecipeError` if it is wrong, `InvalidRequest` if the task is."""
+        return hooks.rollout(*self)
+
+
+class AnsweredRollout(NamedTuple):
+    """The answer of the hook `rollout`. It holds for this question only."""
+
+    question: RolloutQuestion
+    rollout: Rollout
+
+
+class RolloutNeeded(Exception):
+    """A new group needs an answer of the hook `rollout`. The group was not opened."""
+
+    def __init__(self, question: RolloutQuestion) -> None:
+        super().__init__(question)
+        self.question = question
+
+
+class Undecided(NamedTuple):
+    """A closing group, with the arguments of the hook `accept`."""
+
+    group: Group
+    recipe: Recipe
+    finished: FinishedGroup
+
+    def answer(self) -> str:
+        """Calls the hook. Returns its reason to drop the group, or ''. Raises `RecipeError` if the hook is wrong."""
+        return hooks.accept(self.recipe, self.finished, OWN_REASONS)
+
+
 # ---- admission ---------------------------------------------------------------------------------------------
 
 
@@ -46,8 +88,15 @@ def training_is_over(store: Store) -> bool:
     return 0 < store.job.max_steps <= store.policy_version
 
 
-def admit(store: Store, mixture: Mixture, places: Places, request: BeginRequest, now: float) -> Group:
-    """Returns the group that a new training episode joins, perhaps a new one.
+def admit(
+    store: Store,
+    mixture: Mixture,
+    places: Places,
+    request: BeginRequest,
+    now: float,
+    rollout: AnsweredRollout | None = None,
+) -> Group:
+    """Returns the group that a new training episode joins, perhaps a new one. `rollout` is for a new one.
 
     Raises `Later` when the present batch needs no episode. Raises `Conflict` with one of these codes:
 
@@ -80,7 +129,7 @@ def admit(store: Store, mixture: Mixture, places: Places, request: BeginRequest,
     if request.join_only:
         raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
     places.check(request)
-    group = _new_group(store, request, name, now)
+    group = _new_group(store, request, now, rollout)
     _check_place(store, request, group)
     places.opened(request)
     return group
@@ -91,13 +140,21 @@ def size(store: Store, group: Group) -> int:
     return group.size or store.job.group_size
 
 
-def _new_group(store: Store, request: BeginRequest, name: str, now: float) -> Group:
+def _new_group(store: Store, request: BeginRequest, now: float, answered: AnsweredRollout | None) -> Group:
     """Returns a group as the recipe wants it to be sampled.
 
-    Raises `Conflict` (`task_skipped`). Raises `RecipeError` if the hook is wrong, `InvalidRequest` if the task is.
+    Raises `Conflict` (`task_skipped`). Raises `RolloutNeeded` unless `answered` has the answer to the present question.
+    Raises like `RolloutQuestion.answer`.
     """
     job, task = store.job, store.journal.task(request.task_set, request.task_id)
-    rollout = hooks.rollout(job.recipe, task, Rollout(job.group_size, job.temperature), store.policy_version)
+    default = Rollout(job.group_size, job.temperature)
+    question = RolloutQuestion(job.recipe, task, default, store.policy_version)
+    if answered is not None and answered.question == question:
+        rollout = answered.rollout
+    elif _defers_hooks(store):
+        raise RolloutNeeded(question)
+    else:
+        rollout = question.answer()
     if rollout.skip and request.unless_skipped:
         raise Conflict(
             f"The recipe {job.recipe.name!r} skips task {request.task_id!r} at policy version {store.policy_version}: "
@@ -107,7 +164,7 @@ def _new_group(store: Store, request: BeginRequest, name: str, now: float) -> Gr
     return Group(
         store.state.num_groups + 1,
         request.client_id,
-        name,
+        request.group_name,
         opened=now,
         touched=now,
         task_set=request.task_set,
@@ -266,16 +323,40 @@ def missing_members(store: Store, lease_epoch: float, now: float) -> str:
 
 
 def close(store: Store, group: Group, now: float) -> None:
-    """Complete a group whose members have all finished, or drop it with a reason."""
-    members = [store.episodes[member] for member in group.members]
+    """End a group whose members have all finished. It is dropped with a reason, or the recipe decides."""
+    members, full = [store.episodes[member] for member in group.members], size(store, group)
     _count_task(store, members)
-    reason = _reason_to_drop(store, members, size(store, group))
-    if reason:
+    if len(members) < min(store.job.min_group_size, full):
+        drop(store, group, "too_few", now)
+    elif not any(member.num_tokens for member in members):
+        drop(store, group, "no_tokens", now)
+    else:
+        closing = replace(group, state="closing", reason="short" if len(members) < full else "", closed=now)
+        if _defers_hooks(store):
+            store.put_group(closing)
+        else:
+            decide(store, closing, _question(store, closing).answer(), now)
+
+
+def undecided(store: Store) -> Undecided | None:
+    """The closing group that ended first; None without any."""
+    closing = [group for group in store.groups.values() if group.state == "closing"]
+    return _question(store, min(closing, key=lambda group: (group.closed, group.id))) if closing else None
+
+
+def decide(store: Store, group: Group, reason: str, now: float) -> None:
+    """Complete a closing group, or drop it for the recipe's reason, unless that drops too many."""
+    cap = store.job.recipe.max_dropped_groups or 10 * store.job.batch_size
+    lost = store.state.lost("groups", store.next_batch)
+    if reason and sum(count for name, count in lost.items() if name not in OWN_REASONS) < cap:
         drop(store, group, reason, now)
         return
-    short = "short" if len(members) < size(store, group) else ""
-    store.put_group(replace(group, state="complete", reason=short, closed=now))
+    store.put_group(replace(group, state="complete"))
     _announce(store, store.groups[group.id])
+
+
+def _defers_hooks(store: Store) -> bool:
+    return store.defers_hooks and hooks.is_plug_in(type(store.job.recipe))
 
 
 def _count_task(store: Store, members: Sequence[Episode]) -> None:
@@ -286,27 +367,17 @@ def _count_task(store: Store, members: Sequence[Episode]) -> None:
     store.journal.put_task(task.with_group(rewards, turns, first.policy_version))
 
 
-def _reason_to_drop(store: Store, members: Sequence[Episode], size: int) -> str:
-    job = store.job
-    if len(members) < min(job.min_group_size, size):
-        return "too_few"
-    if not any(member.num_tokens for member in members):
-        return "no_tokens"
-    reason = hooks.accept(job.recipe, _finished_group(store, members), OWN_REASONS)
-    cap = job.recipe.max_dropped_groups or 10 * job.batch_size
-    lost = store.state.lost("groups", store.next_batch)
-    return reason if sum(count for name, count in lost.items() if name not in OWN_REASONS) < cap else ""
-
-
-def _finished_group(store: Store, members: Sequence[Episode]) -> FinishedGroup:
-    return FinishedGroup(
+def _question(store: Store, group: Group) -> Undecided:
+    members, recipe = [store.episodes[member] for member in group.members], store.job.recipe
+    finished = FinishedGroup(
         task_id=members[0].task_id,
         task_set=members[0].task_set,
         rewards=[member.reward or 0.0 for member in members],
         metrics=[member.metrics for member in members],
         num_tokens=[member.num_tokens for member in members],
-        is_uniform=is_uniform(store.journal, members, store.policies, of_turns=store.job.recipe.needs_call_rewards),
+        is_uniform=is_uniform(store.journal, members, store.policies, of_turns=recipe.needs_call_rewards),
     )
+    return Undecided(group, recipe, finished)
 
 
 def drop(store: Store, group: Group, reason: str, now: float) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from agentjet import database
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import EvaluationView, Event
@@ -214,12 +215,12 @@ class Journal:
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
         """See `JournalFile.open_read_only`."""
-        return cls(JournalFile.open_read_only(path, ADDED_COLUMNS))
+        return cls(JournalFile.open_read_only(path, SCHEMA, ADDED_COLUMNS))
 
     @contextmanager
     def reading(self) -> Iterator[Self]:
         """The same journal on a read-only connection, for another thread. It reads committed changes only."""
-        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(database.connect(self.path, "mode=ro")) as connection:
             yield type(self)(JournalFile(self.path, connection))
 
     def close(self) -> None:
@@ -518,12 +519,15 @@ class Journal:
         """All recorded evaluations, the oldest first."""
         events, rollbacks = self.events_of("evaluation"), [event.body for event in self.events_of("rollback")]
         undone = {version for done in rollbacks for version in range(done["to"] + 1, done["policy_version"])}
-        scores = {n: e.body["score"] for n, e in enumerate(events) if e.body["policy_version"] not in undone}
-        best = max(scores, key=scores.__getitem__, default=-1)
-        return [
-            EvaluationView(**event.body, time=event.time, best=n == best, undone=n not in scores)
-            for n, event in enumerate(events)
+        views = [
+            EvaluationView(**event.body, time=event.time, best=False, undone=event.body["policy_version"] in undone)
+            for event in events
         ]
+        scores = {n: view.score for n, view in enumerate(views) if view.held_out and not view.undone}
+        if scores:
+            best = max(scores, key=scores.__getitem__)
+            views[best] = views[best].model_copy(update={"best": True})
+        return views
 
     def _events(self, condition: str, *values: Any) -> list[Event]:
         rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)

@@ -13,10 +13,11 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from agentjet import database
 from agentjet.errors import ConfigError, Later
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class JournalFile:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists():
                 path.touch(0o600)  # SQLite creates the files beside it with the same mode.
-            file = cls(path, sqlite3.connect(path, isolation_level=None, check_same_thread=False), lock)
+            file = cls(path, database.connect(path, any_thread=True), lock)
             file.db.execute("PRAGMA journal_mode = WAL")
             file.db.execute("PRAGMA synchronous = FULL")
             # Debian's SQLite overwrites deleted pages by default and so writes each of them: 36 s for 1 GB of calls.
@@ -88,7 +89,7 @@ class JournalFile:
             if not file.db.execute("SELECT 1 FROM sqlite_master").fetchone():
                 version = f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')"
                 file.db.executescript(f"BEGIN IMMEDIATE; {schema} {version}; COMMIT;")
-            file._check_schema()
+            file._check_schema(schema)
             for table, column, kind in file._missing(added):
                 file.db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
             file.db.executescript(f"BEGIN IMMEDIATE; {indexes} COMMIT;")
@@ -111,9 +112,9 @@ class JournalFile:
             raise
 
     @classmethod
-    def open_read_only(cls, path: Path, added: AddedColumns) -> Self:
+    def open_read_only(cls, path: Path, schema: str, added: AddedColumns) -> Self:
         """Open an existing journal to read it, also beside a running server. Nothing in its folder changes. Columns of
-        `added` that it lacks are read as NULL.
+        `added` that it lacks are read as NULL. The file may come from somebody else.
 
         Raises `ConfigError` if there is none, or if it has another schema.
         """
@@ -122,18 +123,19 @@ class JournalFile:
         # Without a write-ahead log the file is complete. `immutable` keeps SQLite from creating a log beside it.
         log = path.with_name(path.name + "-wal")
         how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
-        file = cls(path, sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None))
+        file = cls(path, database.connect(path, how))
         try:
-            file._check_schema()
+            file._check_schema(schema)
             file._show_missing(added)
         except (ConfigError, sqlite3.DatabaseError) as error:
             file.close()
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError) or error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
                 raise
             raise ConfigError(f"{path} cannot be read as a journal ({error})") from None
         return file
 
-    def _check_schema(self) -> None:
+    def _check_schema(self, schema: str) -> None:
+        database.check_is_plain(self.db, schema, self.path)  # Before the first read of a table, which could be a view.
         found = self.meta("schema_version", "0")
         if found != str(SCHEMA_VERSION):
             shown = found if found.isdecimal() else repr(found[:20])
@@ -142,6 +144,7 @@ class JournalFile:
                 "wrote it, or begin a new server.data_dir with an export of its policy (`agentjet export`) as "
                 "model.name"
             )
+        database.check_tables(self.db, schema, self.path)
 
     def _missing(self, added: AddedColumns) -> list[tuple[str, str, str]]:
         """The added columns that the file lacks: table, column and type."""
@@ -169,6 +172,11 @@ class JournalFile:
         for descriptor in (self._log, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def interrupt(self) -> None:
+        """End the query of another thread: it raises `sqlite3.OperationalError`."""
+        with suppress(sqlite3.ProgrammingError, Later):  # It was closed a moment ago.
+            self.db.interrupt()
 
     # ---- transactions --------------------------------------------------------------------------------------
 

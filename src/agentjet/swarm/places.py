@@ -102,14 +102,15 @@ class Places:
         """The clients that hold groups or wait, those with the most open groups first."""
         waiting = {client for client, scope in self._waits if self._is_waiting(client, scope)}
         groups = self._store.groups.values()
-        num = Counter((group.client_id, group.state) for group in groups)
-        silent = Counter(group.client_id for group in groups if self._is_lent(group))
-        clients = sorted({client for client, _ in num} | waiting, key=lambda name: (-num[name, "open"], name))
+        num_groups = Counter(group.client_id for group in groups)
+        num_open = Counter(group.client_id for group in groups if group.state == "open")
+        num_silent = Counter(group.client_id for group in groups if self._is_lent(group))
+        clients = sorted(num_groups.keys() | waiting, key=lambda name: (-num_open[name], name))
         return {
             name: PlacesStatus(
-                num_open=num[name, "open"],
-                num_silent=silent[name],
-                num_complete=num[name, "complete"],
+                num_open=num_open[name],
+                num_silent=num_silent[name],
+                num_complete=num_groups[name] - num_open[name],
                 waits=name in waiting,
             )
             for name in clients[:MAX_CLIENTS_SHOWN]
@@ -167,10 +168,11 @@ class Places:
         """True if nothing finished and no live member made a call for a lease, or if nothing finished for as long as an
         episode may last, and a lease.
         """
-        store, job = self._store, self._store.job
-        members = [store.episodes[member] for member in group.members]
+        if group.state != "open":
+            return False
+        job, members = self._store.job, [self._store.episodes[member] for member in group.members]
         ends = [member.ended for member in members if member.ended is not None]
         if self._clock() >= max([group.opened, *ends]) + job.max_episode_seconds + job.lease_seconds:
-            return group.state == "open"
+            return True
         silence = [self._leases.silent_seconds(member, since=group.opened) for member in members]
-        return group.state == "open" and not ends and min(silence) >= job.lease_seconds
+        return not ends and min(silence) >= job.lease_seconds

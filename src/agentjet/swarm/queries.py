@@ -112,11 +112,11 @@ class Queries:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups that fill the present batch, open and complete, in the order they were opened."""
+        """The groups that fill the present batch, in the order they were opened."""
         return tuple(self._store.groups.values())
 
     def num_groups(self, state: str) -> int:
-        """Number of groups that are `open` or `complete`."""
+        """Number of groups that are `open`, `closing` or `complete`."""
         return sum(group.state == state for group in self._store.groups.values())
 
     def group_size(self, episode: Episode) -> int:
@@ -280,6 +280,7 @@ class Queries:
             return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
         live = sum(episode.group_id is not None for episode in store.live())
         rewards = ["rewards"] if live else []
+        rewards += ["`accept` of the recipe"] if self.num_groups("closing") else []
         refills = groups.missing_members(store, self._leases.epoch, self._clock())
         wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixture.waiting_for():

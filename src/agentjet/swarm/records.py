@@ -41,10 +41,11 @@ ORDERS = {
 
 
 HAS_TEXT = (
+    "(instr(body, :text) AND instr(body -> '$.reward_text', :text) OR "
     "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :text) AND "
-    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text)))"
+    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text))))"
 )
-"""SQL of `text`. The first condition is the cheap one: most calls are not parsed."""
+"""SQL of `text`. The first condition of each part is the cheap one: most rows are not parsed."""
 METRICS = TypeAdapter(dict[str, Any])
 """Reads the metrics of a step in a quarter of the time of `json.loads`."""
 
@@ -139,7 +140,7 @@ def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
             "(instr(body ->> 'task_id', :search) OR instr(body ->> 'group', :search) OR instr(id, :search))"
         )
     if query.text:
-        values["text"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # as it stands in the JSON of a call
+        values["text"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # as it stands in JSON
         conditions.append(HAS_TEXT)
     return conditions, values
 

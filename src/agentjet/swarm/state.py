@@ -52,6 +52,8 @@ class Episode:
     call_rewards_digest: str = ""
     """Digest of `by_call` and `by_turn` as they were sent, by which a repeated finish is known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reward_text: str = ""
+    """The reason for the reward, as the client gave it. Rows of earlier versions lack it."""
     reason: str = ""
     """Why it was aborted or expired."""
     num_calls: int = 0
@@ -151,6 +153,7 @@ class Group:
     """Time at which a member last began or ended. The wait for further members counts from it."""
     members: tuple[str, ...] = ()
     state: GroupState = "open"
+    """`closing`: all members have ended, and the hook `accept` of a plug-in has yet to decide."""
     reason: str = ""
     """Why it was dropped:
 

@@ -45,7 +45,7 @@ class Store:
     episodes: dict[str, Episode]
     """Unsettled episodes, in the order they began."""
     groups: dict[int, Group]
-    """Open and complete groups that no batch contains, in the order they were opened."""
+    """Open, closing and complete groups that no batch contains, in the order they were opened."""
     settings: JobSettings | None
     pending: Batch | None
     """The batch that is composed and not yet learned."""
@@ -63,6 +63,8 @@ class Store:
         """Called with each event after it is on disk."""
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
+        self.defers_hooks = False
+        """True if the owner calls the hooks of plug-ins, which may take long: see `RolloutNeeded` and `Undecided`."""
         self.is_prune_due = False
         """True if the journal may have many rows that the run needs no more. `unneeded` finds them."""
         self.transcript_bytes = 0

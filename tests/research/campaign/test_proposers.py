@@ -275,6 +275,11 @@ def test_a_command_without_a_usable_change(tmp_path: Path) -> None:
     for code in ("os.symlink('/etc/passwd', 'subject/x')", gone, f"{gone}; os.symlink('x', 'subject')"):
         [found] = agent(f"import os; {code}", tmp_path).propose(VIEW, 3)
         assert "not a regular file" in str(found)
+    [found] = agent("[open(f'subject/{n}.py', 'wb').truncate(2**24) for n in range(3)]", tmp_path).propose(VIEW, 3)
+    assert "more than 32 MB" in str(found)
+    fifo = "import os; open('subject/a.py', 'w').write('x = 1'); os.mkfifo('hypothesis.json')"
+    [found] = agent(fifo, tmp_path).propose(VIEW, 3)
+    assert isinstance(found, Intervention) and found.name == "a patch of the coding agent"
 
 
 @fenced
@@ -283,6 +288,7 @@ def test_a_command_without_a_usable_change(tmp_path: Path) -> None:
     [
         ("raise SystemExit('no key')", 60.0, "ended with status 1: no key"),
         ("import time; time.sleep(60)", 1.0, "did not end within 1 s"),
+        ("while True: print('x' * 99_999)", 60.0, r"printed more than 256 MiB to stdout and was ended"),
         ("open({secret!r})", 60.0, "PermissionError"),
         ("open({secret!r}, 'w')", 60.0, "PermissionError"),
     ],

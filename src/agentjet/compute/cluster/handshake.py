@@ -26,6 +26,8 @@ from agentjet import __version__
 from agentjet.errors import ComputeError
 
 HANDSHAKE_SECONDS = 10.0
+MAX_HANDSHAKES = 256
+"""Connections of a listener that may be in their handshake. Beyond it the oldest one is closed."""
 MAX_MESSAGE_BYTES = 4096
 _SHORT = struct.Struct("<H")
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}

@@ -18,15 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import BinaryIO, Self
 
 from agentjet.compute.channel import Channel, Message, Request, encode, requests
-from agentjet.compute.cluster.handshake import dial, listen, tune, verify_async
+from agentjet.compute.cluster.handshake import MAX_HANDSHAKES, dial, listen, tune, verify_async
 from agentjet.errors import ComputeError, WorkerDied
 
 log = logging.getLogger(__name__)
 
 UNANSWERED_SECONDS = 20.0
 """A process reads from a thread, so data that stays unanswered for so long means that its machine is gone."""
-MAX_HANDSHAKES = 256
-"""Connections that may be in their handshake. Beyond it the oldest one is closed."""
 
 
 class Link:

@@ -27,6 +27,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from safetensors import SafetensorError
 
 from agentjet.compute.channel import encode, read
 from agentjet.compute.cluster.guardian import LOCK, PREFIX, places, remove_abandoned
-from agentjet.compute.cluster.handshake import dial, listen, verify
+from agentjet.compute.cluster.handshake import MAX_HANDSHAKES, dial, listen, verify
 from agentjet.config import LoraConfig
 from agentjet.errors import ComputeError
 
@@ -58,6 +59,8 @@ MAX_CONNECTIONS = 8
 """Connections of a fetch, at most. A core receives and hashes about 0.75 GB/s, and clouds limit a connection to 5 or 10
 Gbit/s. More would gain nothing, because Linux lets only one thread at a time write to a file: 2.6 GB/s in all."""
 CHUNK_BYTES = 1 << 20
+ACCEPT_SECONDS = 0.2
+"""Time from an error of `accept` to the next try."""
 STALL_SECONDS = 60.0
 """Limit of a fetch without a byte."""
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -106,6 +109,11 @@ class WeightsServer:
         self._secret = secret
         self._folder: SharedFolder | None = None
         self._files: list[Path] = []
+        self._handshakes: dict[socket.socket, None] = {}
+        """Connections that have not proven the secret, oldest first."""
+        self._lock = threading.Lock()
+        """Guards the handshakes."""
+        self._is_closed = False
         self._listener, self.address = listen(host)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -132,21 +140,45 @@ class WeightsServer:
 
     def close(self) -> None:
         """Stop serving and remove the files. Idempotent."""
-        self._listener.close()
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # A closed listener alone would not end `accept`.
+            self._listener.close()
         if self._folder is not None:
             self._folder.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # The listener was closed.
-            while True:
+        """Accept connections until `close`. An error, such as too many open files, delays them."""
+        while not self._is_closed:
+            try:
                 connection, _ = self._listener.accept()
+                self._begin_handshake(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # RuntimeError: there are too many threads.
+                if not self._is_closed:
+                    log.warning("fetches of weights wait, because no connection can be accepted: %s", error)
+                    time.sleep(ACCEPT_SECONDS)
+
+    def _begin_handshake(self, connection: socket.socket) -> None:
+        """End the oldest handshake if there are too many: one with the secret takes milliseconds."""
+        with self._lock:
+            self._handshakes[connection] = None
+            if len(self._handshakes) > MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one connection of a fetch. Boundary: a malformed request ends that connection only."""
         with connection:
             try:
-                verify(connection, self._secret)
+                try:
+                    verify(connection, self._secret)
+                finally:
+                    with self._lock:
+                        self._handshakes.pop(connection, None)
                 connection.settimeout(STALL_SECONDS)
                 with connection.makefile("rb") as stream:
                     self._send(connection, stream)

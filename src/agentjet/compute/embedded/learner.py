@@ -224,7 +224,7 @@ class PolicyLearner:
         return merged_metrics(steps)
 
     def _prepare(self, batch: TrainingBatch, loss: LossSpec) -> _PreparedBatch:
-        heads = loss.recipe.value_heads
+        heads = hooks.declared(loss.recipe, "value_heads")
         if heads is not None:
             if self._values is None or self._values.heads.names != heads.names:
                 self._values = ValueModel(heads, self.policy)
@@ -239,16 +239,18 @@ class PolicyLearner:
 
     def _outputs(self, forest: Forest, recipe: Recipe, max_tokens: int) -> dict[str, NDArray[np.float32]]:
         """Returns the numbers [M] of each of the recipe's `needs` and value heads."""
-        own: list[str] = sorted(recipe.needs - {"reference", "teacher"})
-        own += recipe.value_heads.names if recipe.value_heads is not None else ()
+        needs, heads = hooks.declared(recipe, "needs"), hooks.declared(recipe, "value_heads")
+        own: list[str] = sorted(needs - {"reference", "teacher"})
+        own += heads.names if heads is not None else ()
         outputs = self._of_batch(forest, own, max_tokens) if own else {}
-        if "reference" in recipe.needs:
+        if "reference" in needs:
             with self._reference_weights():
                 outputs["reference"] = self._of_batch(forest, ["proximal"], max_tokens)["proximal"]
-        if "teacher" in recipe.needs:
-            if self._teacher is None or self._teacher.folder != recipe.teacher_folder:
+        if "teacher" in needs:
+            folder = hooks.declared(recipe, "teacher_folder")
+            if self._teacher is None or self._teacher.folder != folder:
                 self._teacher = None  # Frees the memory of another one.
-                self._teacher = Teacher(recipe.teacher_folder, self.policy)
+                self._teacher = Teacher(folder, self.policy)
             outputs["teacher"] = self._teacher.logprobs(forest, max_tokens)
         return outputs
 
@@ -259,17 +261,18 @@ class PolicyLearner:
         over computed targets. A skipped target is never clipped, and with a KL term no target is skipped.
         """
         contributing = hooks.contributing(recipe, forest)
+        reads, reports = hooks.declared(recipe, "reads"), hooks.declared(recipe, "reports")
         if not contributing.any():
-            return {**dict.fromkeys(recipe.reports if forest.num_targets else (), 0.0), TOKENS_COMPUTED: 0.0}
+            return {**dict.fromkeys(reports if forest.num_targets else (), 0.0), TOKENS_COMPUTED: 0.0}
         self._contributed = True
         weighted = select(forest.with_columns(weight=hooks.weights(recipe, forest)), contributing)
         pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
-        if "sequence_log_ratio" in recipe.reads:
+        if "sequence_log_ratio" in reads:
             pieces = self._with_sequence_ratios(pieces, int(weighted["sequence"].max()) + 1)
-        if "reference" in recipe.reads and "reference" not in weighted.targets:
+        if "reference" in reads and "reference" not in weighted.targets:
             with self._reference_weights():
                 pieces = [_with_column(piece, "reference", _array(self.logprobs(piece))) for piece in pieces]
-        sums = defaultdict[str, float](float, dict.fromkeys((NOT_FINITE, *recipe.reports), 0.0))
+        sums = defaultdict[str, float](float, dict.fromkeys((NOT_FINITE, *reports), 0.0))
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
@@ -322,17 +325,18 @@ class PolicyLearner:
     def _accumulate(self, forest: Forest, recipe: Recipe, sums: defaultdict[str, float]) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
         hidden, rows = self._pass.hidden(forest)
+        reads, heads = hooks.declared(recipe, "reads"), hooks.declared(recipe, "value_heads")
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
         for chunk, logp, _ in chunks(self.policy, cut, rows, forest):
-            names = ("weight", "logprob", *recipe.reads)
+            names = ("weight", "logprob", *reads)
             columns = {name: to_device(forest[name][chunk], cut.device).to(logp.dtype) for name in names}
-            if recipe.value_heads is not None and self._values is not None:
+            if heads is not None and self._values is not None:
                 new = self._values.values(cut.index_select(0, rows[to_device(chunk, cut.device)]))
                 columns |= {f"new_{name}": value for name, value in new.items()}
             loss, metrics = hooks.token_loss(recipe, logp, columns)
             sums[NOT_FINITE] += hooks.num_not_finite(loss, logp, columns)
-            with hooks.running(recipe, "token_loss"):  # A loss may have a backward pass of its own.
+            with hooks.running(recipe.name, "token_loss"):  # A loss may have a backward pass of its own.
                 (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
             for name, values in metrics.items():

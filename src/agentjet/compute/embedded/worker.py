@@ -120,6 +120,9 @@ class Worker:
                 self._inbox.put(request)
         except EOFError:
             os._exit(0)  # the gateway is gone
+        except Exception:  # Boundary: a request that cannot be read, such as one with a class that this process lacks.
+            traceback.print_exc()
+            os._exit(1)
 
     def run(self) -> None:
         """The main loop. Raises the failure of a request that may have left half a change."""

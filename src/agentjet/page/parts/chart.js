@@ -26,8 +26,8 @@ const cursors = new Map();
 
 // Draws curves over common x values.
 //
-// series: [{name, values, tone, dash, low, high, fact}]; null is a gap. `low` and `high` are a band around the values,
-// `fact` is the path of the values in the API: see `Fact`. markers: [{x, name}]. smooth: weight of a moving average that
+// series: [{name, values, tone, dash, low, high, fact, before}]; null is a gap. `low` and `high` are a band around the
+// values, `fact` is the path of the values in the API: see `Fact`; it lacks the first `before` values. markers: [{x, name}]. smooth: weight of a moving average that
 // is drawn below each curve. whole: x values are whole numbers. group: charts of one group share the cursor. onOpen(index):
 // a click or Enter at an x value. eager: draw at once, also out of view.
 export function Chart({
@@ -82,6 +82,10 @@ export function Markers({ markers, xName = "step" }) {
   </li>`)}</ul>`;
 }
 
+function pathOf({ fact, before = 0 }, index) {
+  return fact && index >= before ? `${fact}[${index - before}]` : null;
+}
+
 function Value({ path, value }) {
   return path ? html`<${Fact} path=${path} value=${value} />` : number(value);
 }
@@ -116,7 +120,7 @@ function Legend({ at, x, xName, curves, named }) {
   return html`<ul class="chart-legend">
     ${curves.map((one) => {
       const shownAt = place ?? newest(one.values);
-      const fact = place === null && one.fact ? `${one.fact}[${shownAt}]` : null;
+      const fact = place === null ? pathOf(one, shownAt) : null;
       return html`<li>
         <${Swatch} tone=${one.tone} dash=${one.dash} /> ${named && html`<${Text} value=${one.name} /> `}
         <b><${Value} path=${fact} value=${one.values[shownAt]} /></b>
@@ -140,7 +144,7 @@ function Table({ title, x, xName, curves }) {
         <tbody>
           ${rows.map((row) => html`<tr>
             <th scope="row">${number(x[row])}</th>
-            ${curves.map((one) => html`<td><${Value} path=${one.fact && `${one.fact}[${row}]`} value=${one.values[row]} /></td>`)}
+            ${curves.map((one) => html`<td><${Value} path=${pathOf(one, row)} value=${one.values[row]} /></td>`)}
           </tr>`)}
         </tbody>
       </table>

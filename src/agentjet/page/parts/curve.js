@@ -44,6 +44,23 @@ export function extent(values) {
   return low > high ? null : [low, high];
 }
 
+// Returns the values at each x, which is one of `versions`; elsewhere null.
+export function placed(x, versions, values) {
+  const known = new Map(versions.map((version, index) => [version, values?.[index] ?? null]));
+  return x.map((version) => known.get(version) ?? null);
+}
+
+// The name of the curve of an evaluation. A run is judged by held-out scores only, so they have their own.
+export const scoreName = ({ held_out, name }) => (held_out ? "held-out score" : name || "evaluation");
+
+// Returns the scores of evaluations at each x, by the name of their curve.
+export function scoreCurves(x, evaluations) {
+  return [...new Set(evaluations.map(scoreName))].map((name) => {
+    const those = evaluations.filter((one) => scoreName(one) === name);
+    return { name, values: placed(x, those.map((one) => one.policy_version), those.map((one) => one.score)) };
+  });
+}
+
 // Returns the running sum. A null counts as 0.
 export function running(values) {
   let sum = 0;

@@ -4,6 +4,7 @@ import { html, useEffect, useMemo, useSignal } from "../vendor/ui.js";
 import { get } from "../api.js";
 import { go, href } from "../route.js";
 import { Chart, Swatch } from "../parts/chart.js";
+import { placed, scoreCurves } from "../parts/curve.js";
 import { Fact, Text } from "../parts/format.js";
 import { Failed, Loading, Panel, useLoad } from "../parts/panel.js";
 
@@ -93,17 +94,18 @@ function Curves({ runs, query }) {
     <${Chart} title=${name} x=${x} series=${series} smooth=${Number(query.smooth ?? 0)} tall />`;
 }
 
-function placed(x, versions, values) {
-  const known = new Map(versions.map((version, index) => [version, values?.[index] ?? null]));
-  return x.map((version) => known.get(version) ?? null);
-}
-
+// A chart for each name of a score, with the runs that have it.
 function Scores({ runs }) {
-  const x = useMemo(() => [...new Set(runs.flatMap((one) => one.evaluations.map((each) => each.policy_version)))].sort((a, b) => a - b), [runs]);
-  const series = useMemo(() => runs.map(({ title, evaluations }, index) => ({
-    name: title, values: placed(x, evaluations.map((one) => one.policy_version), evaluations.map((one) => one.score)), ...line(index),
-  })), [x]);
-  return x.length > 0 && html`<${Chart} title="held-out score" x=${x} series=${series} />`;
+  const charts = useMemo(() => {
+    const x = [...new Set(runs.flatMap((one) => one.evaluations.map((each) => each.policy_version)))].sort((a, b) => a - b);
+    const curves = runs.flatMap(({ title, evaluations }, index) => scoreCurves(x, evaluations).map(({ name, values }) => ({
+      title: name, curve: { name: title, values, ...line(index) },
+    })));
+    return [...new Set(curves.map(({ title }) => title))].map((title) => ({
+      title, x, series: curves.filter((one) => one.title === title).map(({ curve }) => curve),
+    }));
+  }, [runs]);
+  return charts.map((one) => html`<${Chart} key=${one.title} ...${one} />`);
 }
 
 function Figures({ runs, path }) {

@@ -69,6 +69,7 @@ const counts = (found) => Object.entries(found).map(([name, count]) => `${name} 
 function Remarks({ episode, advantage }) {
   const why = untrainedEpisode(episode, advantage);
   return html`
+    ${episode.reward_text && html`<p><strong>Reward text:</strong> <${Text} value=${episode.reward_text} limit=${10_000} lines /></p>`}
     ${episode.reason && html`<p class=${toneOf(episode)}><strong>Reason:</strong> <${Text} value=${episode.reason} limit=${2000} lines /></p>`}
     ${why && html`<p class="warn">Not trained: <${Text} value=${why[1]} />.</p>`}
     ${episode.unscorable && html`<p class="warn">A refused request ended a call of the agent, so the reward may judge the refusal.</p>`}

@@ -21,7 +21,7 @@ const FILTERS = [
   { name: "client", title: "Client" },
   { name: "code_version", title: "Code version" },
   { name: "reason", title: "Reason" },
-  { name: "text", title: "Message text" },
+  { name: "text", title: "Text of messages and rewards" },
   { name: "step", title: "Step", number: true },
   { name: "min_version", title: "Version from", number: true },
   { name: "max_version", title: "Version to", number: true },

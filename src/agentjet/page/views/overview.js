@@ -5,7 +5,7 @@ import { useKeys } from "../keys.js";
 import { DEFAULT_RUN, go, href } from "../route.js";
 import { connection, health, pulse, run, session, status, steps, waiting } from "../store.js";
 import { Chart } from "../parts/chart.js";
-import { codeMarkers, running } from "../parts/curve.js";
+import { codeMarkers, newest, placed, running, scoreCurves } from "../parts/curve.js";
 import { clock, duration, Fact, number, percent, plural, Text, toneOf } from "../parts/format.js";
 import { Loading, Panel, Unread, useLoad } from "../parts/panel.js";
 import { Waiting } from "../parts/waiting.js";
@@ -23,17 +23,20 @@ function Learning() {
   const scores = useLoad("/evaluations", {}, pulse.value.evaluation ?? 0).data;
   const answer = health.value?.learning;
   const rewards = metrics[REWARD];
+  const x = useMemo(() => { // A score may belong to the version before the first step.
+    const scored = (scores ?? []).map((one) => one.policy_version);
+    if (!versions.length) return [...new Set(scored)].sort((a, b) => a - b);
+    return scored.includes(versions[0] - 1) ? [versions[0] - 1, ...versions] : versions;
+  }, [steps.value, scores]);
   const series = useMemo(() => {
-    const found = [{ name: "training reward", values: rewards ?? [], tone: 0, fact: `/steps#metrics["${REWARD}"]` }];
-    const held = new Map((scores ?? []).map((one) => [one.policy_version, one.score]));
-    const values = versions.map((version) => held.get(version) ?? null);
-    if (values.some((one) => one !== null)) found.push({ name: "held-out score", values, tone: 1 });
-    return found;
+    const reward = { name: "training reward", values: placed(x, versions, rewards), fact: `/steps#metrics["${REWARD}"]`, before: x.length - versions.length };
+    const curves = scoreCurves(x, scores ?? []).filter(({ values }) => newest(values) >= 0);
+    return [...(rewards ? [reward] : []), ...curves].map((one, tone) => ({ ...one, tone }));
   }, [steps.value, scores]);
   const markers = useMemo(() => codeMarkers(steps.value), [steps.value]);
   return html`<section class="panel learning"><header><h2>Is it learning?</h2></header>
     ${answer ? html`<p class=${`answer ${ANSWERS[answer.answer]}`}><${Text} value=${answer.text} /></p>` : html`<${Loading} />`}
-    ${rewards && html`<${Chart} title="Reward of each step" x=${versions} series=${series} markers=${markers} eager />`}
+    ${series.length > 0 && html`<${Chart} title="Reward of each step" x=${x} series=${series} markers=${markers} eager />`}
     ${versions.length > 0 && html`<button type="button" aria-keyshortcuts="w" onClick=${openWorst}>
       <kbd>w</kbd> Worst episode of step ${versions.at(-1)}</button>`}
   </section>`;

@@ -11,20 +11,21 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
+from agentjet.client.captured_process import CapturedProcess
 from agentjet.errors import ConfigError
 from agentjet.research import fence
 from agentjet.research.campaign.models import Intervention, ProposerAway, View
-from agentjet.research.campaign.subject_repo import git, write_files
+from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.records import shortened
 
 REASONS = ("name", "why", "predicts", "refutes")
+LONGEST_REASONS = 2**20
+"""Bytes of `hypothesis.json`."""
 TASK = """Question: {topic}
 The agent in subject/ is trained by reinforcement learning and judged elsewhere by other code. Read campaign/run.json
 (curves, signals, transcripts), campaign/notebook.json and campaign/judge.txt. Edit the files in subject/ so that the
@@ -61,6 +62,10 @@ class CodingAgent:
             self._run(folder, TASK.format(topic=view.topic))
             if odd := odd_file(folder / "work" / "subject"):
                 return [f"the coding agent left {odd!r}, which is not a regular file"]
+            try:
+                read_folder(folder / "work" / "subject", folder / "model")  # Checks its size before git reads it.
+            except ConfigError as error:
+                return [str(error)]
             (folder / "work" / "subject").rename(folder / "b")
             patch = git(
                 folder, "diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b", codes=(0, 1)
@@ -80,28 +85,20 @@ class CodingAgent:
         named = [Path(shutil.which(word) or word).resolve() for word in self.command]
         readable = [path for path in (*self.readable, *named) if path.is_file() or path in self.readable]
         own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}
-        with (folder / "output").open("w+b") as output:
-            process = subprocess.Popen(
-                fence.fenced(self.command, work, readable),
-                cwd=work,
-                env={**own, **self.environment},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.communicate(task.encode(), timeout=self.seconds)
-                how = f"ended with status {process.returncode}" if process.returncode else ""
-            except subprocess.TimeoutExpired:
-                how = f"did not end within {self.seconds:g} s"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and its children
-                process.wait()
-            output.seek(0)
-            end = shortened(output.read(1 << 20).decode("utf-8", "replace").strip(), 500)
-        if how:
+        with TemporaryFile() as given:
+            given.write(task.encode())
+            given.seek(0)
+            fenced = fence.fenced(self.command, work, readable)
+            command = CapturedProcess(fenced, merged=True, cwd=work, env={**own, **self.environment}, stdin=given)
+        try:
+            status = command.wait(self.seconds)
+        finally:
+            command.signal(signal.SIGKILL)  # and its children
+        if status is None:
+            command.wait()
+        how = f"did not end within {self.seconds:g} s" if status is None else status and f"ended with status {status}"
+        if how := command.excess or how:
+            end = shortened(command.text().strip(), 500)
             raise ProposerAway(f"--agent-cli: {self.command[0]} {how}: {end}")
 
 
@@ -128,7 +125,8 @@ def odd_file(folder: Path) -> str:
 def reasons(file: Path) -> dict[str, str]:
     """Name and reasons of the command's change; defaults if it gave none."""
     try:
-        given = json.loads(file.read_text(encoding="utf-8")) if not file.is_symlink() else {}
+        is_plain = file.is_file() and not file.is_symlink() and file.stat().st_size <= LONGEST_REASONS
+        given = json.loads(file.read_text(encoding="utf-8")) if is_plain else {}
     except (OSError, ValueError, RecursionError):
         given = {}
     given = given if isinstance(given, dict) else {}

@@ -1,0 +1,213 @@
+"""A hook of a plug-in that takes long, or never returns, in the gateway.
+
+1. The event loop and the other runs go on meanwhile. A hook that returns in time changes nothing else.
+2. After `server.hook_timeout` its run stops with the name of the hook. The status names its thread until that ends.
+3. No finished episode is lost: the group is decided once the engine, or the server, is started again.
+4. Validators are called once for the same parameters, and not in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import InvalidRequest, Later
+from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, JobBody, RunSettings
+from agentjet.recipes import registry
+from agentjet.swarm import advantages
+from tests.fakes import Running, running
+from tests.plugins.waiting import Waiting
+from tests.server.serving import serving
+
+pytestmark = pytest.mark.anyio
+
+WAITING = "tests.plugins.waiting:Waiting"
+FILE = r"it was at .*(waiting|threading)\.py:\d+; mend the recipe"
+AT_START = ("needs", "value_heads")
+LIMIT = 0.1
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    registry._validated.clear()
+    Waiting.calls.clear()
+    Waiting.entered.clear()
+    Waiting.released.clear()
+    yield
+    Waiting.released.set()
+
+
+def job(hook: str) -> dict[str, object]:
+    return {"recipe": {"name": WAITING, "hook": hook}, "batch_size": 1}
+
+
+async def opened(run: Running, hook: str) -> Running:
+    await run.runs.put("slow", RunSettings(job={**job(hook), "group_size": 2, "max_tokens": 32}))
+    return run.of_run("slow")
+
+
+async def fill(slow: Running) -> list[str]:
+    """Fills a batch of a run whose hook may be slow."""
+    ended = []
+    async with asyncio.timeout(30):
+        while len(ended) < 2:
+            try:
+                ended.append(await slow.episode(float(len(ended))))
+            except Later as later:
+                assert later.code == "engine_failed"
+                return ended
+    return ended
+
+
+@pytest.mark.parametrize("hook", [*AT_START, "rollout", "accept"])
+async def test_the_server_goes_on_while_a_hook_waits(tmp_path: Path, hook: str) -> None:
+    async with serving(tmp_path / "d") as served:
+        run = served.run
+        slow = await opened(run, hook)
+        filling = asyncio.create_task(fill(slow))
+        await run.until(Waiting.entered.is_set)
+        await run.batch()
+        assert (await served.http.get("/healthz")).status_code == 200
+        if hook in ("rollout", "accept"):
+            assert f"calling `{hook}` of the recipe" in slow.gateway.status().waiting_for
+            evaluated = await slow.gateway.begin(BeginRequest(task_id="e", mode="eval"))
+            await slow.say(evaluated.id)
+        Waiting.released.set()
+        await filling
+        await run.until(lambda: slow.gateway.swarm.policy_version == 1)
+        status = slow.gateway.status()
+        assert (status.abandoned_hooks, status.episodes["trained"], status.episodes["dropped"]) == ([], 2, 0)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("hook", [*AT_START, "rollout", "accept"])
+async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: str, restarts: bool) -> None:
+    async with running(tmp_path / "d", server={"hook_timeout": LIMIT}) as run:
+        slow = await opened(run, hook)
+        if hook in AT_START:
+            finished = []
+        else:
+            finished = await fill(slow)
+            assert len(finished) == (2 if hook == "accept" else 0)
+        await run.until(lambda: slow.gateway.engine.state == "failed")
+        reason, [named] = slow.gateway.engine.reason, slow.gateway.status().abandoned_hooks
+        for sentence in (reason, named):
+            assert f"the recipe '{WAITING}': `{hook}` did not return within" in sentence
+        assert "within 0.1 s (server.hook_timeout); it was at " in reason and "thread 'hook of run slow'" in named
+        assert "mend the recipe and start the server again; nothing is lost" in reason
+        await run.batch()
+        assert slow.gateway.status().episodes["waiting"] == len(finished)
+        Waiting.released.set()
+        if not restarts:
+            await run.until(lambda: not slow.gateway.status().abandoned_hooks)
+            await slow.gateway.start_engine()
+            await learn(slow, finished)
+    if restarts:
+        async with running(tmp_path / "d") as run:
+            await learn(run.of_run("slow"), finished)
+
+
+async def learn(slow: Running, finished: list[str]) -> None:
+    """Fills the rest of the first batch. It has the finished episodes."""
+    await slow.gateway.ready()
+    if not finished:
+        await fill(slow)
+    await slow.until(lambda: slow.gateway.swarm.policy_version == 1)
+    [batch] = slow.gateway.swarm.batches.from_version(0)
+    assert not finished or batch.episode_ids == tuple(finished)
+    assert slow.gateway.status().episodes["trained"] == 2
+
+
+async def test_a_group_that_its_client_left_waits_for_the_recipe(tmp_path: Path) -> None:
+    """No event says that such a group is closing."""
+    async with running(tmp_path / "d", job={**job("accept"), "min_group_size": 2, "group_size": 3}) as run:
+        for reward in (0.0, 1.0):
+            begun = await run.gateway.begin(BeginRequest(task_id="t", client_id="c", group="g"))
+            await run.say(begun.id)
+            await run.gateway.finish(begun.id, FinishRequest(reward=reward))
+        left = CloseGroupsRequest(client_id="c", groups=[GroupName(group="g")])
+        assert await run.gateway.close_groups(left) == 0
+        await run.until(Waiting.entered.is_set)
+        assert [group.state for group in run.gateway.swarm.queries.groups] == ["closing"]
+        run.gateway.swarm.reap()
+        Waiting.released.set()
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)
+
+
+async def test_begins_of_one_group_ask_once(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={**job("rollout"), "group_size": 4}) as run:
+        asking = [asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="c"))) for _ in range(4)]
+        await run.until(Waiting.entered.is_set)
+        Waiting.released.set()
+        episodes = await asyncio.gather(*asking)
+        assert len({episode.group_id for episode in episodes}) == 1 and Waiting.calls.count("rollout") == 1
+
+
+async def test_a_begin_that_is_cancelled_abandons_its_hook(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job=job("rollout")) as run:
+        asking = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t")))
+        await run.until(Waiting.entered.is_set)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert "`rollout`" in run.gateway.status().abandoned_hooks[0] and run.gateway.engine.state == "sampling"
+        Waiting.released.set()
+        await run.batch()
+
+
+async def test_an_endless_loop_is_ended(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", server={"hook_timeout": LIMIT}, job=job("endless accept")) as run:
+        await fill(run)
+        await run.until(lambda: run.gateway.engine.state == "failed")
+        assert "`accept` did not return" in run.gateway.engine.reason
+        await run.until(lambda: not run.gateway.status().abandoned_hooks)
+
+
+@pytest.mark.parametrize("hook", [*AT_START, "validators"])
+async def test_a_job_whose_recipe_does_not_answer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    monkeypatch.setattr(registry, "VALIDATION_SECONDS", LIMIT)
+    async with running(tmp_path / "d", server={"hook_timeout": LIMIT}) as run:
+        body = run.gateway.job()
+        replaced = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": hook}})
+        with pytest.raises(InvalidRequest, match=f"`{hook}` did not return within 0.1 s.*{FILE}"):
+            await run.gateway.replace_job(replaced)
+        assert run.gateway.job() == body
+        await run.batch()
+
+
+async def test_a_run_whose_validators_do_not_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "VALIDATION_SECONDS", LIMIT)
+    async with running(tmp_path / "d") as run:
+        Waiting.released.set()
+        await opened(run, "validators")
+    Waiting.released.clear()
+    registry._validated.clear()
+    async with running(tmp_path / "d") as run:
+        view = run.runs.views()[1]
+        assert view.state == "failed" and "`validators` did not return within 0.1 s" in view.reason
+        await run.batch()
+
+
+async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        slow = await opened(run, "")
+        await slow.gateway.ready()
+        await slow.batch()
+        await slow.gateway.replace_job(slow.gateway.job())
+        assert Waiting.calls.count("validators") <= 2, "as they were sent, and as the journal has them"
+
+
+async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advantages, "HOOK_SECONDS", LIMIT)
+    async with running(tmp_path / "d", job=job("reward_advantages")) as run:
+        await run.batch()
+        for _ in range(3):
+            view = json.loads(await run.gateway.reader.batch(0))
+            assert "`reward_advantages` did not return within 0.1 s" in view["advantages_note"]
+        assert Waiting.calls.count("reward_advantages") == 1
+        await run.batch()
