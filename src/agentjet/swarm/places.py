@@ -104,7 +104,7 @@ class Places:
         groups = self._store.groups.values()
         num_groups = Counter(group.client_id for group in groups)
         num_open = Counter(group.client_id for group in groups if group.state == "open")
-        num_silent = Counter(group.client_id for group in groups if self._is_lent(group))
+        num_silent = Counter(group.client_id for group in groups if group.id in self._silent)
         clients = sorted(num_groups.keys() | waiting, key=lambda name: (-num_open[name], name))
         return {
             name: PlacesStatus(
@@ -121,7 +121,7 @@ class Places:
     def _check_room(self, request: BeginRequest) -> tuple[int, int]:
         """Returns the places of the scope, and the free ones. Raises `Later` if there are none."""
         store, client = self._store, request.client_id
-        counted = [one for one in store.groups.values() if one.client_id == client or not self._is_lent(one)]
+        counted = [one for one in store.groups.values() if one.client_id == client or one.id not in self._silent]
         num_places = places(store)
         if len(counted) >= num_places:
             text = f"The batch has its {store.job.batch_size} groups."
@@ -141,7 +141,7 @@ class Places:
         # Lost groups count: clients whose episodes fail would take the place that the batch lacks from each other.
         at_share = {name for name in (client, *waiting) if max(held[name], self._opened[name, scope]) >= share}
         # Silent groups count against their own client: it may have no room for the place that it waits for.
-        silent = {group.client_id for group in groups if self._is_lent(group)}
+        silent = {group.client_id for group in groups if group.id in self._silent}
         others = [name for name in waiting if name not in {client, *silent}]
         below = [name for name in others if name not in at_share]
         earlier = set(takewhile(client.__ne__, waiting))
@@ -160,9 +160,6 @@ class Places:
 
     def _is_waiting(self, client: str, scope: str) -> bool:
         return self._waits[client, scope] > self._clock() or self._held[client, scope] > 0
-
-    def _is_lent(self, group: Group) -> bool:
-        return group.id in self._silent and group.state == "open"
 
     def _is_silent(self, group: Group) -> bool:
         """True if nothing finished and no live member made a call for a lease, or if nothing finished for as long as an
