@@ -80,7 +80,7 @@ check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, kills, agents that fail, studies with known answers, campaigns on planted troubles, and what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and what the light parts weigh
 	$(BIN)/python -m bench.readme
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.losses
@@ -90,6 +90,7 @@ bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses 
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.hostile
+	$(BIN)/python -m bench.lag
 	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.flaky
 	$(BIN)/python -m bench.research

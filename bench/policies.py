@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentjet.client.threads import raise_on_signals
-from agentjet.server.http import tune_gc
+from agentjet.server.http import tune_python
 from bench.policying import adapters, isolation, journals, team
 from tests.tiny import make_model
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1, help="calls of an episode of the adapters")
     parser.add_argument("--tool-seconds", type=float, default=0.0, help="seconds between two of these calls")
     given = parser.parse_args()
-    tune_gc()  # As the server runs.
+    tune_python()  # As the server runs.
     curve: Curve = {}
     figures: dict[str, float] = {}
     before = None if given.before is None else given.before.resolve()

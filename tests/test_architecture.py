@@ -79,7 +79,7 @@ PACKAGES = {
 }
 COMMAND_LINE = rule(
     " ".join(PACKAGES),
-    "httpx huggingface_hub jinja2 matplotlib numpy openai opentelemetry psutil pydantic rich typer uvicorn",
+    "anyio httpx huggingface_hub jinja2 matplotlib numpy openai opentelemetry psutil pydantic rich typer uvicorn",
 )
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
 

@@ -18,7 +18,7 @@ import uvicorn
 from agentjet.config import ServeConfig
 from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
-from agentjet.server.http import listen, tune_gc, uvicorn_config
+from agentjet.server.http import listen, tune_python, uvicorn_config
 from agentjet.swarm import Journal
 from bench.gatewaying.report import Counters, percentile
 from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
@@ -70,7 +70,7 @@ async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
     with listen("127.0.0.1", 0, backlog=4096) as listener:
         await runs.start()
         await runs.default.ready()
-        tune_gc()
+        tune_python()
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])
     await runs.close()

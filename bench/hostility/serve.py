@@ -20,7 +20,7 @@ import uvicorn
 from agentjet.config import ServeConfig
 from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
-from agentjet.server.http import listen, tune_gc, uvicorn_config
+from agentjet.server.http import listen, tune_python, uvicorn_config
 from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
 
 EVERY = 0.002
@@ -30,28 +30,34 @@ CONTEXT_LENGTH = 131_072
 
 
 class Watch:
-    """The longest stop of an event loop, in CPU seconds of its process."""
+    """The longest stop of an event loop, in CPU seconds of its process and in seconds of the wall clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: float = EVERY) -> None:
         self._loop = asyncio.get_running_loop()
-        self._last = time.process_time()
-        self.longest = 0.0
-        self._loop.call_later(EVERY, self._look)
+        self._every = every
+        self._last = self._now()
+        self._longest = (0.0, 0.0)
+        self._loop.call_later(every, self._look)
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.process_time(), time.monotonic()
 
     def _look(self) -> None:
-        now = time.process_time()
-        self.longest, self._last = max(self.longest, now - self._last), now
-        self._loop.call_later(EVERY, self._look)
+        (cpu, wall), now = self._last, self._now()
+        self._longest = max(self._longest[0], now[0] - cpu), max(self._longest[1], now[1] - wall)
+        self._last = now
+        self._loop.call_later(self._every, self._look)
 
     def watched(self) -> dict[str, float]:
         """Since the last time; memory in MiB, now and at its highest (Linux)."""
-        longest, self.longest = self.longest, 0.0
+        (stall, wall), self._longest = self._longest, (0.0, 0.0)
         lines = Path("/proc/self/status").read_text().splitlines()
         sizes = {
             line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith(("VmHWM", "VmRSS"))
         }
         Path("/proc/self/clear_refs").write_text("5")  # The highest is counted anew.
-        return {"stall_s": longest, "rss_mb": sizes["VmRSS"], "highest_mb": sizes["VmHWM"]}
+        return {"stall_s": stall, "wall_s": wall, "rss_mb": sizes["VmRSS"], "highest_mb": sizes["VmHWM"]}
 
 
 def config(data_dir: Path, megabytes: int) -> ServeConfig:
@@ -74,7 +80,7 @@ async def serve(data_dir: Path, megabytes: int) -> None:
     with listen("127.0.0.1", 0) as listener:
         await runs.start()
         await runs.default.ready()
-        tune_gc()
+        tune_python()
         watch.append(Watch())
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from agentjet.server.http import tune_gc
+from agentjet.server.http import tune_python
 from agentjet.types import ModelInfo
 from bench.merging.replay import Played, Replay, made_up
 
@@ -31,7 +31,7 @@ def curve(card: ModelInfo, repeats: int = 3, num_turns: int = TURNS[-1]) -> list
     """The cost of a call after so many turns of one growing conversation."""
     replay = Replay(card)
     replay.play(*made_up(3))
-    tune_gc()  # As the server has it.
+    tune_python()  # As the server has it.
     runs = [replay.play(*made_up(num_turns))[1] for _ in range(repeats)]
     return [_point(turns, runs) for turns in TURNS if turns <= num_turns]
 

@@ -31,7 +31,7 @@ from agentjet.config.loader import cache_dir
 from agentjet.gateway.runs import Runs
 from agentjet.rendering.chat_template import template_for
 from agentjet.server import Keys, create_app
-from agentjet.server.http import listen, tune_gc, uvicorn_config
+from agentjet.server.http import listen, tune_python, uvicorn_config
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, Op, PolicyId, Sampled, SamplingParams
 from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
@@ -208,7 +208,7 @@ async def serve(settings: Settings) -> None:
         with listen("127.0.0.1", 0, backlog=4096) as listener:
             await runs.start()
             await runs.default.ready()
-            tune_gc()
+            tune_python()
             print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
             await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])
     finally:

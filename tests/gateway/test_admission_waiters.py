@@ -39,9 +39,9 @@ class Counted:
         self.begins += 1
         return self._begin(request, **named)
 
-    def reap(self) -> list[Episode]:
+    def reap(self, most: int | None = None, *, first: str = "") -> list[Episode]:
         self.looks += 1
-        return self._reap()
+        return self._reap(most, first=first)
 
     async def settled(self) -> tuple[int, int]:
         """Begins and looks since the last time, once the events of what was done are out."""

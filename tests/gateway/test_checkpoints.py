@@ -300,7 +300,7 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
     async with running(tmp_path / "d") as run:
         await run.batch()
         with monkeypatch.context() as patch:
-            patch.setattr(run.gateway.swarm.batches, "learned", refuse)
+            patch.setattr(run.gateway.swarm.batches, "learned_in_slices", refuse)
             await run.fill_batch()
             await run.until(lambda: bool(refused))
             await run.gateway.stop_engine()

@@ -9,6 +9,8 @@
 5. An answer whose agent leaves before the changes are on disk was not delivered.
 6. If the disk fails a sync, no waiter succeeds and nothing more is recorded. A new server continues.
 7. The same holds if a commit fails with any other error: no waiter hangs or succeeds.
+8. The members of a large batch are recorded in slices, with other requests between them, by one commit. If one slice
+   fails, nothing of the batch was recorded. A task that is cancelled records the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import asyncio
 import sqlite3
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, FinishRequest
-from agentjet.swarm import Journal
+from agentjet.swarm import Episode, Journal, batches
 from tests.fakes import RUN, Running, running
 
 pytestmark = pytest.mark.anyio
@@ -246,3 +249,43 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
         assert sorted(ids) == sorted([kept, *told]), "who was told is there, and nobody else"
         assert on_disk(tmp_path / "d") == len(ids) == run.gateway.swarm.queries.status_counts()["live"]
         assert len([e for e in seen if e.kind == "episode"]) == len(told)
+
+
+def trained(data_dir: Path) -> tuple[int, int]:
+    """The policy version and the trained episodes that another process would see."""
+    with closing(Journal.open_read_only(data_dir / RUN / "journal.sqlite")) as journal:
+        (marked,) = journal.file.db.execute(
+            "SELECT COUNT(*) FROM episodes WHERE body ->> 'trained_in' IS NOT NULL"
+        ).fetchone()
+        assert journal.read_state().counts["trained"] == marked
+        return journal.read_state().policy_version, marked
+
+
+@pytest.mark.parametrize("failure", ["", "a slice", "cancelled"])
+async def test_a_batch_is_recorded_in_slices_by_one_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    monkeypatch.setattr(batches, "SLICE", 2)
+    async with running(tmp_path / "d", job={"batch_size": 2, "group_size": 4, "checkpoint_every": 0}) as run:
+        swarm, other = run.gateway.swarm, await begin(run, "other")
+        put, found = swarm.store.put, list[tuple[int, int]]()
+
+        def watched(episode: Episode) -> None:
+            if episode.trained_in is not None:
+                found.append(trained(tmp_path / "d"))
+                if len(found) == 2:
+                    asyncio.get_running_loop().call_soon(partial(swarm.note, other, noted=["between"]))
+                if len(found) == 4 and failure == "cancelled":
+                    task = asyncio.current_task()
+                    assert task is not None and task.cancel()
+                if len(found) == 6 and failure == "a slice":
+                    raise Later("the disk is full", retry_after=0.0)
+                if len(found) > 6:
+                    assert failure == "a slice" or "between" in swarm.episode(other).noted
+            put(episode)
+
+        monkeypatch.setattr(swarm.store, "put", watched)
+        await run.fill_batch()
+        await run.until(lambda: trained(tmp_path / "d") == (1, 8))
+        assert set(found) == {(0, 0)} and len(found) == (6 + 8 if failure == "a slice" else 8)
+        assert swarm.policy_version == 1 and swarm.queries.status_counts()["trained"] == 8

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from agentjet.errors import Conflict
-from agentjet.gateway import CallChunk
+from agentjet.gateway import CallChunk, gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.swarm import Episode
 from tests.fakes import Running, running, saying
@@ -28,6 +29,34 @@ async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
         await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
 
 
+@pytest.mark.parametrize("end", ["expired", "replaced", "a heartbeat too late"])
+async def test_the_end_of_many_episodes_leaves_the_loop_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(gateway, "ENDS_A_ROUND", 3)
+    async with running(tmp_path / "d", job={"lease_seconds": 10, "batch_size": 20}) as run:
+        requests = [BeginRequest(task_id=f"t{number}", instance_id="a") for number in range(20)]
+        episodes = [await run.gateway.begin(request) for request in requests]
+        live = [20]
+
+        async def watch() -> None:
+            while live[-1] > (1 if end == "replaced" else 0):
+                live.append(run.gateway.swarm.queries.status_counts()["live"])
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        if end == "replaced":
+            await run.gateway.begin(BeginRequest(task_id="t", instance_id="b"))
+        else:
+            run.clock.advance(11)
+        if end == "a heartbeat too late":
+            with pytest.raises(Conflict):
+                await run.gateway.heartbeat(episodes[7].id)
+            assert run.gateway.swarm.episode(episodes[7].id).status == "expired"
+        await run.until(watching.done)
+        assert max(before - after for before, after in pairwise(live)) <= 3
+
+
 async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -36,12 +65,12 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         swarm, real, looks = run.gateway.swarm, run.gateway.swarm.reap, 0
 
-        def failing() -> list[Episode]:
+        def failing(most: int) -> list[Episode]:
             nonlocal looks
             looks += 1
             if looks < 4:
                 raise AssertionError("a bug")
-            return real()
+            return real(most)
 
         swarm.reap = failing  # type: ignore[method-assign]
         run.clock.advance(11)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,14 +73,14 @@ async def test_a_batch_that_the_journal_refused_is_not_applied_twice(
 ) -> None:
     expected = await undisturbed(tmp_path, 2)
     async with running(tmp_path / "d") as run:
-        learned, refusals = run.gateway.swarm.batches.learned, [Later("disk full", retry_after=0.001)] * 2
+        learned, refusals = run.gateway.swarm.batches.learned_in_slices, [Later("disk full", retry_after=0.001)] * 2
 
-        def refusing(*arguments: object) -> dict[str, float]:
+        def refusing(*arguments: object) -> Iterator[dict[str, float]]:
             if refusals:
                 raise refusals.pop()
             return learned(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(run.gateway.swarm.batches, "learned", refusing)
+        monkeypatch.setattr(run.gateway.swarm.batches, "learned_in_slices", refusing)
         await run.batch()
         await run.batch()
         assert (run.compute.starts, run.compute.applied, run.compute.weights) == (1, [0, 1, 2, 3], expected)

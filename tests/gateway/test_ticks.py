@@ -154,7 +154,7 @@ async def test_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def stream(number: int) -> None:
         for _ in range(3):
-            await pages.turn()
+            await pages.turns.turn()
             order.append(number)
 
     async def watch() -> None:

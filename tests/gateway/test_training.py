@@ -292,7 +292,7 @@ async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
         await run.batch()
 
 
-@pytest.mark.parametrize("moment", ["training_batches", "learned"])
+@pytest.mark.parametrize("moment", ["training_batches", "learned_in_slices"])
 async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -467,12 +467,12 @@ async def test_a_batch_that_samplers_may_have_is_never_given_up(
         separate(compute)
         compute.deadly = {("default", 1)}
 
-    def cannot(batch: Batch, metrics: Any) -> Any:
+    def cannot(batch: Batch, *more: Any) -> Any:
         raise OverflowError("after the samplers got the weights")
 
     async with running(tmp_path / "d", prepare=separate) as run:
         await run.batch()
-        monkeypatch.setattr(run.gateway.swarm.batches, "learned", cannot)
+        monkeypatch.setattr(run.gateway.swarm.batches, "learned_in_slices", cannot)
         for i in range(4):
             await run.episode(float(i % 2), task=f"t{i // 2}")
         await run.until(lambda: run.gateway.engine.state == "failed")

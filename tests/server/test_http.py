@@ -1,8 +1,13 @@
-"""The socket: an answer in several pieces does not wait for acknowledgements; the address is reported correctly."""
+"""The socket: an answer in several pieces does not wait for acknowledgements; the address is reported correctly.
+
+Requests that arrive together take turns.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,7 @@ import pytest
 from agentjet.cli.server_process import all_addresses_line, run
 from agentjet.config import load_config
 from agentjet.errors import ConfigError
-from agentjet.server.http import listen
+from agentjet.server.http import REQUESTS_A_ROUND, Entry, listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -39,3 +44,27 @@ def test_a_host_that_is_no_address_is_named(host: str, tmp_path: Path) -> None:
     config = load_config(None, [f"server.host={host}", "server.insecure=true", f"server.data_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=f"server.host = '{host}' is not an address"):
         run(config)
+
+
+@pytest.mark.anyio
+async def test_requests_that_arrive_together_take_turns() -> None:
+    """The loop would otherwise be held for as long as the first steps of all of them take."""
+    begun: list[int] = []
+    rounds = [0]
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        begun.append(len(begun))
+
+    async def request(number: int) -> None:
+        await entry({"type": "http", "headers": [(b"host", b"127.0.0.1")], "path": f"/{number}"}, None, None)  # type: ignore[arg-type]
+
+    async def watch() -> None:
+        while len(begun) < 100:
+            rounds.append(len(begun))
+            await asyncio.sleep(0)
+
+    entry = Entry(app, None, frozenset())  # type: ignore[arg-type]
+    gone = asyncio.create_task(request(100))
+    gone.cancel()
+    await asyncio.gather(watch(), *map(request, range(100)), gone, return_exceptions=True)
+    assert max(later - earlier for earlier, later in pairwise([*rounds, 100])) == REQUESTS_A_ROUND

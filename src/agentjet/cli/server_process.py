@@ -21,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio.lowlevel
 import uvicorn
 
 from agentjet import __version__
@@ -36,7 +37,7 @@ from agentjet.gateway import Gateway
 from agentjet.gateway.observability import Tracing
 from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
-from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
+from agentjet.server.http import check_certificate, listen, tune_python, uvicorn_config
 from agentjet.server.monitoring import LogFile, configure_handler
 from agentjet.types import DEFAULT_RUN
 
@@ -90,6 +91,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(uvicorn_config(create_app(runs, keys), config.server))
     stop = _stop_on_signals()
+    await anyio.lowlevel.checkpoint()  # The first stream would import anyio's backend in the event loop: 20 ms.
     if ends_with_input:
         exit_with_parent(signal.SIGTERM)
     await runs.start()
@@ -106,7 +108,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
         if ready.done():
             if ready.exception() is not None:
                 return False
-            tune_gc()
+            tune_python()
             runs.lag.start()  # The start does not count.
             _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)

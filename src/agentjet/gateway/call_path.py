@@ -119,6 +119,7 @@ class CallPath:
         self._clock = clock
         self._episodes: dict[str, EpisodeCalls] = {}
         self._calls_by_client: Counter[str] = Counter()
+        self._reading = asyncio.Lock()
         self.grammars = GrammarTrials()
         run.swarm.store.undelivered_calls = self._undelivered_calls
 
@@ -126,6 +127,14 @@ class CallPath:
     def num_open(self) -> int:
         """Number of calls of live episodes whose answers are not delivered yet."""
         return sum(len(calls.open) for calls in self._episodes.values())
+
+    async def read(self, episode_id: str) -> None:
+        """Reads the calls of an episode that was live before a restart, in a thread: they may have megabytes."""
+        if self._swarm.is_unread(episode_id):
+            async with self._reading:
+                if self._swarm.is_unread(episode_id):
+                    trees = await asyncio.to_thread(self._swarm.read_trees, episode_id)
+                    self._swarm.keep_trees(episode_id, trees)
 
     async def run(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. See `Gateway.call`."""

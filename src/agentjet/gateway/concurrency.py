@@ -1,4 +1,4 @@
-"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, threads, hooks.
+"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit, hooks.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from agentjet.errors import Later, RecipeError
@@ -51,6 +52,35 @@ class Broadcast:
                 while not predicate():
                     await self.wait()
         return predicate()
+
+
+class Turns:
+    """Lets a few callers go on in each round of the event loop, in the order in which they asked.
+
+    The loop runs everything that is ready before it looks at timers and sockets again. Two hundred requests that arrive
+    together would hold it for as long as all of them take.
+    """
+
+    def __init__(self, a_round: int) -> None:
+        self._a_round = a_round
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Waits for the next round that has room."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._round)
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _round(self) -> None:
+        for _ in range(min(self._a_round, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():  # Its caller may have been cancelled.
+                turn.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._round)
 
 
 class AdmissionWaiters:
@@ -165,6 +195,7 @@ class GroupCommit:
         """Resolved once the changes that are not committed yet are on disk."""
         self._under_way: asyncio.Future[None] | None = None
         """Resolved once the committed changes are on disk."""
+        self._is_held = False
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
         swarm.store.defer_commits(self._soon)
@@ -175,6 +206,22 @@ class GroupCommit:
             raise self._failed
         if (waiting := self._next or self._under_way) is not None:
             await asyncio.shield(waiting)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context of changes in several turns of the event loop that one commit must have. An error undoes all changes
+        since the last commit.
+        """
+        assert not self._is_held, "one at a time"
+        self._is_held = True
+        try:
+            yield
+        except Exception as error:
+            self._swarm.store.abandon(error)
+            raise
+        finally:
+            self._is_held = False
+            asyncio.get_running_loop().call_soon(self._commit)
 
     async def close(self) -> None:
         """Waits until all changes are on disk. Idempotent."""
@@ -191,8 +238,9 @@ class GroupCommit:
                 loop.call_soon(self._commit)
 
     def _commit(self) -> None:
+        if self._is_held or self._under_way is not None or self._next is None:
+            return  # `held` and `_synced` commit at their end.
         waiting, self._next = self._next, None
-        assert waiting is not None
         try:
             self._swarm.store.commit()
         except Later as later:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from agentjet.gateway.concurrency import Broadcast
+from agentjet.gateway.concurrency import Broadcast, Turns
 from agentjet.protocol import Event, Tick
 
 Answer = TypeVar("Answer")
@@ -44,8 +44,8 @@ class _Page:
 class EventPages:
     """The events on disk as server-sent events, a page at a time. A page is read and encoded once for all streams.
 
-    Streams take turns: in one round of the event loop at most `PAGES_A_ROUND` of them get a page, in the order in which
-    they asked. A socket that takes everything at once would otherwise let its stream run without a pause.
+    Streams take turns: at most `PAGES_A_ROUND` of them get a page in one round of the event loop. A socket that takes
+    everything at once would otherwise let its stream run without a pause.
     """
 
     def __init__(self, last_event: Callable[[], int], read: Callable[[int, int], Sequence[Event]]) -> None:
@@ -55,24 +55,8 @@ class EventPages:
         self._last_event = last_event
         self._read = read
         self._pages: OrderedDict[int, _Page] = OrderedDict()
-        self._asking: deque[asyncio.Future[None]] = deque()
-
-    async def turn(self) -> None:
-        """Waits for the turn of a stream."""
-        loop = asyncio.get_running_loop()
-        if not self._asking:
-            loop.call_soon(self._round)
-        turn = loop.create_future()
-        self._asking.append(turn)
-        await turn
-
-    def _round(self) -> None:
-        for _ in range(min(PAGES_A_ROUND, len(self._asking))):
-            turn = self._asking.popleft()
-            if not turn.done():  # Its stream may have ended.
-                turn.set_result(None)
-        if self._asking:
-            asyncio.get_running_loop().call_soon(self._round)
+        self.turns = Turns(PAGES_A_ROUND)
+        """Each stream waits for its turn before each page."""
 
     def after(self, after: int) -> tuple[int, bytes]:
         """Returns the next events after a number, and the number of the last one; no bytes if there are none."""

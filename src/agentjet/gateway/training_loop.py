@@ -278,7 +278,14 @@ class TrainingLoop:
         return {} if worst is None else {"server/loop_lag": worst.cpu, "server/loop_lag_wall": worst.wall}
 
     async def _record(self, batch: Batch, metrics: dict[str, float], fingerprints: Mapping[str, int]) -> None:
-        merged = self._swarm.batches.learned(batch, metrics, fingerprints)
+        slices = self._swarm.batches.learned_in_slices(batch, metrics, fingerprints)
+        with self._run.commits.held():
+            try:
+                merged = next(slices)
+                for _ in slices:
+                    await asyncio.sleep(0)
+            finally:  # A cancelled task records the rest at once.
+                deque(slices, maxlen=0)
         await self._run.commits.durable()
         self._run.metrics.append(batch.id + 1, merged)
         if reason := divergence(merged):

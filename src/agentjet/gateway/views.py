@@ -86,11 +86,10 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
         return None
     members = [queries.episode(episode_id) for episode_id in newest.groups[0]]
     fell = health.reward(facts)
-    calls = [queries.calls(member.id) for member in members]
-    asked = calls[0][0].ask.messages if calls[0] else ()
+    asked, last = queries.first_group_of(newest)
     answers = Counter(
-        (_answer_text(made[-1].response) if made else "", member.reward or 0.0)
-        for member, made in zip(members, calls, strict=True)
+        ("" if answer is None else _answer_text(answer), member.reward or 0.0)
+        for member, answer in zip(members, last, strict=True)
     )
     return ZeroVariance(
         batches=batches,

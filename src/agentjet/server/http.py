@@ -14,6 +14,7 @@ import logging
 import re
 import socket
 import ssl
+import sys
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from agentjet.config import ServerConfig
 from agentjet.config.schema import is_loopback
 from agentjet.errors import ConfigError, InvalidRequest, RequestError
 from agentjet.gateway import observability
+from agentjet.gateway.concurrency import Turns
 from agentjet.server.error_handlers import error_response
 from agentjet.server.limits import Limits
 from agentjet.server.runs import RUN, RUN_PATH, Entrance, route_path
@@ -49,20 +51,26 @@ HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII)
 """Syntax of `Host` in lower case: a name or an address, with or without a port."""
 
 
+REQUESTS_A_ROUND = 8
+"""Requests that begin in one round of the event loop. A request usually takes 0.5 ms until it waits for something."""
+
+
 class Entry:
     """Middleware that checks `Host`, and finds the run of a path below `/runs/NAME`, or refuses the request.
 
     Loopback names and those in `allowed` are allowed; None allows every name. `/runs/NAME` becomes the root path, so
-    routes match the rest and `request.base_url` is that of the run.
+    routes match the rest and `request.base_url` is that of the run. Requests that arrive together take turns.
     """
 
     def __init__(self, app: ASGIApp, runs: Entrance, allowed: frozenset[str] | None) -> None:
         self._app = app
         self._runs = runs
         self._allowed = allowed
+        self._turns = Turns(REQUESTS_A_ROUND)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            await self._turns.turn()
             try:
                 self._check_host(Headers(scope=scope).getlist("host"))
                 if named := RUN_PATH.match(scope["path"]):
@@ -259,12 +267,20 @@ def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
     )
 
 
-def tune_gc() -> None:
-    """Makes full garbage collections rare. Call it when everything is loaded.
+SWITCH_SECONDS = 0.001
+"""Time for which a thread that computes may keep Python's lock from the event loop; Python's default is 0.005."""
+
+
+def tune_python() -> None:
+    """Makes full garbage collections rare, and changes between threads frequent. Call it when everything is loaded.
 
     A full collection visits the trees of all live episodes: half a second for a thousand episodes. It frees little,
     because finished objects are freed by reference counting.
+
+    The loop gives Python's lock up at each read of a socket or the journal, and then waits for a thread that computes.
+    Ten reads within a request would take 50 ms.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)

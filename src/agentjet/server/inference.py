@@ -86,6 +86,7 @@ async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenC
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = role_of(body.model, deps)
     num_bytes = len(await request.body())
+    await deps.gateway.read_calls(request.state.episode_id)
     conversation = await offload(num_bytes, prompt_to_count, body, deps.gateway.swarm.job.images)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await deps.gateway.count_tokens(request.state.episode_id, role, asked))
@@ -133,6 +134,7 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     policy = policy_of(role, gateway.policies)
     head = AnswerHead(uuid.uuid4().hex, gateway.model_name or policy, int(time.time()), policy)
     content = await request.body()
+    await gateway.read_calls(episode_id)
     past: CallLookup = partial(gateway.lookup_call, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
     to_request = partial(dialect.to_request, body, past, gateway.swarm.job.images)

@@ -29,6 +29,7 @@ from agentjet.protocol import (
     SftRequest,
 )
 from agentjet.swarm import demonstrations, groups
+from agentjet.swarm.batch_forest import load_trees
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.demonstrations import Answered, Committed
@@ -222,16 +223,16 @@ class SwarmState:
         known = self.store.recall(_begin_scope(request), idempotency_key, request)
         return None if known is None else self.episode(known)
 
-    def take_over(self, request: BeginRequest) -> None:
+    def take_over(self, request: BeginRequest, most: int | None = None) -> bool:
         """Abort the live episodes of the client's earlier process, and close its groups without live members.
 
-        The earlier process was killed, and its leases would keep its places. `begin` calls this first. Raises
-        `Conflict` (`client_replaced`) for a process that was itself replaced: two running ones would end each other's
-        episodes.
+        The earlier process was killed, and its leases would keep its places. `begin` calls this first. With `most`, so
+        many episodes are aborted; returns True if others are left. Raises `Conflict` (`client_replaced`) for a process
+        that was itself replaced: two running ones would end each other's episodes.
         """
         known = self._journal.instances(request.client_id) if request.instance_id else []
         if not known or known[-1] == request.instance_id:
-            return
+            return False
         if request.instance_id in known:
             raise Conflict(
                 f"Another process of client {request.client_id!r} has begun episodes since and taken the places of "
@@ -239,15 +240,19 @@ class SwarmState:
                 code="client_replaced",
             )
         now, store = self._clock(), self.store
-        for episode in [e for e in store.live() if e.client_id == request.client_id and e.instance_id]:
+        replaced = [e for e in store.live() if e.client_id == request.client_id and e.instance_id]
+        for episode in replaced[:most]:
             with store.transaction():
                 self._mixture.record_end(self._endings.end_unscored(episode, REPLACED, now))
+        if most is not None and len(replaced) > most:
+            return True
         for group in list(store.groups.values()):
             members = [store.episodes[member] for member in group.members]
             is_left = all(member.ended is not None and member.instance_id for member in members)
             if group.client_id == request.client_id and group.state == "open" and is_left:
                 with store.transaction():
                     groups.close(store, group, now)
+        return False
 
     # ---- demonstrations ------------------------------------------------------------------------------------
 
@@ -445,12 +450,27 @@ class SwarmState:
 
     def tree(self, episode_id: str, role: str) -> ConversationTree:
         """The conversation of one role of an episode; kept in memory while the episode is live."""
-        tree = self.store.trees.get((episode_id, role))
-        if tree is None:
-            tree = self.queries.trees(episode_id).get(role) or ConversationTree()
-            if self.episode(episode_id).status == "live":
-                self.store.trees[episode_id, role] = tree
-        return tree
+        trees = self.store.trees.get(episode_id)
+        if trees is None:
+            trees = self.queries.trees(episode_id) if self.episode(episode_id).num_calls else {}
+            self.keep_trees(episode_id, trees)
+        return trees.setdefault(role, ConversationTree())
+
+    def is_unread(self, episode_id: str) -> bool:
+        """True if a live episode has calls that are only in the journal, as after a restart."""
+        episode = self.store.episodes.get(episode_id)
+        is_kept = episode_id in self.store.trees
+        return episode is not None and episode.status == "live" and episode.num_calls > 0 and not is_kept
+
+    def read_trees(self, episode_id: str) -> dict[str, ConversationTree]:
+        """An episode's conversations by role. May run in another thread; it reads committed calls only."""
+        with self._journal.reading() as journal:
+            return load_trees(journal, episode_id)
+
+    def keep_trees(self, episode_id: str, trees: dict[str, ConversationTree]) -> None:
+        """Keep the conversations of an episode in memory if it is live and they are not."""
+        if self.episode(episode_id).status == "live":
+            self.store.trees.setdefault(episode_id, trees)
 
     # ---- time ----------------------------------------------------------------------------------------------
 
@@ -458,23 +478,23 @@ class SwarmState:
         """Time at which a live episode expires without activity."""
         return self._leases.expires_at(episode, self.job)
 
-    def reap(self) -> list[Episode]:
+    def reap(self, most: int | None = None, *, first: str = "") -> list[Episode]:
         """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired.
 
-        Call it often: it is what frees the places of the lost.
+        Call it often: it is what frees the places of the lost. With `most`, so many of each end in one call, the
+        episode `first` before others.
         """
         self._leases.check_stall()
         now, store = self._clock(), self.store
-        expired = []
-        for episode in [episode for episode in store.live() if self.expires_at(episode) <= now]:
+        expired, over = [], [episode for episode in store.live() if self.expires_at(episode) <= now]
+        for episode in sorted(over, key=lambda episode: episode.id != first)[:most]:
             with store.transaction():
                 expired.append(self._endings.expire(episode, now))
                 self._endings.close_if_complete(episode, now)
-        for group in list(store.groups.values()):
-            deadline = groups.refill_deadline(store, group, self._leases.epoch)
-            if deadline is not None and deadline <= now:
-                with store.transaction():
-                    groups.close(store, group, now)
+        short = [group for deadline, group in groups.short_groups(store, self._leases.epoch) if deadline <= now]
+        for group in short[:most]:
+            with store.transaction():
+                groups.close(store, group, now)
         if stalled := self._mixture.reap():
             with store.transaction():
                 self._endings.drop_groups(stalled, "stalled", STALLED, now)
@@ -486,7 +506,7 @@ class SwarmState:
         """The episode, expired if its time is over, even if `reap` was not called since."""
         episode = self.episode(episode_id)
         if episode.ended is None and self.expires_at(episode) <= self._clock():
-            self.reap()
+            self.reap(1, first=episode_id)
             episode = self.episode(episode_id)
         return episode
 

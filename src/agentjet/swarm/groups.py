@@ -459,7 +459,7 @@ class Endings:
         self._store.journal.add_undelivered(self._store.undelivered_calls(episode.id))
         announce(self._store, episode)
         self._leases.remove(episode)
-        self._store.forget_trees(episode.id)
+        self._store.trees.pop(episode.id, None)
 
     def _abort_live_members(self, group: Group, reason: str, now: float) -> None:
         for episode in [self._store.episodes[member] for member in group.members]:

@@ -378,6 +378,18 @@ class Journal:
         rows = self._db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
         return [_CALL.validate_json(body) for (body,) in rows]
 
+    def first_call(self, episode_id: str) -> Call | None:
+        """An episode's first recorded call; None if there is none, or none any more."""
+        return self._call("ORDER BY seq LIMIT 1", episode_id)
+
+    def last_call(self, episode_id: str) -> Call | None:
+        """An episode's last recorded call; None if there is none, or none any more."""
+        return self._call("ORDER BY seq DESC LIMIT 1", episode_id)
+
+    def _call(self, order: str, episode_id: str) -> Call | None:
+        body = self._one(f"SELECT body FROM calls WHERE episode_id = ? {order}", episode_id)
+        return None if body is None else _CALL.validate_json(body)[0]
+
     def call_facts(self, episode_id: str) -> list[CallFacts]:
         """Facts about an episode's calls, in the order they were recorded. Parses only calls of an older version."""
         rows = self._db.execute(

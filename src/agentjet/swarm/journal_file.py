@@ -242,6 +242,12 @@ class JournalFile:
         if self._can_restart:
             self._restart_log()
 
+    def abandon(self, error: Exception) -> None:
+        """Undo all uncommitted transactions. The next `commit` fails with the error."""
+        if self.has_uncommitted:
+            self.db.execute("ROLLBACK")
+            self._lost = sqlite3.OperationalError(str(error))
+
     def sync(self) -> None:
         """Return once the committed changes are on disk. May be called from another thread.
 

@@ -18,7 +18,7 @@ from agentjet.swarm.state import Batch, Episode, Group, JobSettings, OutcomeCoun
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
-from agentjet.types import Call, EpisodeFilter
+from agentjet.types import Call, EpisodeFilter, Message
 
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
@@ -69,6 +69,7 @@ class Queries:
         self._mixture = mixture
         self._held = held
         self._clock = clock
+        self._first_group: tuple[int, Sequence[Message], Sequence[Message | None]] | None = None
 
     @classmethod
     def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
@@ -106,7 +107,7 @@ class Queries:
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
         """The episode's calls that are not trained, with the reason."""
-        return find_orphans(self.calls(episode_id), self._journal.undelivered(episode_id))
+        return find_orphans(self._journal.call_facts(episode_id), self._journal.undelivered(episode_id))
 
     # ---- groups and batches --------------------------------------------------------------------------------
 
@@ -198,6 +199,19 @@ class Queries:
         """The newest learned batch; None before the first."""
         version = self._store.policy_version
         return next(iter(self._journal.batches(version - 1, version)), None)
+
+    def first_group_of(self, batch: Batch) -> tuple[Sequence[Message], Sequence[Message | None]]:
+        """The first request of the first group of a learned batch, and the last answer of each member, if any.
+
+        They are kept until another batch is asked for: each status shows them, and calls may have megabytes.
+        """
+        if self._first_group is None or self._first_group[0] != batch.id:
+            members = batch.groups[0]
+            asked = self._journal.first_call(members[0])
+            last = [self._journal.last_call(member) for member in members]
+            messages = () if asked is None else asked.ask.messages
+            self._first_group = batch.id, messages, [None if call is None else call.response for call in last]
+        return self._first_group[1:]
 
     # ---- the run -------------------------------------------------------------------------------------------
 

@@ -51,8 +51,8 @@ class Store:
     """The batch that is composed and not yet learned."""
     steps: dict[int, dict[str, float]]
     """Metrics of the newest learned batches by batch, the newest last."""
-    trees: dict[tuple[str, str], ConversationTree]
-    """Conversations of live episodes, by episode and role; a cache of the journal."""
+    trees: dict[str, dict[str, ConversationTree]]
+    """Conversations of live episodes, by episode and role: all of an episode or none. A cache of the journal."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float], policies: tuple[str, ...] = ()) -> None:
         self.journal = journal
@@ -152,7 +152,7 @@ class Store:
         kept = [episode for episode in self.episodes.values() if episode.id not in self._changed]
         kept += [row for row in rows if row is not None and not row.is_settled]
         self.episodes = {episode.id: episode for episode in sorted(kept, key=lambda episode: episode.seq)}
-        self.trees = {key: tree for key, tree in self.trees.items() if key[0] not in self._changed}
+        self.trees = {episode_id: trees for episode_id, trees in self.trees.items() if episode_id not in self._changed}
 
     def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
         """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
@@ -173,6 +173,11 @@ class Store:
         self._changed.clear()
         self._committed += self._outbox
         self._outbox.clear()
+
+    def abandon(self, error: Exception) -> None:
+        """Undo all changes since the last commit, in memory, too. The next `commit` fails with the error."""
+        self.file.abandon(error)
+        self._reload(0)
 
     def announce(self) -> None:
         """Send the committed events. Call it once they are on disk."""
@@ -244,11 +249,6 @@ class Store:
         else:
             self.groups[group.id] = group
             self.journal.put_group(group)
-
-    def forget_trees(self, episode_id: str) -> None:
-        """Remove an episode's trees from the cache."""
-        for key in [key for key in self.trees if key[0] == episode_id]:
-            del self.trees[key]
 
     def put_job(self, job: JobConfig, *, given: JobConfig | None = None) -> None:
         """Put job settings in force; `given` if the server was started with them."""
