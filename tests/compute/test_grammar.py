@@ -3,13 +3,16 @@
 1. every finished answer follows its schema, for every seed and both samplers; a cut answer has finish reason `length`;
 2. the reported set and log-probabilities are those of the sampled distribution, also in the learner;
 3. other requests are not affected, and a seed gives the same tokens beside any other requests;
-4. a grammar that cannot be followed ends its own request only.
+4. a grammar that cannot be followed ends its own request only;
+5. while a grammar is compiled, other completions are sampled, and its request can be cancelled, or its policy removed.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jsonschema_rs
@@ -17,17 +20,19 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute.channel import Answer, Request, read
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.token_sampling import sample_tokens
+from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.grammars import MAX_GRAMMARS, Grammars
-from agentjet.config import JobConfig
-from agentjet.errors import GrammarError
+from agentjet.config import JobConfig, ModelConfig, SamplerConfig
+from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import EVERYTHING, decode_set, encode_set
-from agentjet.types import Constraint, Conversation, Message, SamplingParams
+from agentjet.types import Constraint, Conversation, Message, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import row_logprobs
 from tests.compute.conftest import make_policy, sampler_of, tokens
@@ -196,7 +201,8 @@ def test_compiled_grammars_are_bounded(policy: Policy) -> None:
     grammars = Grammars(policy.info, policy.vocabulary)
     for number in range(MAX_GRAMMARS + 4):
         grammars.guide(f'start: "{number}"\n')
-    assert grammars._compiled.cache_info().currsize == MAX_GRAMMARS
+    assert len(grammars._compiled) == MAX_GRAMMARS
+    assert grammars.known_guide('start: "0"\n') is None and grammars.known_guide('start: "19"\n') is not None
 
 
 def test_a_grammar_that_leads_nowhere_ends_its_own_request(policy: Policy) -> None:
@@ -216,3 +222,129 @@ def test_ids_without_text_are_never_allowed(policy: Policy) -> None:
     assert bits[: policy.vocabulary].any() and not bits[policy.vocabulary :].any()
     assert encode_set(bits[: policy.vocabulary].astype(bool)) != EVERYTHING
     assert Grammars(policy.info, policy.vocabulary).guide("") is None
+
+
+# ---- grammars that take long ---------------------------------------------------------------------------------------
+
+POLICY = PolicyId()
+WORD = 'start: "ab"\n'
+
+
+class Slow:
+    """A worker whose grammars compile once `may_compile` is set."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_compile = threading.Event()
+        self.num_compiled = 0
+        compile = Grammars._compile
+
+        def wait(grammars: Grammars, grammar: str) -> object:
+            self.num_compiled += 1
+            assert self.may_compile.wait(60)
+            return compile(grammars, grammar)
+
+        monkeypatch.setattr(Grammars, "_compile", wait)
+        self.folder = folder
+        self.output = io.BytesIO()
+        self.worker = Worker(self.output)
+        self.add()
+
+    def add(self) -> None:
+        model = ModelConfig(name=str(self.folder), device="cpu", dtype="float32", threads=1)
+        self.worker.handle("add", POLICY, model, SamplerConfig(cache_tokens=4096, max_concurrent=8))
+        self.worker.policies[POLICY].policy.end_tokens = frozenset()
+
+    def ask(self, id: int, grammar: str = "", max_tokens: int = 40) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=id, grammar=grammar, piece_tokens=1)
+        self.worker._answer(Request("sample", id, POLICY, (id, tokens(1, 9), params)))
+
+    def compiled(self) -> None:
+        """Handle the next grammar that the thread has compiled, or could not compile."""
+        self.worker._answer(self.worker._inbox.get(timeout=60))
+
+    def answers(self) -> dict[int, list[object]]:
+        """What the worker sent since the last time, by completion: tokens and errors."""
+        self.output.seek(0)
+        found: dict[int, list[object]] = {}
+        for message in iter(self.read, None):
+            for id, what in [(message.id, message.error)] if isinstance(message, Answer) else message:
+                found.setdefault(id, []).append(what)
+        self.output.seek(0)
+        self.output.truncate()
+        return found
+
+    def read(self) -> Answer | list[tuple[int, object]] | None:
+        try:
+            return read(self.output)
+        except EOFError:
+            return None
+
+
+@pytest.fixture
+def slow(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    slow = Slow(tiny_folder, monkeypatch)
+    yield slow
+    slow.may_compile.set()
+
+
+def test_others_are_sampled_while_a_grammar_is_compiled(slow: Slow) -> None:
+    slow.ask(1)
+    slow.ask(2, WORD)
+    slow.ask(3, WORD)
+    for _ in range(5):
+        slow.worker._sample_step()
+    assert {id: len(got) for id, got in slow.answers().items()} == {1: 5}
+    slow.may_compile.set()
+    slow.compiled()
+    slow.compiled()
+    assert slow.num_compiled == 1, "both have the same grammar"
+    slow.ask(4, WORD)
+    assert slow.num_compiled == 1 and not slow.worker._compiling, "a known grammar needs no thread"
+    slow.worker._sample_step()
+    assert set(slow.answers()) == {1, 2, 3, 4}
+
+
+def drop(slow: Slow) -> None:
+    slow.worker._answer(Request("cancel", 9, POLICY, (2,)))
+
+
+def remove(slow: Slow) -> None:
+    slow.worker.handle("remove", POLICY)
+
+
+def replace(slow: Slow) -> None:
+    slow.add()
+
+
+@pytest.mark.parametrize(("end", "error"), [(drop, None), (remove, PolicyRemoved), (replace, PolicyRemoved)])
+def test_a_request_may_end_while_its_grammar_is_compiled(
+    slow: Slow, end: Callable[[Slow], None], error: type[Exception] | None
+) -> None:
+    slow.ask(2, WORD)
+    slow.ask(3, 'start: "never compiled"\n')
+    end(slow)
+    assert [type(one) for one in slow.answers().get(2, [])] == ([error] if error else [])
+    slow.may_compile.set()
+    slow.compiled()
+    slow.compiled()
+    if end is not drop:
+        slow.add()
+        slow.ask(2, max_tokens=1)  # An id may come again: it is another request.
+        slow.worker._sample_step()
+        assert len(slow.answers()[2]) == 1
+        assert slow.num_compiled == 1, "no request waits for the second grammar"
+    assert 2 not in slow.worker._pieces and not slow.worker._compiling
+    assert (3 in slow.worker._pieces) == (end is drop)
+
+
+def test_a_grammar_that_cannot_be_compiled_later_ends_its_own_request(slow: Slow) -> None:
+    slow.may_compile.set()
+    slow.ask(1)
+    slow.ask(2, "start: nothing\n")
+    slow.compiled()
+    slow.worker._sample_step()
+    found = slow.answers()
+    assert isinstance(found[2][0], GrammarError) and len(found[1]) == 1
+    slow.ask(3, WORD, max_tokens=10**6)
+    slow.compiled()
+    assert isinstance(slow.answers()[3][0], OutOfCache)

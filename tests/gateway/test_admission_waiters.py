@@ -3,7 +3,8 @@
 1. Events that free no place wake no waiter: calls, heartbeats, rewards, episodes that join another's group.
 2. A free place in the batch wakes each waiter once, and the leases are checked once for all.
 3. A free place in a group wakes the waiters of that group only. The end of an episode wakes those of its client.
-4. New settings wake all waiters. A stop of the engine refuses them.
+4. A client at its own limit keeps no other one from a free place.
+5. New settings wake all waiters. A stop of the engine refuses them.
 """
 
 from __future__ import annotations
@@ -119,6 +120,25 @@ async def test_an_end_wakes_those_at_their_clients_limit(tmp_path: Path) -> None
         await gateway.finish(held[0].id, FinishRequest(reward=1.0))
         async with asyncio.timeout(5):
             assert (await waiting).group == "c"
+
+
+async def test_a_client_at_its_limit_keeps_no_place_free(tmp_path: Path) -> None:
+    job = {"batch_size": 2, "lease_seconds": 1000}
+    async with running(tmp_path / "d", job=job, server={"max_episodes_per_client": 2}) as run:
+        gateway = run.gateway
+        held = [await gateway.begin(asking(group, "a")) for group in "12"]
+        limited = asyncio.create_task(gateway.begin(asking("3", "b")))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            await gateway.begin(asking("e", "b").model_copy(update={"mode": "eval"}))
+        other = asyncio.create_task(gateway.begin(asking("4", "c")))
+        await asyncio.sleep(0)
+        run.clock.advance(4.0)  # Only the requests that the server holds still wait.
+        await gateway.abort(held[0].id, AbortRequest())
+        async with asyncio.timeout(10):
+            assert (await other).client_id == "c" and not limited.done()
+        limited.cancel()
+        await asyncio.gather(limited, return_exceptions=True)
 
 
 async def test_settings_wake_everybody_and_a_stop_refuses_them(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ tokenised as the tokenizer does it. The end tokens are allowed where the grammar
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+import threading
+from collections import OrderedDict
+from functools import cached_property
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -42,20 +44,42 @@ class Guide:
 
 
 class Grammars:
-    """Compiles the grammars of one model and caches them."""
+    """Compiles the grammars of one model and caches them. Threads may share it."""
 
     def __init__(self, info: ModelInfo, vocabulary: int) -> None:
         """`vocabulary` is the number of token ids of the model, which may exceed that of its tokenizer."""
         self._info = info
         self._vocabulary = vocabulary
-        self._compiled = lru_cache(MAX_GRAMMARS)(self._compile)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        """The grammars used last, the newest last."""
+        self._lock = threading.Lock()
+        """Held while the cache is used, not while a grammar is compiled."""
 
     def guide(self, grammar: str) -> Guide | None:
         """Returns a guide at the grammar's start; None for the empty grammar, which allows everything.
 
         Raises `GrammarError` for an invalid grammar.
         """
-        return Guide(self._compiled(grammar).deep_copy()) if grammar else None
+        if not grammar:
+            return None
+        if (known := self.known_guide(grammar)) is not None:
+            return known
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return Guide(matcher.deep_copy())
+
+    def known_guide(self, grammar: str) -> Guide | None:
+        """Returns a guide if the grammar is compiled already. Raises `GrammarError` if it allows no token."""
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                return None
+            self._compiled.move_to_end(grammar)
+            copy = matcher.deep_copy()
+        return Guide(copy)
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)

@@ -147,7 +147,8 @@ class JobConfig(Section):
     history: Literal["template", "as_sampled"] = "template"
     """Earlier assistant turns in a prompt: as the chat template rewrites them, or exactly as they were sampled."""
     lease_seconds: float = Field(120.0, gt=0)
-    """Lease of an episode. Without a call or a heartbeat for this long, the episode ends unscored."""
+    """Lease of an episode. Without a call or a heartbeat for this long, the episode ends unscored. A group that
+    finished nothing and makes no call for this long keeps no place from other clients."""
     max_episode_seconds: float = Field(1800.0, gt=0)
     """Maximum age of an episode. An older one ends unscored even if it is active."""
     micro_batch_tokens: Int64 = Field(8192, ge=16)

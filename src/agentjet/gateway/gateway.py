@@ -237,10 +237,11 @@ class Gateway:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
-                is_limit = later.code == TOO_MANY_EPISODES
+                refusal = later
             group = (request.client_id, request.group_name, request.task_set)
             pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see above.
-            await self._waiters.wait(request.client_id if is_limit else group, pause)
+            with self.swarm.places.held(request, refusal):
+                await self._waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
 
     async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> Episode:
         """Starts an episode now. The hook `rollout` of a plug-in is called for a new group. Raises `Later`."""
@@ -541,6 +542,8 @@ class Gateway:
                     await asyncio.sleep(0)
                 if self._can_decide():  # A group may be closing without an event.
                     self.changed.notify()
+                if self.swarm.places.refresh():
+                    self._waiters.wake()
             except Later:  # The journal has logged it.
                 pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.

@@ -65,6 +65,7 @@ def recorded_status(queries: Queries) -> dict[str, Any]:
         "dropped": queries.dropped(),
         "last_step": queries.last_step,
         "holding": queries.holding(),
+        "places": queries.holders(),
         "code_versions": {
             version: CodeVersionStatus.model_validate(tally, from_attributes=True)
             for version, tally in queries.code_versions().items()

@@ -346,6 +346,17 @@ class TaskSetStatus(Response):
     """Mean of `reward/{task_set}/mean` over those batches; null when it was in none."""
 
 
+class PlacesStatus(Response):
+    """The groups of the present batch that a client holds."""
+
+    num_open: int
+    num_silent: int
+    """Those of the open groups without a sign of progress. Other clients may open groups in their place."""
+    num_complete: int
+    waits: bool
+    """True if it waits to open another one."""
+
+
 class ScoredAnswer(Response):
     """The shortened last response and the reward of `count` episodes of a group."""
 
@@ -436,6 +447,8 @@ class StatusResponse(Response):
     """Client id to seconds since last seen."""
     holding: dict[str, int] = Field(default_factory=dict)
     """Client id to the number of live episodes it holds."""
+    places: dict[str, PlacesStatus] = Field(default_factory=dict)
+    """The clients that hold groups of the present batch, or wait for a place."""
     code_versions: dict[str, CodeVersionStatus] = Field(default_factory=dict)
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = Field(default_factory=dict)

@@ -5,6 +5,7 @@ Invariants:
 * a finished training episode is in exactly one of: waiting, one batch, a group dropped for a named reason;
 * only the episodes that the present batch needs are admitted, or, with `max_staleness`, as many batches as may wait
   without getting too old. Groups that do get too old are dropped and counted;
+* no client holds all places for ever: see `places`;
 * an episode never outlives its lease or `max_episode_seconds`, even if `reap` is called late.
 
 No HTTP and no waiting. Time comes from the injected clock only.
@@ -36,6 +37,7 @@ from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout,
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
+from agentjet.swarm.places import Places
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, Episode, new_episode_id
 from agentjet.swarm.store import Leases, Store
@@ -73,8 +75,9 @@ class SwarmState:
             """A sentence for the log if the settings in force differ from `job`, else empty."""
         self._leases = Leases(clock, stopwatch)
         self._mixture = Mixture(self.store, clock)
+        self.places = Places(self.store, self._leases, self._mixture, clock)
         self._endings = Endings(self.store, self._leases)
-        self.queries = Queries(self.store, self._leases, self._mixture, clock)
+        self.queries = Queries(self.store, self._leases, self._mixture, self.places, clock)
         self.batches = Batches(self.store, self._mixture, self._endings, clock)
 
     # ---- the run -------------------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ class SwarmState:
             groups.check_pin(self.store, self._mixture, request.at_version, now)
         joined = None
         if request.mode == "train":
-            joined = groups.admit(self.store, self._mixture, request, now, rollout)
+            joined = groups.admit(self.store, self._mixture, self.places, request, now, rollout)
         with self.store.transaction():
             episode = Episode(
                 id=new_episode_id(now),

@@ -22,7 +22,8 @@ from agentjet.recipes import hooks
 from agentjet.recipes.recipe import FinishedGroup, Recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm.batch_forest import is_uniform
-from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
+from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
+from agentjet.swarm.places import Places
 from agentjet.swarm.state import Episode, Group
 from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
@@ -88,7 +89,12 @@ def training_is_over(store: Store) -> bool:
 
 
 def admit(
-    store: Store, mixture: Mixture, request: BeginRequest, now: float, rollout: AnsweredRollout | None = None
+    store: Store,
+    mixture: Mixture,
+    places: Places,
+    request: BeginRequest,
+    now: float,
+    rollout: AnsweredRollout | None = None,
 ) -> Group:
     """Returns the group that a new training episode joins, perhaps a new one. `rollout` is for a new one.
 
@@ -102,6 +108,8 @@ def admit(
     job = store.job
     mixture.register(request.task_set)
     if store.pending is not None and not job.max_staleness:
+        if not request.join_only:
+            places.refused(request)
         raise Later("The worker is learning a batch.", code="not_sampling", retry_after=RETRY_SECONDS)
     if training_is_over(store):
         raise Later(
@@ -120,16 +128,10 @@ def admit(
         )
     if request.join_only:
         raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
-    if len(store.groups) >= places(store):
-        raise Later(f"The batch has its {job.batch_size} groups.", code="batch_full", retry_after=RETRY_SECONDS)
-    try:
-        mixture.check_room(request.task_set)
-    except Later as full:
-        if request.unless_full:
-            raise Conflict(str(full), code=full.code) from None
-        raise
+    places.check(request)
     group = _new_group(store, request, now, rollout)
     _check_place(store, request, group)
+    places.opened(request)
     return group
 
 

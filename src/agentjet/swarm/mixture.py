@@ -136,11 +136,13 @@ class Mixture:
         if self._mark_active(task_set):
             self._store.emit("task_set", {"task_set": task_set, "state": "joined"})
 
-    def check_room(self, task_set: str) -> None:
-        """Raises `Later` (`task_set_full`) when the set has its share of the groups and others wait for theirs."""
-        if not self._store.job.task_weights:
-            return
-        quota, held = self._quotas(), self._held()
+    def quota(self, task_set: str, groups: Sequence[Group]) -> int:
+        """Returns the number of groups that the set may have by `job.task_weights`, if these are all groups.
+
+        Raises `Later` (`task_set_full`) when the set has its share of the groups and others wait for theirs.
+        """
+        held = Counter(group.task_set for group in groups)
+        quota = self._quotas(held)
         if held[task_set] >= quota.get(task_set, 0):
             short = [f"{name!r} ({held[name]} of {number})" for name, number in quota.items() if held[name] < number]
             raise Later(
@@ -149,6 +151,7 @@ class Mixture:
                 code="task_set_full",
                 retry_after=RETRY_SECONDS,
             )
+        return quota[task_set]
 
     def record_end(self, episode: Episode) -> None:
         """Record that a client finished or aborted an episode: its set is present."""
@@ -192,7 +195,7 @@ class Mixture:
         first: Counter[str] = Counter()
         for name, number in sorted(left_behind.items()):
             first[name] = min(number, size - first.total())
-        rest = needs(weights, self._store.state.carry, self._quotas(), size - first.total())
+        rest = needs(weights, self._store.state.carry, self._quotas(self._held()), size - first.total())
         return None if rest is None else {**first, **rest}
 
     def carry(self, chosen: Sequence[Group]) -> dict[str, float]:
@@ -284,5 +287,5 @@ class Mixture:
     def _complete(self) -> list[Group]:
         return [group for group in self._store.groups.values() if group.state == "complete"]
 
-    def _quotas(self) -> dict[str, int]:
-        return quotas(self._weights(), self._store.state.carry, self._held(), places(self._store))
+    def _quotas(self, held: Mapping[str, int]) -> dict[str, int]:
+        return quotas(self._weights(), self._store.state.carry, held, places(self._store))

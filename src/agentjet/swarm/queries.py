@@ -8,11 +8,12 @@ from typing import NamedTuple, Self
 
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError
-from agentjet.protocol import EpisodeQuery, EvaluationView, Event, TaskSetStatus, duration
+from agentjet.protocol import EpisodeQuery, EvaluationView, Event, PlacesStatus, TaskSetStatus, duration
 from agentjet.swarm import batch_forest, groups, records
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM, policies_of
+from agentjet.swarm.places import Places
 from agentjet.swarm.state import Batch, Episode, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
@@ -59,11 +60,14 @@ class Silence(NamedTuple):
 class Queries:
     """Episodes, groups, batches and counts as they are now."""
 
-    def __init__(self, store: Store, leases: Leases, mixture: Mixture, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, leases: Leases, mixture: Mixture, held: Places, clock: Callable[[], float]
+    ) -> None:
         self._store = store
         self._journal = store.journal
         self._leases = leases
         self._mixture = mixture
+        self._held = held
         self._clock = clock
         self._first_group: tuple[int, Sequence[Message], Sequence[Message | None]] | None = None
 
@@ -76,7 +80,8 @@ class Queries:
         store = Store(journal, clock, policies_of(journal.origin))
         if store.settings is None:
             raise ConfigError(f"{journal.path} is empty: its server never started")
-        return cls(store, Leases(clock, lambda: 0.0), Mixture(store, clock), clock)
+        leases, mixture = Leases(clock, lambda: 0.0), Mixture(store, clock)
+        return cls(store, leases, mixture, Places(store, leases, mixture, clock), clock)
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
@@ -169,11 +174,11 @@ class Queries:
 
     @property
     def places_left(self) -> int:
-        """Number of training groups that may be begun now."""
+        """Number of training groups that may be begun now. Negative if clients opened some in place of silent ones."""
         store = self._store
         if groups.training_is_over(store) or (store.pending is not None and not store.job.max_staleness):
             return 0
-        return max(0, places(store) - len(store.groups))
+        return places(store) - len(store.groups)
 
     @property
     def recent_steps(self) -> Sequence[Mapping[str, float]]:
@@ -296,8 +301,24 @@ class Queries:
             wanted += f" of {sets}"
         return (
             f"{wanted}: {self.num_groups('complete')} of {job.batch_size} groups are complete, "
-            f"{self.num_groups('open')} open, {live} episodes live{self._silent() if names_silent else ''}"
+            f"{self.num_groups('open')} open, {live} episodes live{self._waiting_client()}"
+            f"{self._silent() if names_silent else ''}"
         )
+
+    def holders(self) -> dict[str, PlacesStatus]:
+        """The clients that hold groups of the present batch, or wait to open one; those with the most first."""
+        return self._held.holders()
+
+    def _waiting_client(self) -> str:
+        """A phrase for a client that waits for a place, and for the other one that holds the most open groups."""
+        holders = self.holders()
+        waiting = [client for client, one in holders.items() if one.waits]
+        for holder, one in holders.items():
+            if one.num_open and (others := [name for name in waiting if name != holder]):
+                more = f" and {len(others) - 1} more wait" if others[1:] else " waits"
+                silent = f" ({one.num_silent} silent, so others may open as many)" if one.num_silent else ""
+                return f"; client {others[0]!r}{more} for a place, {holder!r} holds {one.num_open} open groups{silent}"
+        return ""
 
     def _silent(self) -> str:
         """A phrase for the live training episode without a call for longest, if that is long."""

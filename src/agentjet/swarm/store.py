@@ -350,14 +350,16 @@ class Leases:
         seen = max(self._last_seen.get(episode.id, episode.begun), self._opened)
         return min(seen + job.lease_seconds, last)
 
-    def silent_seconds(self, episode: Episode) -> float:
+    def silent_seconds(self, episode: Episode, *, since: float | None = None) -> float:
         """Seconds since the last call of a live episode, since its begin, or since the server started; 0 during a call.
+        `since` replaces the begin.
 
         A heartbeat shows that the client is alive, and nothing about the agent: its tool may hang.
         """
         if self._calling[episode.id]:
             return 0.0
-        return max(0.0, self._clock() - max(self._last_active.get(episode.id, episode.begun), self._began))
+        begun = episode.begun if since is None else since
+        return max(0.0, self._clock() - max(self._last_active.get(episode.id, begun), self._began))
 
     def unheard_seconds(self, episode: Episode) -> float:
         """Seconds since a call or a heartbeat of a live episode; 0 during a call. Counts like `expires_at`."""

@@ -80,7 +80,7 @@ class ModelSampler:
         """Tokens computed since the start."""
         self._max_concurrent = max_concurrent
         self._cache_tokens = cache_tokens
-        self._grammars = Grammars(policy.info, policy.vocabulary)
+        self.grammars = Grammars(policy.info, policy.vocabulary)
         shape = policy.shape if policy.info.shares_prefixes else None
         self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device)
         self._graphs: DecodeGraphs | None = None
@@ -101,10 +101,18 @@ class ModelSampler:
             return False
         return not (self._may_admit and any(c.policy not in self._paused for c in self._waiting))
 
-    def submit(self, id: int, prompt: np.ndarray, params: SamplingParams, policy: Policy | None = None) -> None:
+    def submit(
+        self,
+        id: int,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        policy: Policy | None = None,
+        guide: Guide | None = None,
+    ) -> None:
         """Queue a request to `policy`, an adapter over the base model; None for the sampler's own policy.
 
-        Raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar.
+        `guide` follows the grammar of `params`; None to compile it here. Raises `OutOfCache` when the request could
+        never be held, `GrammarError` for a bad grammar.
         """
         length, context = len(prompt) + params.max_tokens, self.policy.info.context_length
         if length > min(context, self._cache.max_tokens):
@@ -112,7 +120,7 @@ class ModelSampler:
                 f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
                 f"(context {context}, sampler.cache_tokens = {self._cache_tokens})"
             )
-        guide, uniforms = self._grammars.guide(params.grammar), np.random.default_rng(params.seed)
+        guide, uniforms = guide or self.grammars.guide(params.grammar), np.random.default_rng(params.seed)
         self._waiting.append(RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy))
         self._may_admit = True
 

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -34,6 +35,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.policy_host import HEAP, PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
+from agentjet.compute.grammars import Guide
 from agentjet.compute.hook_limit import end_overdue
 from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
@@ -45,9 +47,11 @@ ARRIVALS_SECONDS = 0.05
 """Total limit of that wait."""
 _ENDING = ("forward_backward", "optim_step", "remove")
 """Requests whose failure ends the process, because gradients, weights or the sampler may be half changed."""
-_UNANSWERED = ("sample", "cancel")
+_COMPILED = "compiled"
+"""The request of the worker to itself to start the completion whose grammar its thread has compiled."""
+_UNANSWERED = ("sample", "cancel", _COMPILED)
 """Requests about one completion. Its tokens are the answer."""
-_OF_WORKER = ("add", "remove", "sample", "cancel", "score")
+_OF_WORKER = ("add", "remove", "sample", "cancel", "score", _COMPILED)
 """Requests that the worker handles itself. `WorkerPolicyHost` handles the others."""
 
 
@@ -109,6 +113,10 @@ class Worker:
         """Held while a message is written: another thread reports the progress of a download."""
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        """Compiles new grammars while the main loop samples: that may take seconds, without the lock of Python."""
+        self._compiling: dict[int, tuple[PolicyId, Future[Guide | None]]] = {}
+        """By completion that has not started."""
         self._present: Request | None = None
         """The request that the main loop works on."""
         self.policies: dict[PolicyId, WorkerPolicyHost] = {}
@@ -202,7 +210,8 @@ class Worker:
     def _remove(self, policy: PolicyId) -> None:
         """Free a policy. The base model of adapters is freed with the last of them."""
         if (hosted := self.policies.pop(policy, None)) is not None:
-            for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
+            compiling = [id for id, (of, _) in self._compiling.items() if of == policy]
+            for id in [*compiling, *(id for id, piece in self._pieces.items() if piece.hosted is hosted)]:
                 self._cancel(policy, id)
                 self._send(Answer(id, error=PolicyRemoved(f"the policy {policy} was removed from the worker")))
             hosted.sampler.invalidate(hosted.policy)
@@ -218,11 +227,35 @@ class Worker:
     def _sample(self, policy: PolicyId, id: int, tokens: np.ndarray, params: SamplingParams) -> None:
         hosted = self._hosted(policy)
         _check_tokens(hosted, tokens)
-        hosted.sampler.submit(id, tokens, params, hosted.policy)
+        grammars = hosted.sampler.grammars
+        guide = grammars.known_guide(params.grammar)
+        if guide is not None or not params.grammar:
+            self._start(hosted, id, tokens, params, guide)
+            return
+        compiled = self._compiler.submit(grammars.guide, params.grammar)
+        self._compiling[id] = policy, compiled
+        compiled.add_done_callback(
+            lambda done: self._inbox.put(Request(_COMPILED, id, policy, (id, tokens, params, done)))
+        )
+
+    def _compiled(
+        self, policy: PolicyId, id: int, tokens: np.ndarray, params: SamplingParams, compiled: Future[Guide | None]
+    ) -> None:
+        """Start a completion whose grammar is compiled, unless it was cancelled or its policy was removed."""
+        if self._compiling.get(id) == (policy, compiled):
+            del self._compiling[id]
+            self._start(self._hosted(policy), id, tokens, params, compiled.result())
+
+    def _start(
+        self, hosted: WorkerPolicyHost, id: int, tokens: np.ndarray, params: SamplingParams, guide: Guide | None
+    ) -> None:
+        hosted.sampler.submit(id, tokens, params, hosted.policy, guide)
         self._pieces[id] = _Piece(hosted, params.piece_tokens)
 
     def _cancel(self, policy: PolicyId, id: int) -> None:
         """Drop a completion, unless it has ended."""
+        if id in self._compiling:
+            self._compiling.pop(id)[1].cancel()
         if (piece := self._pieces.pop(id, None)) is not None:
             piece.hosted.sampler.cancel(id)
 
