@@ -4,11 +4,13 @@
 2. `AGENTJET_REQUIRE` with an unknown name, and a marker with one, are refused.
 3. `.ci/run` requires names that exist.
 4. No test skips for a missing package or program by another way.
+5. `.ci/run` names every file with a thorough test.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,17 @@ def test_no_test_skips_in_another_way() -> None:
 
 def files_of_tests() -> list[Path]:
     return [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("needs.py", Path(__file__).name)]
+
+
+def test_the_script_names_every_file_with_a_thorough_test() -> None:
+    """A thorough test that it does not name would never run in CI."""
+    listed = re.findall(r"tests\+=\(([^)]*)\)", (ROOT / ".ci" / "run").read_text())
+    shown = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {' '.join(listed)}"], cwd=ROOT, capture_output=True, check=True
+    )
+    named = {ROOT / line for line in shown.stdout.decode().split()}
+    assert [path for path in named if not path.exists()] == []
+    marked = [path for path in files_of_tests() if re.search(r"mark\.thorough", path.read_text())]
+    assert (
+        marked and [path for path in marked if not {path, *path.parents} & named and path.name != "test_gpu.py"] == []
+    )
