@@ -12,6 +12,7 @@ from pathlib import Path
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.config import JobConfig
 from agentjet.swarm import Batch, Episode, Journal
+from agentjet.swarm.journal import encode_call
 from agentjet.swarm.state import JobSettings, State, new_episode_id
 from agentjet.types import Call, CheckpointStamp, Message, NewContext
 
@@ -154,7 +155,9 @@ def _add_calls(journal: Journal, draw: random.Random, episode: Episode) -> None:
             created=episode.begun + number,
             ask=NewContext((Message("user", "".join(context)),), None if parent is None else parent.id),
         )
-        journal.add_call(call, [word.encode() for word in context], [word.encode() for word in answer])
+        journal.add_call(
+            call, encode_call(call, [word.encode() for word in context], [word.encode() for word in answer])
+        )
         parent = call
 
 

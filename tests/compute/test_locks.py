@@ -62,7 +62,7 @@ RECIPES: tuple[dict[str, Any], ...] = (
     {"loss": {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3}},
     {"kl_coef": 0.1},
     {"correction": "tis"},
-    {"correction": "icepop"},
+    {"correction": "icepop", "correction_high": 2.0},
     {"correction": "mis"},
     {"epochs": 2, "mini_batches": 2},
     {"correction": "mis", "kl_coef": 0.05, "mini_batches": 3},
@@ -74,7 +74,7 @@ RECIPES: tuple[dict[str, Any], ...] = (
     {"name": "gspo", "correction": "mis", "mini_batches": 2},
     {"name": "cispo", "loss": {"clip_low": 0.2}},
     {"name": "cispo", "loss": {"clip_low": 0.2}, "aggregation": "sequence_mean"},
-    {"name": "cispo", "loss": {"clip_low": 0.2}, "kl_coef": 0.1, "correction": "icepop"},
+    {"name": "cispo", "loss": {"clip_low": 0.2}, "kl_coef": 0.1, "correction": "icepop", "correction_high": 2.0},
     {"name": "cispo", "loss": {"clip_low": 0.2}, "aggregation": "constant", "constant": 12.0, "epochs": 2},
 )
 

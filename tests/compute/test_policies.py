@@ -397,7 +397,8 @@ def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(
     async def scenario() -> None:
         compute = EmbeddedCompute(config)
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
-        for name, hook in {"EndlessLoss": "token_loss", "EndlessColumns": "columns"}.items():
+        plug_ins = {"EndlessLoss": "token_loss", "EndlessColumns": "columns", "EndlessReads": "reads"}
+        for name, hook in plug_ins.items():
             await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
             job = JobConfig.model_validate({"recipe": f"tests.plugins.endless:{name}"})
             failed, died = await asyncio.gather(

@@ -16,6 +16,15 @@ class EndlessLoss(Grpo):
             pass
 
 
+class EndlessReads(Grpo):
+    """GRPO with a property that never ends."""
+
+    @property
+    def reads(self) -> Any:
+        while True:
+            pass
+
+
 class EndlessColumns(Grpo):
     """GRPO whose columns never come."""
 

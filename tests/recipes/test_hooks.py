@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.errors import RecipeError
+from agentjet.errors import InvalidRequest, RecipeError
 from agentjet.recipes import hooks, registry
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.recipe import FinishedGroup, Recipe
@@ -123,6 +123,12 @@ def test_accept(reason: object) -> None:
     assert f"drops a group for the reason {reason!r}: `accept` returns ''" in found
     found = refusal(broken(Recipe, accept=lambda self, group: group.rewards["a"]), call)
     assert "`accept` failed at" in found and "TypeError" in found
+
+    def refuses(self: Any, group: FinishedGroup) -> str:
+        raise InvalidRequest("not this one")
+
+    found = refusal(broken(Recipe, accept=refuses), call)
+    assert "`accept` failed at" in found and "InvalidRequest: not this one" in found, "no request waits for it"
 
 
 def test_memory_that_is_not_enough_is_not_a_mistake_of_the_recipe() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Self
 
 import pytest
+from pydantic import model_validator
 
 from agentjet.recipes import registry
+from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
+from agentjet.recipes.shelf.grpo import Grpo
 from tests.recipes.batches import recipe_of
 
 COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "archer", "digirl")
@@ -79,3 +83,44 @@ def test_an_import_that_runs_a_program_or_does_not_end(path: str, reason: str, m
         assert reason in str(refusal.value)
     assert "unittest.__main__" not in sys.modules
     assert threading.current_thread() is threading.main_thread()
+
+
+class Exiting(Grpo):
+    """A recipe whose validator ends the program, or never ends itself."""
+
+    name: str = f"{__name__}:Exiting"
+    ends: bool = True
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if self.ends:
+            sys.exit("the validator ends the program")
+        threading.Event().wait(1.0)
+        return self
+
+
+class Waiting(PolicyLoss):
+    """A loss whose validator takes long."""
+
+    name: str = f"{__name__}:Waiting"
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        threading.Event().wait(1.0)
+        return self
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (f"{__name__}:Exiting", r"test_refusals.py:\d+: SystemExit: the validator ends the program"),
+        ({"name": f"{__name__}:Exiting", "ends": False}, r"Exiting': `validators` did not return within 0.05 s"),
+        ({"name": "grpo", "loss": f"{__name__}:Waiting"}, r"the recipe 'grpo': `validators` did not return within"),
+    ],
+)
+def test_validators_that_end_the_program_or_do_not_end(
+    setting: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "VALIDATION_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=reason):
+        make_recipe(setting)

@@ -2,21 +2,26 @@
 
 1. After a restart a thread reads the calls of a live episode for its next request, in every dialect. A new role and the
    limit of turns read none.
-2. Statuses of a run whose batches have no variance read the shown answers once for each batch.
+2. A thread encodes a large call before it is recorded.
+3. Statuses of a run whose batches have no variance read the shown answers once for each batch.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentjet.gateway import call_path
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.swarm import Journal
+from agentjet.swarm.journal import encode_call
+from tests.fakes import RUN
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -64,6 +69,23 @@ async def test_a_thread_reads_the_calls_of_a_live_episode(
         await served.openai(again).chat.completions.create(**{**asked, "model": "policy@critic"})
         assert len(served.run.gateway.swarm.tree(episode["episode_id"], "").calls) >= 1
     assert len(reads) == 1 and reads[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize("token_bytes", [4, 2**16])
+async def test_a_thread_encodes_a_large_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
+    threads: list[int] = []
+
+    def encode(*given: Any) -> bytes:
+        threads.append(threading.get_ident())
+        return encode_call(*given)
+
+    monkeypatch.setattr(call_path, "encode_call", encode)
+    monkeypatch.setattr(call_path, "TOKEN_BYTES", token_bytes)
+    async with serving(tmp_path / "d") as served:
+        call = await served.run.say((await served.begin())["episode_id"])
+        with closing(Journal.open_read_only(tmp_path / "d" / RUN / "journal.sqlite")) as journal:
+            assert [recorded for recorded, *_ in journal.calls(call.episode_id)] == [call]
+    assert [thread == threading.get_ident() for thread in threads] == [token_bytes == 4]
 
 
 async def test_statuses_read_the_shown_answers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

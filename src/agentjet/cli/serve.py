@@ -102,7 +102,8 @@ class ChildServer:
         arguments += [] if settings is None else ["--config", str(settings)]
         arguments += [f"--set={override}" for override in overrides]
         self.log.touch(0o600)
-        with self.log.open("wb") as log:
+        os.truncate(self.log, 0)
+        with self.log.open("ab") as log:  # To append: the server may shorten it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "agentjet.cli", "serve", *arguments],
                 stdin=subprocess.PIPE,  # Never written to: it closes when this process ends.

@@ -38,7 +38,7 @@ from agentjet.gateway.observability import Tracing
 from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_python, uvicorn_config
-from agentjet.server.monitoring import LogFile, configure_handler
+from agentjet.server.monitoring import LogFile, configure_handler, limit_process_logs
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
     await runs.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     printer = asyncio.create_task(_print_runs(runs))
+    limiter = asyncio.create_task(limit_process_logs(data_dir))
     ready = asyncio.create_task(runs.default.ready())
     try:
         models = dict.fromkeys(config.model_of(policy).name for policy in config.policy_names)
@@ -125,6 +126,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
         await asyncio.wait([serving])
         await runs.close()
         printer.cancel()
+        limiter.cancel()
     serving.result()
     return True
 

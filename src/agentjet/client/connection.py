@@ -14,7 +14,6 @@ environment in the client.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -357,7 +356,7 @@ def _decoded(response: httpx.Response) -> Any:
         return None
     try:
         return response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ForeignAnswer(response) from None
 
 
@@ -377,11 +376,17 @@ def _problem(response: httpx.Response) -> Problem:
 
 
 async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
-    """Parses server-sent events whose data is one `Event` each. Comments (keep-alives) are skipped."""
+    """Parses server-sent events whose data is one `Event` each. Comments (keep-alives) are skipped. Raises
+    `ForeignAnswer`.
+    """
     lines: list[str] = []
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             lines.append(line[5:].strip())
         elif not line and lines:
-            yield Event.model_validate(json.loads("\n".join(lines)))
+            try:
+                event = Event.model_validate_json("\n".join(lines))
+            except ValidationError:
+                raise ForeignAnswer(response) from None
+            yield event
             lines = []

@@ -197,8 +197,8 @@ class AsyncSwarm:
         tasks. A run with the same seeds then has the same groups, episodes' seeds and order of batches if
         `job.max_staleness` is 0, no other client contributes and no episode fails. Its answers are the same up to
         rounding: with `concurrency` above 1, the calls that share a pass of the model depend on time, and so do the
-        last bits of its numbers, which now and then choose another token. For equal batches use `concurrency = 1`.
-        Groups begin one after another, which takes a round trip each.
+        last bits of its numbers, which now and then choose another token. For equal batches and equal weights use
+        `concurrency = 1`. Groups begin one after another, which takes a round trip each.
         """
         check_agent(agent, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
         source = TaskStream(tasks, "tasks") if is_stream(tasks) else listed_tasks(tasks)

@@ -117,7 +117,7 @@ def base_of(folders: Sequence[Path]) -> str:
 def _named_base(file: Path) -> str:
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(f"{file} cannot be read: {why}") from error
 

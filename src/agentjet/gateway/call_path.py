@@ -46,6 +46,7 @@ from agentjet.gateway.training_loop import OpenRun
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar_trial import GrammarTrials
 from agentjet.swarm import Episode
+from agentjet.swarm.journal import encode_call
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
 from agentjet.types import Call, Conversation, SamplingParams
@@ -55,6 +56,8 @@ RESAMPLE_SECONDS = 0.05
 MAX_CRASHES = 2
 """Workers that may crash during one call before it is given up."""
 RETRY_AFTER_CALLS = 1.0
+TOKEN_BYTES = 4
+"""Bytes of a token's text, about: a call of 16,000 new tokens is encoded in a thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -430,7 +433,10 @@ class CallPath:
             support=pack_sets(parser.support) if call.episode.mode == "train" else b"",
             untrained=call.request.untrained,
         )
-        self._swarm.record_call(record, prompt.pieces, call.renderer.pieces(completion))
+        pieces = call.renderer.pieces(completion)
+        size = TOKEN_BYTES * (len(prompt.suffix) + len(completion))
+        body = await offload(size, encode_call, record, prompt.pieces, pieces)
+        self._swarm.record_call(record, prompt.pieces, pieces, body)
         call.recorded.append(choice.call_id)
         await self._run.commits.durable()
         self._run.tracing.annotate(

@@ -392,7 +392,7 @@ def _token_ids(folder: Path) -> Any:
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
         return tokenizer["model"]["vocab"], [(token["id"], token["content"]) for token in tokenizer["added_tokens"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is missing or damaged ({type(error).__name__}: {error}), and job.recipe.teacher needs the same "
             "tokenizer as the policy: give both folders their tokenizer.json"

@@ -568,6 +568,9 @@ class Gateway:
             except Later as later:  # The journal or the engine has logged it.
                 if self.engine.training.error is None:
                     await asyncio.sleep(later.retry_after)
+            except Exception:  # The boundary: later groups must be decided, too.
+                log.exception("a group could not be decided; retrying every %g s", DISK_RETRY_SECONDS)
+                await asyncio.sleep(DISK_RETRY_SECONDS)
 
     def _can_decide(self) -> bool:
         return self.engine.training.error is None and self.swarm.queries.num_groups("closing") > 0

@@ -169,7 +169,12 @@ def declared(recipe: Recipe, name: str) -> Any:
 
 def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
     """Returns the recipe's reason to drop a group, or ''. `others` are reasons that have another meaning."""
-    reason = called(recipe, "accept", lambda: recipe.accept(group))
+    try:
+        reason = called(recipe, "accept", lambda: recipe.accept(group))
+    except RecipeError:
+        raise
+    except AgentJetError as error:  # No request waits for the answer, so none can get the refusal.
+        raise _wrong(recipe, "accept", f"failed at {place(error)}: {type(error).__name__}: {error}") from error
     if not isinstance(reason, str) or (reason and (not re.fullmatch("[a-z_]+", reason) or reason in others)):
         raise RecipeError(
             f"the recipe {recipe.name!r} drops a group for the reason {reason!r}: `accept` returns '' to train the "

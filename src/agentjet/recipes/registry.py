@@ -53,11 +53,19 @@ def make_recipe(value: object) -> Recipe:
     given = as_table(value, "recipe")
     name = given.get("name") or DEFAULT
     kind, parameters = find(name), {**given, "name": name}
-    return _plug_in(kind, parameters) if hooks.is_plug_in(kind) else kind.model_validate(parameters)
+    if hooks.is_plug_in(kind) or any(map(_may_be_plug_in, parameters.values())):
+        return _plug_in(kind, parameters)
+    return kind.model_validate(parameters)
+
+
+def _may_be_plug_in(part: object) -> bool:
+    """True for a part that is chosen by its import path, such as a loss."""
+    name = part.get("name") if isinstance(part, Mapping) else part
+    return isinstance(name, str) and ":" in name
 
 
 def _plug_in(kind: type[Recipe], parameters: Mapping[str, Any]) -> Recipe:
-    """Returns a recipe of a plug-in, perhaps one that was made before. Raises `ValueError`."""
+    """Returns a recipe that may run code of a plug-in, perhaps one that was made before. Raises `ValueError`."""
     key = _key(kind, parameters)
     if key is not None and key in _validated:
         return _validated[key]

@@ -216,7 +216,7 @@ class Arm:
             process.stdin.write(canonical(order).encode() + b"\n")
             await process.stdin.drain()
             answer: dict[str, Any] = json.loads(await process.stdout.readline())
-        except (ValueError, ConnectionError):  # it ended, or what it wrote is not an answer
+        except (ValueError, RecursionError, ConnectionError):  # it ended, or what it wrote is not an answer
             await ended(process)
             reason = self._excess or f"the agent's process ended with exit code {process.returncode}"
             raise ArmFailed(reason) from None

@@ -4,13 +4,18 @@ Log records name their episode and batch, and contain no secrets. Episode keys o
 (`/k/{key}/`), tokens and keys in headers; `redact` replaces them in messages and tracebacks.
 
 `/metrics` is in Prometheus' text format. It reads the gateway's numbers on each request and counts nothing itself.
+
+The logs of processes have a limit, see `shorten_logs`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -36,6 +41,10 @@ SECRET_PATTERNS = (
 )
 
 
+MAX_LOG_BYTES = 256 * 2**20
+"""Size of a process's log beyond which its beginning is removed."""
+KEPT_LOG_BYTES = 16 * 2**20
+LOG_CHECK_SECONDS = 1.0
 GAUGES = ("live", "waiting")
 """Episode counts that can fall. The others only grow."""
 
@@ -46,6 +55,30 @@ class LogFile(RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).touch(0o600)
         return super()._open()
+
+
+async def limit_process_logs(data_dir: Path) -> None:
+    """Without end: shortens the logs to which processes write their output. A plug-in that prints without end would
+    fill the disk.
+    """
+    while True:
+        await asyncio.sleep(LOG_CHECK_SECONDS)
+        await asyncio.to_thread(shorten_logs, data_dir)
+
+
+def shorten_logs(data_dir: Path) -> None:
+    """Keeps the last `KEPT_LOG_BYTES` of each log above `MAX_LOG_BYTES`. Its writer has opened it to append, so it goes
+    on at the new end.
+    """
+    for path in (*data_dir.glob("*.log"), *data_dir.glob("logs/**/*.log")):
+        with suppress(OSError):  # It was removed, or the disk is full: the next check tries again.
+            if path.stat().st_size > MAX_LOG_BYTES:
+                with path.open("rb") as file:
+                    file.seek(-KEPT_LOG_BYTES, os.SEEK_END)
+                    end = file.read(KEPT_LOG_BYTES)
+                os.truncate(path, 0)
+                with path.open("ab") as file:
+                    file.write(f"[the log exceeded {MAX_LOG_BYTES} bytes: its beginning was removed]\n".encode() + end)
 
 
 def redact(text: str) -> str:

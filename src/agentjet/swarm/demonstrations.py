@@ -14,7 +14,7 @@ from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import SftRequest
 from agentjet.swarm.groups import announce, training_is_over
-from agentjet.swarm.journal import RecordedCall
+from agentjet.swarm.journal import RecordedCall, encode_call
 from agentjet.swarm.mixture import RETRY_SECONDS
 from agentjet.swarm.state import Batch, Episode, Group, new_episode_id
 from agentjet.swarm.store import Store
@@ -111,7 +111,7 @@ def _record(store: Store, request: SftRequest, given: Answered, now: float) -> E
     )
     for call, suffix, completion in given.calls:
         call = replace(call, episode_id=episode.id, versions=(version,) * len(call.completion))
-        store.journal.add_call(call, suffix, completion)
+        store.journal.add_call(call, encode_call(call, suffix, completion))
     store.put(episode)
     announce(store, episode)
     return episode

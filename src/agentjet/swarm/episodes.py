@@ -34,7 +34,7 @@ from agentjet.swarm.batches import Batches
 from agentjet.swarm.call_rewards import call_rewards, digest
 from agentjet.swarm.demonstrations import Answered, Committed
 from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, Endings, Undecided, announce
-from agentjet.swarm.journal import Journal
+from agentjet.swarm.journal import Journal, encode_call
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import Places
@@ -404,8 +404,11 @@ class SwarmState:
         with self._leases.calling(episode):
             yield episode
 
-    def record_call(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
-        """Append a call to its episode's conversation, with the encoded bytes of each token.
+    def record_call(
+        self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes], body: bytes = b""
+    ) -> None:
+        """Append a call to its episode's conversation, with the encoded bytes of each token. `body` is the result of
+        `encode_call`, if another thread has called it.
 
         Raises `Conflict` when the episode has ended. Such a call is not recorded.
         """
@@ -422,9 +425,9 @@ class SwarmState:
         if not call.untrained:
             num_tokens += len(call.completion)
             # A completion that continues on another replica may go back to an older version.
-            oldest = min([version for version in (oldest, *call.versions) if version is not None], default=None)
+            oldest = min((version for version in {oldest, *call.versions} if version is not None), default=None)
         with self.store.transaction():
-            self._journal.add_call(call, encoded_suffix, encoded_completion)
+            self._journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion))
             num_calls = episode.num_calls + 1
             self.store.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
             tree.add(call, encoded_suffix, encoded_completion)

@@ -179,6 +179,11 @@ class Slice(NamedTuple):
     """Size of the deleted calls."""
 
 
+def encode_call(call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> bytes:
+    """Returns the body of a call with the encoded bytes of each token."""
+    return _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion)))
+
+
 def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
@@ -364,8 +369,8 @@ class Journal:
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def add_call(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
-        body = _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion)))
+    def add_call(self, call: Call, body: bytes) -> None:
+        """Record a call. `body` is what `encode_call` returned for it."""
         call_id, *facts = CallFacts.of(call)
         self._db.execute(
             "INSERT INTO calls (id, episode_id, undelivered, body, role, after_call, retry_of, untrained, num_tokens, "

@@ -19,6 +19,8 @@ USABLE = 0.6
 """Part of a device's memory for weights, gradients and moments. The rest is for activations and fragmentation."""
 REPLICA_USABLE = 0.9
 """Part of a GPU that vLLM takes."""
+MAX_HEADER = 100_000_000
+"""Bytes of a safetensors header, as in its library."""
 REPLICA_EXTRA = 2 * 2**30
 """Bytes of a replica on CUDA beside weights and cache: context, graphs, workspace. An estimate."""
 
@@ -116,11 +118,16 @@ def size_from_config(config: dict[str, Any]) -> ModelSize:
 
 
 def parameters_in(file: Path) -> int:
-    """Returns the number of values in a safetensors file, from its header."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    """Returns the number of values in a safetensors file, from its header. Raises `ConfigError`."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > MAX_HEADER:
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(stream.read(length))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{file} has no readable header ({error}): download the model again") from None
 
 
 def rank_need(

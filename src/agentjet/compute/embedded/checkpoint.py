@@ -186,7 +186,7 @@ def verified_state(folder: Path) -> dict[str, Any]:
     """
     try:
         state = json.loads((folder / STATE_FILE).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:

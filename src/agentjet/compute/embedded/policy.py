@@ -179,7 +179,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return bool(listed) and listed.items() <= _sizes(folder).items()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False
 
 

@@ -328,7 +328,7 @@ def anthropic_blocks(message: Message) -> list[Message]:
         function = call["function"]
         try:
             arguments = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {"text": function["arguments"]}
         blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
     return blocks or [{"type": "text", "text": "(empty)"}]
