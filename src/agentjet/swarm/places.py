@@ -42,9 +42,8 @@ class Places:
         self._held: Counter[tuple[str, str]] = Counter()
         """Refused requests that the server holds, by client and scope."""
         self._silent: frozenset[int] = frozenset()
-        self._opened: Counter[tuple[str, str]] = Counter()
-        """Groups that each client opened since the present batch began to be filled, by client and scope."""
-        self._batch = store.next_batch
+        self._opened: Counter[tuple[int, str, str]] = Counter()
+        """Groups that were opened while a batch was filled, by batch, client and scope."""
         self._is_moved = False
         """True if a client opened a group since the last `refresh`."""
 
@@ -53,9 +52,6 @@ class Places:
 
         Raises `Conflict` (`task_set_full`) instead for a request with `unless_full`.
         """
-        if self._batch != self._store.next_batch:
-            self._batch = self._store.next_batch
-            self._opened.clear()
         try:
             self._check_share(request, *self._check_room(request))
         except Later as full:
@@ -72,7 +68,7 @@ class Places:
         """Record that the client opened a group. If it wants more, it waits behind the others."""
         key = request.client_id, self._scope(request.task_set)
         self._waits.pop(key, None)
-        self._opened[key] += 1
+        self._opened[self._store.next_batch, *key] += 1
         self._is_moved = True
 
     @contextmanager
@@ -95,6 +91,7 @@ class Places:
         groups = self._store.groups.values()
         self._silent = frozenset(group.id for group in groups if self._is_silent(group))
         self._waits = {key: until for key, until in self._waits.items() if self._is_waiting(*key)}
+        self._opened = Counter({key: n for key, n in self._opened.items() if key[0] == self._store.next_batch})
         is_moved, self._is_moved = self._is_moved or before != (self._silent, len(self._waits)), False
         return is_moved and len(groups) - len(self._silent) < places(self._store)
 
@@ -139,7 +136,8 @@ class Places:
         waiting = [name for name, of in self._waits if of == scope and self._is_waiting(name, of)]
         share = max(1, num_places // len({client, *held, *waiting}))
         # Lost groups count: clients whose episodes fail would take the place that the batch lacks from each other.
-        at_share = {name for name in (client, *waiting) if max(held[name], self._opened[name, scope]) >= share}
+        opened = {name: self._opened[self._store.next_batch, name, scope] for name in (client, *waiting)}
+        at_share = {name for name, num_opened in opened.items() if max(held[name], num_opened) >= share}
         # Silent groups count against their own client: it may have no room for the place that it waits for.
         silent = {group.client_id for group in groups if group.id in self._silent}
         others = [name for name in waiting if name not in {client, *silent}]
