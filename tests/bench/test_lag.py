@@ -72,4 +72,4 @@ def test_the_bench_in_small() -> None:
         name: did for name, (_, did) in work.items()
     }
     assert all(cases[name]["seconds"] >= 2 for name in ("hook_columns", "hook_rollout"))
-    assert cases["batch"]["tokens"] > 20_000 and cases["events"]["events"] >= 400
+    assert cases["batch"]["tokens"] > 19_000 and cases["events"]["events"] >= 400
