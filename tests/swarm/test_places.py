@@ -243,6 +243,28 @@ def test_a_silent_client_delays_another_one_by_one_lease(make_world: Make) -> No
     assert world.swarm.policy_version == 1
 
 
+def test_a_silent_client_delays_no_further_batch(make_world: Make) -> None:
+    """It begins again whenever it can. The others wait for it once, until it makes a call."""
+    world = make_world(batch_size=4, **ONE_EACH)
+    greedy = opens(world, "greedy", *"abcd")
+    opens(world, "other", "a")
+    wait(world, LEASE, *greedy)
+    for version in range(1, 4):
+        begun = opens(world, "other", *"abcd")
+        assert len(begun) == 4, "no further lease"
+        opens(world, "greedy", *"abcd")
+        finish(world, *begun)
+        learn(world)
+        assert world.swarm.policy_version == version
+        greedy = opens(world, "greedy", *"abcd")
+        wait(world, 1.0, *greedy)
+    assert len(greedy) == 4
+    world.call(greedy[0], 7)
+    wait(world, 1.0, *greedy)
+    assert world.swarm.queries.holders()["greedy"].num_silent == 0, "a call ends it"
+    assert not opens(world, "other", *"abcd")
+
+
 @pytest.mark.parametrize(("staleness", "status", "dropped"), [(0, "aborted", {}), (1, "finished", {"stale": 4})])
 def test_lent_places_make_no_token_too_old(
     make_world: Make, staleness: int, status: str, dropped: dict[str, int]

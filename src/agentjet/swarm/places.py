@@ -5,7 +5,8 @@
   this batch that were lost count, too. While another client below its share waits, a client at its share opens none.
   Otherwise the longest wait comes first.
 * An open group is **silent** after a lease without a call, or if it finishes nothing for long: see `_is_silent`. Others
-  may open groups in its place. It lives on. The batch takes the groups that complete first.
+  may open groups in its place. It lives on. The batch takes the groups that complete first. The next groups of its
+  client are silent from the start, until one makes a call.
 
 With `job.task_weights`, the clients of a task set share the places of the set. Nothing of this is journaled.
 """
@@ -42,6 +43,7 @@ class Places:
         self._held: Counter[tuple[str, str]] = Counter()
         """Refused requests that the server holds, by client and scope."""
         self._silent: frozenset[int] = frozenset()
+        self._silent_clients: frozenset[str] = frozenset()
         self._opened: Counter[tuple[int, str, str]] = Counter()
         """Groups that were opened while a batch was filled, by batch, client and scope."""
         self._is_moved = False
@@ -89,8 +91,15 @@ class Places:
         """
         before = self._silent, len(self._waits)
         groups = self._store.groups.values()
-        self._silent = frozenset(group.id for group in groups if self._is_silent(group))
         self._waits = {key: until for key, until in self._waits.items() if self._is_waiting(*key)}
+        kept = self._silent_clients.intersection(
+            {group.client_id for group in groups} | {client for client, _ in self._waits}
+        ) - {group.client_id for group in groups if self._is_calling(group)}
+        silent = [
+            group for group in groups if self._is_silent(group) or (group.client_id in kept and group.state == "open")
+        ]
+        self._silent = frozenset(group.id for group in silent)
+        self._silent_clients = kept | {group.client_id for group in silent}
         self._opened = Counter({key: n for key, n in self._opened.items() if key[0] == self._store.next_batch})
         is_moved, self._is_moved = self._is_moved or before != (self._silent, len(self._waits)), False
         return is_moved and len(groups) - len(self._silent) < places(self._store)
@@ -158,6 +167,14 @@ class Places:
 
     def _is_waiting(self, client: str, scope: str) -> bool:
         return self._waits[client, scope] > self._clock() or self._held[client, scope] > 0
+
+    def _is_calling(self, group: Group) -> bool:
+        """True if a member made a call in the last lease."""
+        members = (self._store.episodes[member] for member in group.members)
+        return any(
+            member.num_calls and self._leases.silent_seconds(member) < self._store.job.lease_seconds
+            for member in members
+        )
 
     def _is_silent(self, group: Group) -> bool:
         """True if nothing finished and no live member made a call for a lease, or if nothing finished for as long as an
