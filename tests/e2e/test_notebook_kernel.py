@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from agentjet.swarm.places import KEPT_SECONDS
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
@@ -150,6 +151,7 @@ def test_an_interrupt_stops_training_and_the_next_cell_goes_on(code: str, kernel
     assert re.match("KeyboardInterrupt|CancelledError", stopped.error) and "To exit" not in stopped.text, stopped
     assert status(served).episodes["live"] == 0
     version = status(served).policy_version
+    served.run.clock.advance(KEPT_SECONDS)  # The stopped client waits no longer for a place.
     again = kernel.run("swarm.train(agent, tasks[50:], steps=2, concurrency=8)")
     drawn(again)
     assert status(served).policy_version == version + 2

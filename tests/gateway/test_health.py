@@ -65,6 +65,8 @@ def fallen(num: int, **metrics: float) -> Steps:
 
 
 WEAK_METRICS = {"reward__mean": 0.0625, "reward__std": 0.24, "groups__zero_variance": 0.75}
+RISING = (0.09, 0.33, 0.33, 0.40, 0.59, 0.71, 0.50, 0.60, 0.55, 0.76, 0.70, 0.72)
+SHORT_RUN = [{"policy/entropy": 1.2 - 0.1 * n, "reward/mean": reward} for n, reward in enumerate(RISING)]
 WEAK = same(1, **WEAK_METRICS, completion__tokens=11.8, policy__entropy=1.63)
 """One success in 16 episodes: chance alone may bring none in the next batches."""
 SOLVED = same(6, reward__mean=1.0, reward__std=0.0, reward__max=1.0, groups__zero_variance=1.0, groups__at_best=1.0)
@@ -149,7 +151,7 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         Facts([*same(5, policy__entropy=1.2), *same(5, policy__entropy=0.3)]),
         "warn",
         "1.2 to 0.3",
-        Facts([{"policy/entropy": 1.2 - 0.1 * n, "reward/mean": 0.1 * n} for n in range(12)]),
+        Facts(SHORT_RUN, first=SHORT_RUN[:10]),
     ),
     (
         "reward",

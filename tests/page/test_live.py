@@ -193,6 +193,6 @@ def test_a_metric_that_is_nan_is_a_gap(browser: Browser, tmp_path: Path) -> None
         site.do(site.run.batch())
         assert site.get("/steps")["metrics"]["policy/kl"] == [0.125, None]
         page = tab.open("/batches?metrics=policy")
-        chart = page.get_by_role("slider", name="policy/kl, by step")
+        chart = page.get_by_role("slider", name="policy/kl, by step", exact=True)
         expect(chart).to_have_attribute("aria-valuetext", "step 2: policy/kl –")
         expect(page.locator("main")).not_to_contain_text("NaN")

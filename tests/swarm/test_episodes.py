@@ -89,6 +89,13 @@ def test_an_aborted_episode_is_never_scored(world: World) -> None:
     assert refused.value.code == "episode_aborted"
 
 
+def test_a_failed_evaluation_is_no_failure_of_the_batch(world: World) -> None:
+    world.abort(world.begin(mode="eval", group=""))
+    assert world.swarm.queries.num_lost == 0
+    world.abort(world.begin())
+    assert world.swarm.queries.num_lost == 1
+
+
 def test_a_scored_episode_cannot_be_aborted(world: World) -> None:
     episode = world.begin()
     world.finish(episode, 0.0)

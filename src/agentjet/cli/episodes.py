@@ -46,6 +46,9 @@ def list_episodes(
     min_reward: Annotated[float | None, typer.Option(metavar="R", help="Lowest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(metavar="R", help="Highest reward.")] = None,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Text inside the reason of an abort or a drop.")] = "",
+    text: Annotated[
+        str, typer.Option(metavar="TEXT", help="Text inside a message, an answer or a reward's text.")
+    ] = "",
     sort: Annotated[
         EpisodeOrder, typer.Option(help="Order. `reward` is lowest first; a minus sign means highest first.")
     ] = "newest",
@@ -62,7 +65,7 @@ def list_episodes(
     filters = EpisodeFilters(
         status=status, mode=mode, task_set=task_set, task=task, group=group, client=client, code_version=code_version,
         batch=batch, min_version=min_version, max_version=max_version, min_reward=min_reward, max_reward=max_reward,
-        reason=reason, sort=sort,
+        reason=reason, text=text, sort=sort,
     )  # fmt: skip
     with connect(url, token, token_file) as swarm:
         found = swarm.episodes(limit, before=before, **filters)

@@ -640,9 +640,12 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
     if len(values) < 2 * NEWEST or late >= early / 2:
         return Finding("ok", text)
     metric = metrics.get(policy, REWARD)
-    rewards = [step[metric] for step in (*facts.first, *facts.steps) if metric in step]
-    half = min(len(rewards) // 2, 2 * NEWEST)
-    has_risen = half > 1 and rise(tuple(rewards[:half]), tuple(rewards[-half:])) >= LIKELY
+    # The newest steps of a short run are its first steps, too.
+    first, newest = (
+        tuple(step[metric] for step in of if metric in step) for of in (facts.first or facts.steps, facts.steps)
+    )
+    half = min(len(newest) // 2, len(first), 2 * NEWEST)
+    has_risen = half > 1 and rise(first[:half], newest[-half:]) >= LIKELY
     return Finding("ok", text) if has_risen else Finding("warn", f"{text}, and the reward did not rise")
 
 

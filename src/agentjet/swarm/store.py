@@ -203,7 +203,7 @@ class Store:
         before = self.episodes.get(episode.id)
         self._changed.add(episode.id)
         self.state.count(before, episode)
-        if episode.status in ("aborted", "expired"):
+        if episode.status in ("aborted", "expired") and episode.mode == "train":
             start = episode.reason.partition(":")[0]
             reason = start.replace(" ", "_") if episode.is_not_needed else episode.status
             self.state.count_lost("episodes", self.next_batch, reason)
