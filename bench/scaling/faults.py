@@ -324,8 +324,9 @@ class Run:
         found = audit(journal, books, forests, wire.answers[DEFAULT_RUN])
         stale = {row.id for row in rows(journal).values() if (row.reason or "").startswith(STALE)}
         learned = check_forests(forests, policy)
+        one_sampler = settings | {"compute": settings["compute"] | {"samplers": 1}}  # As many as one machine may have.
         alone = await reference.undisturbed(
-            settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
+            one_sampler, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
         )
         equal = not self._gave_up and reference.equal_weights(exported, alone)
         report = self._report(scene, found, [learned, calls], equal, time.monotonic() - began)
