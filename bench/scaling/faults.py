@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -274,7 +275,14 @@ class Run:
 
     def settings(self, address: str = "") -> dict[str, Any]:
         python = make_sampler_python(self._folder)
-        compute = {"backend": "cluster", "ranks": 2, "samplers": 3, "sampler_python": str(python), "address": address}
+        samplers = min(3, os.cpu_count() or 1)  # A cluster of one machine has one core for each.
+        compute = {
+            "backend": "cluster",
+            "ranks": 2,
+            "samplers": samplers,
+            "sampler_python": str(python),
+            "address": address,
+        }
         compute["colocated"] = self._colocated
         model = {"name": str(self._folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
         server = {"worker_timeout": 20.0, "call_timeout": 300.0}
@@ -324,9 +332,8 @@ class Run:
         found = audit(journal, books, forests, wire.answers[DEFAULT_RUN])
         stale = {row.id for row in rows(journal).values() if (row.reason or "").startswith(STALE)}
         learned = check_forests(forests, policy)
-        one_sampler = settings | {"compute": settings["compute"] | {"samplers": 1}}  # As many as one machine may have.
         alone = await reference.undisturbed(
-            one_sampler, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
+            settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
         )
         equal = not self._gave_up and reference.equal_weights(exported, alone)
         report = self._report(scene, found, [learned, calls], equal, time.monotonic() - began)
