@@ -641,11 +641,11 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
         return Finding("ok", text)
     metric = metrics.get(policy, REWARD)
     # The newest steps of a short run are its first steps, too.
-    first, newest = (
+    first, latest = (
         tuple(step[metric] for step in of if metric in step) for of in (facts.first or facts.steps, facts.steps)
     )
-    half = min(len(newest) // 2, len(first), 2 * NEWEST)
-    has_risen = half > 1 and rise(first[:half], newest[-half:]) >= LIKELY
+    half = min(len(latest) // 2, len(first), 2 * NEWEST)
+    has_risen = half > 1 and rise(first[:half], latest[-half:]) >= LIKELY
     return Finding("ok", text) if has_risen else Finding("warn", f"{text}, and the reward did not rise")
 
 
