@@ -73,7 +73,8 @@ def test_a_view_that_was_not_loaded_is_tried_again(new_tab: Tab) -> None:
     page.click("nav >> text=Overview")
     expect(page.locator("main h1")).to_have_text("Overview")
     expect(page.get_by_role("alert")).to_have_count(0)
-    with page.expect_event("requestfailed"):  # The next try, while the view still shows the first.
+    tried = set(addresses)  # A question that Overview had still open ends as a failed request, too.
+    with page.expect_event("requestfailed", lambda sent: ".js" in sent.url and sent.url not in tried):
         page.click("nav >> text=Swarm")
     page.unroute(scripts)
     page.get_by_role("button", name="Try again").click()
