@@ -31,9 +31,12 @@ from agentjet.swarm.store import RECENT_STEPS
 
 RESULT = Path(__file__).with_name("alarms.json")
 RUNS, STEPS, SHORT, WITHIN = 2000, 60, 12, 10
-KINDS = ("flat", "rising", "noisy", "solved", "short", "with evaluations", "failing agents", "rare successes")
+KINDS = ("flat", "rising", "noisy", "solved", "short", "with evaluations", "failing agents", "rare successes", "fast")
 NAMED = {"rare successes": {"groups"}}
 """Rules that name a kind: most groups with rare successes teach nothing, so that is no false alarm."""
+RISING = ("rising", "solved", "with evaluations", "fast")
+FAST, OWN_LIMIT = 6, 12
+"""Steps within which a fast run, such as the demo, learns what it will, and the tokens of its agent's own limit."""
 REWARDS = ("binary", "graded", "0 to 10", "two policies", "zero variance dropped")
 SHAPES = ((8, 8), (4, 8), (8, 4), (16, 4))
 """Batch sizes and group sizes."""
@@ -74,20 +77,21 @@ class Run:
 
     def progress(self, step: int) -> float:
         """Part of the way from the first to the last success rate."""
-        kind = self.world.kind
-        if kind in ("rising", "solved", "with evaluations"):
-            return min(1.0, step / (self.world.length * (0.8 if kind != "solved" else 0.4)))
-        return 0.0
+        if self.world.kind not in RISING:
+            return 0.0
+        length = self.world.length
+        return min(1.0, step / {"solved": length * 0.4, "fast": FAST}.get(self.world.kind, length * 0.8))
 
     def success(self, step: int) -> float:
-        top = 0.995 if self.world.kind == "solved" else 0.85
-        start = self.world.base if self.world.kind not in ("rising", "solved", "with evaluations") else 0.15
+        kind, base = self.world.kind, self.world.base
+        top = {"solved": 0.995, "fast": base}.get(kind, 0.85)
+        start = 0.02 if kind == "fast" else 0.15 if kind in RISING else base
         return start + (top - start) * self.progress(step) if top > start else start
 
     def outcomes(self, means: np.ndarray) -> np.ndarray:
         """Rewards of batches of the given mean success: tasks differ, and neighbouring steps correlate."""
         rng, num = self.rng, len(means)
-        noise = rng.normal(0, 0.3 if self.world.kind == "noisy" else 0.1, num)
+        noise = rng.normal(0, 0.3 if self.world.kind in ("noisy", "fast") else 0.1, num)
         for at in range(1, num):
             noise[at] += 0.3 * noise[at - 1]
         inside = np.clip(means, 1e-12, 1 - 1e-12)[:, None]
@@ -165,11 +169,14 @@ class Run:
         tokens = self.tokens * np.exp(rng.normal(0, self.lengths, length)) * self.of_damage("tokens", 1.0)
         orphaned = rng.binomial(num, self.of_damage("orphaned", 0.01)) / num
         failing, stale = self.of_damage("failing", self.failing), self.of_damage("stale", 0.05)
-        return {
+        is_fast = self.world.kind == "fast"
+        cut = rng.binomial(calls, self.of_damage("truncated", 0.97 if is_fast else 0.02)) / calls
+        limits = {"overridden/max_tokens": cut, "overridden/limit": np.full(length, OWN_LIMIT)} if is_fast else {}
+        return limits | {
             "episodes/aborted": rng.negative_binomial(num, 1 - failing).astype(float),
             "groups/dropped_stale": rng.negative_binomial(self.groups, 1 - stale).astype(float),
             "completion/tokens": tokens,
-            "completion/truncated": rng.binomial(calls, self.of_damage("truncated", 0.02)) / calls,
+            "completion/truncated": cut,
             "batch/unscorable": rng.binomial(num, self.of_damage("refused", 0.003)).astype(float),
             "batch/sampled_tokens": tokens * calls,
             "forest/orphan_tokens": tokens * calls * orphaned / (1 - orphaned + 1e-9),
@@ -178,7 +185,9 @@ class Run:
     def _of_policies(self, columns: dict[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
         rng, found = self.rng, {}
         mixed = 1 - columns["groups/zero_variance"]
-        fall = 1 - 0.7 * np.array([self.progress(step) for step in range(length)])
+        fall = 1 - (0.85 if self.world.kind == "fast" else 0.7) * np.array(
+            [self.progress(step) for step in range(length)]
+        )
         for policy in self.policies or ("",):
             start = f"{policy}/" if policy else ""
             noise = np.exp(rng.normal(0, 0.3, (2, length)))
@@ -260,7 +269,7 @@ DAMAGES: dict[str, Damage] = {
     "silent": Damage("no call for 20 times the longest usual duration", after(BROKEN_AT, silence=20.0)),
     "episodes": Damage("three tenths of the episodes fail", after(BROKEN_AT, failing=0.3)),
     "dropped": Damage("two thirds of the groups are dropped as stale", after(BROKEN_AT, stale=0.67)),
-    "truncated": Damage("a quarter of the answers are cut", after(BROKEN_AT, truncated=0.25)),
+    "truncated": Damage("a quarter of the answers are cut at the job's limit", after(BROKEN_AT, truncated=0.25)),
     "refused": Damage("requests of a fifth of the episodes are refused", after(BROKEN_AT, refused=0.2)),
     "delivery": Damage("a quarter of the tokens are not delivered", after(BROKEN_AT, orphaned=0.25)),
     "held_out": Damage(
@@ -296,7 +305,7 @@ def false_alarms(kind: str, num_runs: int) -> dict[str, float]:
             SHORT if kind == "short" else STEPS,
             float(rng.uniform(0.01, 0.1) if kind == "rare successes" else rng.uniform(0.25, 0.75)),
         )
-        rises = kind in ("rising", "solved", "with evaluations")
+        rises = kind in RISING
         found: set[str] = set()
         for facts in Run(world, rng).looks():
             found |= alarms_of(facts, rises)

@@ -64,9 +64,24 @@ def fallen(num: int, **metrics: float) -> Steps:
     return same(num, reward__mean=0.0, reward__std=0.0, groups__zero_variance=1.0, **metrics)
 
 
+OWN_LIMIT = {
+    "completion__truncated": 0.45,
+    "overridden__max_tokens": 0.45,
+    "overridden__limit": 12.0,
+    "batch__episodes": 64.0,
+}
 WEAK_METRICS = {"reward__mean": 0.0625, "reward__std": 0.24, "groups__zero_variance": 0.75}
 RISING = (0.09, 0.33, 0.33, 0.40, 0.59, 0.71, 0.50, 0.60, 0.55, 0.76, 0.70, 0.72)
 SHORT_RUN = [{"policy/entropy": 1.2 - 0.1 * n, "reward/mean": reward} for n, reward in enumerate(RISING)]
+FAST_RUN = (0.021, 0.042, 0.094, 0.201, 0.469, 0.49, 0.146, 0.284, 0.43, 0.343, 0.18, 0.288)
+"""A run of the demo whose reward rose within its first steps."""
+
+
+def with_entropies(rewards: tuple[float, ...]) -> Steps:
+    """Steps whose entropy falls fast."""
+    return [{"policy/entropy": max(0.1, 1.8 - 0.4 * n), "reward/mean": reward} for n, reward in enumerate(rewards)]
+
+
 WEAK = same(1, **WEAK_METRICS, completion__tokens=11.8, policy__entropy=1.63)
 """One success in 16 episodes: chance alone may bring none in the next batches."""
 SOLVED = same(6, reward__mean=1.0, reward__std=0.0, reward__max=1.0, groups__zero_variance=1.0, groups__at_best=1.0)
@@ -148,10 +163,17 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ("mismatch", Facts(same(policy__mismatch_kl=0.5), JOB), "bad", "0.5 nats", Facts(same(policy__mismatch_kl=1e-4))),
     (
         "entropy",
-        Facts([*same(5, policy__entropy=1.2), *same(5, policy__entropy=0.3)]),
+        Facts([*same(5, policy__entropy=1.2, reward__mean=0.5), *same(5, policy__entropy=0.3, reward__mean=0.5)]),
         "warn",
-        "1.2 to 0.3",
+        "from 1.2 to 0.3 nats a token in 10 steps, and the mean reward from 0.5 to 0.5",
         Facts(SHORT_RUN, first=SHORT_RUN[:10]),
+    ),
+    (
+        "entropy",
+        Facts(with_entropies((0.5, 0.4, 0.6, 0.5, 0.4, 0.5, 0.6, 0.4, 0.5, 0.4))),
+        "warn",
+        "and the mean reward from 0.5 to 0.471",
+        Facts(with_entropies(FAST_RUN), first=with_entropies(FAST_RUN)[:10]),
     ),
     (
         "reward",
@@ -296,12 +318,12 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     (
         "truncated",
         Facts(
-            same(completion__truncated=0.45, overridden__max_tokens=0.45, overridden__limit=12.0, batch__episodes=64.0),
+            same(reward__std=0.0, **OWN_LIMIT),
             JOB,
         ),
         "warn",
         "45% of the answers were cut at max_tokens = 12 of the agent's own requests, not at job.max_tokens = 256",
-        Facts(same(completion__truncated=0.0, batch__episodes=64.0)),
+        Facts(same(reward__std=0.4, **OWN_LIMIT), JOB),
     ),
     (
         "truncated",

@@ -501,31 +501,38 @@ def _way_back(facts: Facts, step: int) -> str:
 
 
 def truncated(facts: Facts) -> Finding | None:
-    """Names the limit that cut most of the answers: that of the job, or the agents' own."""
+    """Names the limit that cut most of the answers: that of the job, or the agents' own.
+
+    The agents' own is a choice of their author, so it is only worth a look if besides all rewards are equal.
+    """
     judged = [step for step in facts.steps[-NEWEST:] if "completion/truncated" in step]
     if not judged:
         return None
     share = mean([step["completion/truncated"] for step in judged])
     calls = sum(step.get("batch/episodes", 1.0) * step.get("episode/num_turns", 1.0) for step in judged)
     level = shares(share * calls, calls, 0.05, (0.15, 0.5))
-    return Finding(level, f"{share:.0%} of the answers were cut at {cutting_limit(judged, facts.job)}")
+    limit, is_chosen = cutting_limit(judged, facts.job)
+    if is_chosen and (len(judged) < NEWEST or any(step.get("reward/std") for step in judged)):
+        level = "ok"
+    return Finding(level, f"{share:.0%} of the answers were cut at {limit}")
 
 
-def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -> str:
-    """A phrase for the limit that cut most answers of these steps, and for who set it."""
+def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -> tuple[str, bool]:
+    """A phrase for the limit that cut most answers of these steps, and whether the agents' author chose it."""
     cut, own = (
         sum(step.get(name, 0.0) for step in steps) for name in ("completion/truncated", "overridden/max_tokens")
     )
     given = f" = {job.max_tokens}" if job is not None else ""
     if 2 * own <= cut:
-        return f"job.max_tokens{given}"
+        return f"job.max_tokens{given}", False
     known = {step["overridden/limit"] for step in steps if "overridden/limit" in step}
+    is_chosen = len(known) == 1
     limit = (
         f"max_tokens = {known.pop():.0f} of the agent's own requests"
-        if len(known) == 1
-        else ("limits of the agent's own requests (max_tokens), or at the end of the context")
+        if is_chosen
+        else "limits of the agent's own requests (max_tokens), or at the end of the context"
     )
-    return f"{limit}, not at job.max_tokens{given}"
+    return f"{limit}, not at job.max_tokens{given}", is_chosen
 
 
 def held_out(facts: Facts) -> Finding | None:
@@ -640,17 +647,18 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
     if len(values) < 2 * NEWEST or late >= early / 2:
         return Finding("ok", text)
     metric = metrics.get(policy, REWARD)
-    # The newest steps of a short run are its first steps, too.
     first, latest = (
         tuple(step[metric] for step in of if metric in step) for of in (facts.first or facts.steps, facts.steps)
     )
-    half = min(len(latest) // 2, len(first), 2 * NEWEST)
-    has_risen = half > 1 and rise(first[:half], latest[-half:]) >= LIKELY
-    return Finding("ok", text) if has_risen else Finding("warn", f"{text}, and the reward did not rise")
+    # A fast policy rises within the first steps, so few of them are the start.
+    start, now = first[:START], latest[START:][-2 * NEWEST :]
+    if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
+        return Finding("ok", text)
+    return Finding("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
 
 
-LIKELY = 1.0
-"""Standard deviations from which a rise of the reward excuses a fall of the entropy."""
+LIKELY, START = 1.0, 3
+"""Standard deviations from which a rise of the reward since its first steps excuses a fall of the entropy."""
 
 
 # ---- conversations ---------------------------------------------------------------------------------------------------

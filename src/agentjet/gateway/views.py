@@ -94,7 +94,7 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
     return ZeroVariance(
         batches=batches,
         truncated=queries.last_step.get("completion/truncated", 0.0),
-        limit=health.cutting_limit([queries.last_step], facts.job),
+        limit=health.cutting_limit([queries.last_step], facts.job)[0],
         task_id=members[0].task_id,
         prompt=_shortened(asked[-1].content) if asked else "",
         answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
