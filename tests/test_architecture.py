@@ -52,7 +52,7 @@ PACKAGES = {
     "section": rule("", "pydantic"),
     "protocol": rule(VOCABULARY, "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),
-    "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic", lazy="torch"),
+    "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic pydantic_core", lazy="torch"),
     "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "swarm": rule(

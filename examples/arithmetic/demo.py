@@ -19,7 +19,7 @@ from agentjet.cli.run import evaluate_all
 from agentjet.cli.serve import ChildServer
 from agentjet.client import Swarm, TrainReport
 from agentjet.client.threads import raise_on_signals
-from agentjet.config import load_config
+from agentjet.config import check_models, load_config
 from agentjet.errors import ConfigError
 
 from .agent import FirstAnswer, agent, held_out_tasks, training_tasks
@@ -50,6 +50,7 @@ class Demo:
         """
         started = time.monotonic()
         config = load_config(SETTINGS, self._overrides())
+        check_models(config)
         job = config.job
         self._clear()
         _print(f"starting a server for {config.model.name}; its log is {self._server_dir / 'serve.log'}")

@@ -40,7 +40,11 @@ def connect(path: Path, query: str = "", *, any_thread: bool = False) -> sqlite3
 
 
 def check_is_plain(connection: sqlite3.Connection, schema: str, path: Path) -> None:
-    """Raises `ConfigError` if the file has another view or trigger than those of `schema`, or a virtual table."""
+    """Raises `ConfigError` if the file has another view or trigger than those of `schema`, or a virtual table.
+
+    `check_tables` refuses all of these, too. This check also accepts files of other schemas, whose version must be read
+    before.
+    """
     ours = _made_by(schema)
     for kind, name, text in _objects(connection):
         if text == ours.get((kind, name)):
@@ -54,11 +58,10 @@ def check_tables(connection: sqlite3.Connection, schema: str, path: Path) -> Non
     """Raises `ConfigError` if the file has another table, view or trigger than the statements `schema` make, or one
     with another definition. Indexes of plain columns are accepted.
     """
-    check_is_plain(connection, schema, path)
     ours = _made_by(schema)
     for kind, name, text in _objects(connection):
         known = ours.get((kind, name), "")
-        is_harmless = PLAIN_INDEX.fullmatch(text) if kind == "index" else _has_more_columns(text, known)
+        is_harmless = {"index": PLAIN_INDEX.fullmatch(text), "table": _has_more_columns(text, known)}.get(kind)
         if text != known and not is_harmless:
             what = "with another definition" if known else "which AgentJet does not make"
             raise _foreign(path, f"it has the {kind} {name!r} {what}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from math import inf
 
 LEAST_SIMILAR = 0.6
 """Smallest share of equal characters of a name that is suggested."""
@@ -171,11 +172,37 @@ class Unreachable(AgentJetError):
     """The server did not answer within the retries (client side)."""
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` probably means: the one with the fewest edits, among those that are similar."""
-    near = [(edit_distance(name, other), -_share_of_equal(name, other), other) for other in known]
-    near = [one for one in near if -one[1] >= LEAST_SIMILAR]
-    return min(near)[2] if near else None
+def nearest_name(name: str, known: Iterable[str], *, separator: str = "") -> str | None:
+    """Returns the known name that `name` probably means: the one with the fewest edits, among those that are similar.
+
+    Capitals do not count. With a `separator`, names are paths, such as `job.batch_size`: they are compared without the
+    beginning that they share, and by their last parts.
+    """
+    near = [(*_difference(name.casefold(), other.casefold(), separator), other) for other in known]
+    return min(near)[2] if (near := [one for one in near if one[0] < inf]) else None
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, separator: str = "") -> str:
+    """Returns the way out of a wrong name: the nearest known one as a question, or the clause `otherwise`."""
+    near = nearest_name(name, known, separator=separator)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
+def _difference(name: str, other: str, separator: str) -> tuple[float, float]:
+    """Returns the number of edits and, for equal numbers, the share of unequal characters. Infinite: not similar."""
+    ways = [[(name, other)]]
+    if separator:
+        parts, others = name.split(separator), other.split(separator)
+        while len(parts) > 1 and len(others) > 1 and parts[0] == others[0]:
+            parts, others = parts[1:], others[1:]
+        whole = list(zip(parts, others, strict=True)) if len(parts) == len(others) else []
+        ways = [whole, [(parts[-1], others[-1])]]
+    costs = [
+        sum(edit_distance(*pair) for pair in pairs) + extra
+        for extra, pairs in enumerate(ways)  # Another place costs an edit and more likeness.
+        if pairs and all(_share_of_equal(*pair) * (1 - 0.05 * extra) >= LEAST_SIMILAR for pair in pairs)
+    ]
+    return min(costs, default=inf), 1 - _share_of_equal(name, other)
 
 
 def edit_distance(one: str, other: str) -> int:

@@ -219,7 +219,7 @@ def test_eval_refuses(arguments: tuple[str, ...], said: str) -> None:
 
 
 def test_eval_of_a_folder_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"'./a/b' is neither a folder nor an address"):
+    with pytest.raises(ConfigError, match=r"begins with http://, and as a model './a/b' is neither a folder here"):
         run("eval", "./a/b")
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentjet.cli.checkpoints import roll_back
 from agentjet.cli.runs import read_run
 from agentjet.errors import ConfigError
-from agentjet.gateway.collection import differing_settings, figures
-from agentjet.protocol import EvaluationRequest
+from agentjet.gateway.collection import compared_tasks, differing_settings, figures, notes
+from agentjet.gateway.learning import held_out_fall
+from agentjet.protocol import EvaluationRequest, EvaluationView
 from tests.cli.test_commands import run
 from tests.fakes import running
 
@@ -24,14 +27,15 @@ def step(reward: float) -> dict[str, float]:
 
 def test_figures_of_steps(tmp_path: Path) -> None:
     rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4]
-    found = figures(7, {version: step(reward) for version, reward in enumerate(rewards, 1)}, [])
+    found = figures(7, {version: step(reward) for version, reward in enumerate(rewards, 1)}, [], [])
     assert (found["policy_version"], found["batches"], found["episodes"]) == (7, 7, 28)
     assert (found["sampled_tokens"], found["minutes"]) == (700, 7.0)
     assert (found["reward_first_5"], found["reward_last_5"]) == (pytest.approx(0.2), pytest.approx(0.44))
     assert (found["reward_best"], found["reward_best_version"]) == (0.9, 6)
     assert (found["evaluations"], found["score_best"]) == (0, None)
     asyncio.run(trained(tmp_path / "a", 1e-5, ()))
-    printed = run("compare", str(tmp_path / "a"), str(tmp_path / "a"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert ["reward", "best", "0.500", "0.500"] in [line.split() for line in printed.splitlines()]
     assert ["score", "best", "-", "-"] in [line.split() for line in printed.splitlines()]
 
@@ -94,15 +98,105 @@ def test_settings_that_differ() -> None:
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"only one run, .*: name two or more"):
+    with pytest.raises(ConfigError, match=r"is only one run: name another one beside it, such as agentjet compare"):
         run("compare", str(tmp_path))
-    with pytest.raises(ConfigError, match="is not a data dir of AgentJet"):
+    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no .*\. Name the folder that"):
         run("compare", str(tmp_path), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"gone' is not a data dir of AgentJet: there is no such folder\. Name the"):
+        run("compare", str(tmp_path / "gone"), str(tmp_path))
     asyncio.run(untrained(tmp_path / "new"))
-    with pytest.raises(ConfigError, match="new' has no batch: name a data dir"):
+    with pytest.raises(ConfigError, match=r"new' has no batch and no evaluation, .*: name a data dir"):
         run("compare", str(tmp_path / "new"), str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="has no run 'other'"):
         run("compare", str(tmp_path / "new"), str(tmp_path / "new"), "--run", "other")
+
+
+def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
+    asyncio.run(trained(tmp_path / "a", 1e-5, ()))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for other in ("a", "link", "a/runs/default"):
+        with pytest.raises(ConfigError, match="are the same run: name two different ones; those of one data dir"):
+            run("compare", str(tmp_path / "a"), str(tmp_path / other))
+
+
+def test_runs_without_evaluations_are_named_with_the_way_to_make_one(tmp_path: Path) -> None:
+    for name, scores in (("a", ()), ("b", (0.5,))):
+        asyncio.run(trained(tmp_path / name, 1e-5, scores))
+    sentence = f"No score to compare: {tmp_path / 'a'}. To record one, evaluate a run while its server runs: swarm.eva"
+    assert sentence in " ".join(run("compare", str(tmp_path / "a"), str(tmp_path / "b")).split())
+
+
+# ---- scores of different tasks ---------------------------------------------------------------------------------------
+
+Recorded = tuple[str, str, float]
+"""Name, task list and score of an evaluation."""
+
+
+def views(*recorded: Recorded, held_out: bool, begin: int) -> list[EvaluationView]:
+    fields: dict[str, Any] = {"held_out": held_out, "num_tasks": 4, "num_episodes": 4, "best": False, "undone": False}
+    return [
+        EvaluationView(policy_version=n, score=score, name=name, task_list=tasks, time=begin + n, **fields)
+        for n, (name, tasks, score) in enumerate(recorded)
+    ]
+
+
+SAME, OTHER, OLD = ("evaluation", "4 tasks, aa"), ("evaluation", "4 tasks, bb"), ("evaluation", "")
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+@pytest.mark.parametrize(
+    ("runs", "ends", "says"),
+    [
+        ([[(*SAME, 0.1), (*SAME, 0.2)], [(*SAME, 0.3)]], [(0.1, 0.2), (0.3, 0.3)], []),
+        (  # two runs that share no tasks
+            [[(*SAME, 0.1)], [(*OTHER, 0.3), (*OTHER, 0.4)]],
+            [(None, None), (0.3, 0.4)],
+            ["a on 'evaluation' (4 tasks, aa), 0.1 first and 0.1 last", "(4 tasks, bb), which b has"],
+        ),
+        (  # one run with two lists: the one that both have is compared
+            [[(*SAME, 0.1), (*OTHER, 0.9), (*SAME, 0.2)], [(*SAME, 0.3)]],
+            [(0.1, 0.2), (0.3, 0.3)],
+            ["a on 'evaluation' (4 tasks, bb), 0.9 first and 0.9 last", "(4 tasks, aa), which a, b have"],
+        ),
+        (  # one list for most of the runs
+            [[(*SAME, 0.1)], [(*SAME, 0.2)], [(*OTHER, 0.9)]],
+            [(0.1, 0.1), (0.2, 0.2), (None, None)],
+            ["c on 'evaluation' (4 tasks, bb)", "which a, b have"],
+        ),
+        ([[("math", "4 tasks, aa", 0.1)], [("code", "4 tasks, aa", 0.3)]], [(None, None), (0.3, 0.3)], ["a on 'math'"]),
+        ([[(*OLD, 0.1)], [(*SAME, 0.3)]], [(None, None), (0.3, 0.3)], ["a on 'evaluation' (its tasks are not"]),
+        ([[(*OLD, 0.1)], [(*OLD, 0.3)]], [(0.1, 0.1), (0.3, 0.3)], ["named 'evaluation' are not recorded: they are"]),
+    ],
+)  # fmt: skip
+def test_only_scores_of_the_same_tasks_are_compared(
+    runs: list[list[Recorded]], ends: list[tuple[float | None, float | None]], says: list[str], held_out: bool
+) -> None:
+    evaluations = [views(*run, held_out=held_out, begin=10 * number) for number, run in enumerate(runs)]
+    tasks = compared_tasks(evaluations)
+    start = "score" if held_out else "evaluation"
+    found = [figures(0, {}, run, tasks) for run in evaluations]
+    assert [(one[f"{start}_first"], one[f"{start}_last"]) for one in found] == ends
+    text = " ".join(notes(["a", "b", "c"][: len(runs)], evaluations, tasks))
+    assert bool(text) == bool(says)
+    for words in says:
+        assert words in text
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_best_score_is_one_of_the_newest_held_out_tasks(reverse: bool, tmp_path: Path) -> None:
+    lists = [SAME, OTHER][:: -1 if reverse else 1]
+
+    async def scenario() -> None:
+        async with running(tmp_path / "a") as up:
+            for (name, task_list), score in ((lists[0], 0.9), (lists[1], 0.2), (lists[1], 0.1)):
+                request = EvaluationRequest(
+                    policy_version=0, score=score, num_tasks=4, num_episodes=4, name=name, task_list=task_list
+                )
+                answer = await up.gateway.versions.record_evaluation(request)
+            assert [one.best for one in answer] == [False, True, False]
+            assert held_out_fall(answer) == ""
+
+    asyncio.run(scenario())
 
 
 async def untrained(data_dir: Path) -> None:

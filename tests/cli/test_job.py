@@ -32,10 +32,10 @@ def test_one_setting_is_changed_and_the_others_stay(served: Served) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("batchsize=4", r"job\.batchsize = 4: there is no such setting; did you mean job\.batch_size\?"),
-        ("optimizer.lr=-1", r"job\.optimizer\.lr = -1: input should be greater than 0"),
-        ("batch_size=many", r"job\.batch_size = 'many': "),
-        ("optimizer=3", r"job\.optimizer = 3: this is a section"),
+        ("batchsize=4", r"job\.batchsize = 4 \(request\): there is no such setting; did you mean job\.batch_size\?"),
+        ("optimizer.lr=-1", r"job\.optimizer\.lr = -1 \(request\): input should be greater than 0"),
+        ("batch_size=many", r"job\.batch_size = 'many' \(request\): "),
+        ("optimizer=3", r"job\.optimizer = 3 \(request\): this is a section"),
         ("max_tokens=5000", r"job\.max_tokens = 5000 leaves no room"),
     ],
 )

@@ -37,7 +37,14 @@ def test_options_of_all_commands_are_tried() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("gpro", "grpo"), ("gsop", "gspo"), ("ppoo", "ppo"), ("drgrpo", "dr_grpo"), ("wholly different", None)],
+    [
+        ("gpro", "grpo"),
+        ("gsop", "gspo"),
+        ("ppoo", "ppo"),
+        ("drgrpo", "dr_grpo"),
+        ("GRPO", "grpo"),
+        ("wholly different", None),
+    ],
 )
 def test_the_nearest_name_is_the_one_with_the_fewest_edits(typed: str, meant: str | None) -> None:
     assert nearest_name(typed, ["gspo", "ppo", "grpo", "dr_grpo", "dapo"]) == meant

@@ -114,7 +114,9 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     )
     refused("the command 'no-such-program' is missing", "--reward", "stdout", command=("no-such-program",))
     refused("expected FILE.py:FUNCTION, stdout, exit-code or file:NAME", "--reward", "magic")
-    refused(r"reward.py:sore: there is no function 'sore'", "--reward", "reward.py:sore")
+    refused(
+        r"reward.py:sore: there is no function 'sore' in reward.py; did you mean 'score'", "--reward", "reward.py:sore"
+    )
     refused(r"missing.py: No such file", "--reward", "missing.py:score")
     refused("--source nowhere: no such file", "--reward", "stdout", "--source", "nowhere")
     refused(

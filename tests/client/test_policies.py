@@ -132,7 +132,7 @@ def test_an_evaluation_reports_each_policy() -> None:
     assert report.of_policy("coder").mean_at_k.value == 0.25
     assert report.of_policy("planner").pass_at(2).value == 1.0
     assert "\n  reward of planner: 1.000 (95 %" in str(report)
-    with pytest.raises(ValueError, match="names no policy 'coda'; its policies are: planner, coder"):
+    with pytest.raises(ValueError, match="names no policy 'coda'; did you mean 'coder'"):
         report.of_policy("coda")
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,45 @@ def test_the_name_is_that_of_the_task_set(
     asyncio.run(scenario())
 
 
+PAYLOAD, OTHER = {"question": "1 + 1"}, {"question": "2 + 2"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ([Task("a"), Task("b")], [Task("b"), Task("a")], True),
+        ([Task("a", payload=PAYLOAD)], [Task("a", payload=dict(PAYLOAD))], True),
+        ([Task("a", payload=object())], [Task("a", payload=object())], True),
+        ([Task("a"), Task("b")], [Task("a"), Task("c")], False),
+        ([Task("a"), Task("b")], [Task("a")], False),
+        ([Task("a", "s")], [Task("a", "t")], False),
+        ([Task("line-1", payload=PAYLOAD)], [Task("line-1", payload=OTHER)], False),
+    ],
+)
+def test_the_same_tasks_are_one_list(one: list[Task], other: list[Task], is_same: bool, tmp_path: Path) -> None:
+    """An agent that changes its payloads does not change the list of a training's held-out tasks."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+            for tasks in (one, other):
+                await swarm.evaluate(right, tasks, progress=False)
+            first, second = await swarm.evaluations()
+            assert (first.task_list == second.task_list) is is_same
+            assert first.task_list.startswith(f"{len(one)} task{'s' * (len(one) > 1)}, ")
+
+            async def changing(task: Task, episode: AsyncEpisode) -> float:
+                if isinstance(task.payload, dict):
+                    task.payload["seen"] = task.payload.get("seen", 0) + 1
+                return await agent(task, episode)
+
+            given = {"eval_tasks": copy.deepcopy(one), "eval_every": 1}
+            await swarm.train(changing, TASKS, steps=1, concurrency=8, progress=False, **given)
+            held_out = [evaluation for evaluation in await swarm.evaluations() if evaluation.held_out]
+            assert len(held_out) == 2 and {evaluation.task_list for evaluation in held_out} == {first.task_list}
+
+    asyncio.run(scenario())
+
+
 # ---- 2. not recorded, with the reason --------------------------------------------------------------------------------
 
 
@@ -120,7 +160,7 @@ def test_a_failure_to_record_is_a_reason(given: EvalReport, url: str, reason: st
     async def scenario() -> None:
         async with serving(tmp_path / "data") as served, client(served.url) as swarm:
             async with AsyncSwarm(url or served.url, TOKEN, retry=Retry(patience=0.0)) as other:
-                found = await record_if_possible(other.connection, "me", given)
+                found = await record_if_possible(other.connection, "me", given, "1 task, 0")
             assert found.startswith(reason) and bool(found) == bool(reason), found
             assert len(await swarm.evaluations()) == (not reason)
 

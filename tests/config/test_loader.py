@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ from agentjet.config import (
     JobConfig,
     ServeConfig,
     bfloat16_is_faster,
+    check_models,
     load_config,
     parse_config,
     server_token,
     settings_table,
 )
-from agentjet.config.loader import parse_value
+from agentjet.config.loader import parse_value, read_toml
 from agentjet.errors import ConfigError
 from tests.setting_names import setting_names
 
@@ -73,10 +76,16 @@ def test_what_is_set_is_toml_or_else_text(text: str, value: object) -> None:
         ("job.bach_size", "job.batch_size"),
         ("lr", "job.optimizer.lr"),
         ("job.lr", "job.optimizer.lr"),
-        ("job.recpe.loss", "job.recipe"),
-        ("sever.port", "server"),
+        ("job.recpe.loss", "job.recipe.loss"),
+        ("sever.port", "server.port"),
+        ("Job.Batch_Size", "job.batch_size"),
+        ("recipe.clip", "job.recipe.loss.clip_low"),
+        ("clip_high", "job.recipe.loss.clip_high"),
+        ("recipe.epochs", "job.recipe.epochs"),
+        ("recipe", "job.recipe"),
+        ("job.task_weigths.math", "job.task_weights"),
         ("compute.sampler", "compute.samplers"),
-        ("job.optimiser.lr", "job.optimizer"),
+        ("job.optimiser.lr", "job.optimizer.lr"),
         ("policies.planner.modle", "policies.planner.model"),
         ("policies.planner.lora.rnk", "policies.planner.lora.rank"),
         ("job.optimizers.policy.beta", "job.optimizers.policy.beta1"),
@@ -99,6 +108,38 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
     assert "docs/settings.md" in complaint("wxyz=1")
 
 
+UNKNOWN = "there is no such setting; docs/settings.md lists them all"
+CLIP = "'grpo' has no parameter 'clip'; did you mean 'loss.clip_low'?"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("unknown.key", "1", UNKNOWN),
+        ("unknown", "1", UNKNOWN),
+        ("job.foo", "'x'", UNKNOWN),
+        ("job.optimizer.zzzz", "1", UNKNOWN),
+        ("job.optimizer.lrr", "1", "there is no such setting; did you mean job.optimizer.lr?"),
+        ("job.recipe.clip", "1", CLIP),
+        ("job.recipe.loss.clip", "1", "'clip' has no parameter 'clip'; did you mean 'clip_low'?"),
+        ("job.recipe.epochs", "0", "input should be greater than or equal to 1"),
+    ],
+)
+@pytest.mark.parametrize("source", ["--set", "file", "request"])
+def test_each_source_of_a_refused_setting_is_named_the_same_way(
+    source: str, key: str, value: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(f"{key} = {value}\n")
+    named = str(file) if source == "file" else source
+    with pytest.raises(ConfigError) as refused:
+        if source == "request":
+            parse_config(read_toml(file), "request")
+        else:
+            load_config(*((file, ()) if source == "file" else (None, [f"{key}={value}"])))
+    assert str(refused.value) == f"{key} = {value} ({named}): {says}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -118,9 +159,12 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["job.task_weights.math=0"], "job.task_weights.math = 0 (--set): input should be greater than 0"),
         (["job.task_weights.math=inf"], "job.task_weights.math = inf (--set): input should be a finite number"),
         (["job.task_weights=2"], "job.task_weights = 2 (--set): input should be a table, such as"),
-        (["job.task_weights={math={code=1}}"], "job.task_weights.math = {'code': 1}: input should be a valid number"),
+        (
+            ["job.task_weights={math={code=1}}"],
+            "job.task_weights.math = {'code': 1} (--set): input should be a valid number",
+        ),
         (["job.side_calls=3"], "job.side_calls = 3 (--set): input should be a list, such as"),
-        (["job.side_calls=[3]"], "job.side_calls.0 = 3: input should be a table, such as"),
+        (["job.side_calls=[3]"], "job.side_calls.0 = 3 (--set): input should be a table, such as"),
         (["job.side_calls=[{tools='none'}]"], "job.side_calls.0.name: this setting is missing; set it"),
         (["model.threads=1025"], "model.threads = 1025 (--set): input should be less than or equal to 1024"),
         (["server.data_dir="], "server.data_dir = '' (--set): give the name of a folder, such as 'agentjet-data'"),
@@ -221,6 +265,58 @@ def test_a_token_that_no_header_can_carry_is_refused_by_name(odd: str) -> None:
     with pytest.raises(ConfigError, match="AGENTJET_TOKEN has a character") as refused:
         server_token({"AGENTJET_TOKEN": f"secret-secret{odd}secret-secret"})
     assert "secret-secret" not in str(refused.value)
+
+
+BUNDLED = "smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "qwen3-0.6",
+            r"is neither .*, nor a Hugging Face id \(organisation/name\).*; did you mean 'Qwen/Qwen3-0.6B'\?",
+        ),
+        ("SmolLM2-135M", "did you mean 'smollm2-135m'?"),
+        ("modle", "did you mean 'model'?"),
+        ("gpt", "; give the folder of a model, organisation/name of the Hugging Face hub, or 'smollm2-135m'"),
+        ("Qwen/Qwen3 0.6B", "did you mean 'Qwen/Qwen3-0.6B'?"),
+        ("./no/such/folder", "is neither a folder here"),
+        ("", "'' is empty: give the folder of a model, organisation/name"),
+        (" ", "' ' is neither a folder here"),
+        ("notes.txt", "is a file: give the folder of a model"),
+        ("outer", "is a folder without config.json, .*, or 'smollm2-135m', such as 'outer/inner'"),
+        ("adapter", "is the folder of an adapter without config.json, so not of a whole model: give"),
+    ],
+)
+@pytest.mark.parametrize("key", ["model.name", "policies.planner.model"])
+def test_a_model_that_no_server_can_load_is_refused(
+    key: str, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "models--Qwen--Qwen3-0.6B").mkdir(parents=True)
+    for file in ("model/config.json", "outer/inner/config.json", "adapter/adapter_config.json", "notes.txt"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    if key.startswith("policies") and not name:  # It has the model of the server.
+        return check_models(load("policies.planner.model="))
+    config = load(f"{key}={json.dumps(name)}")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(f'{key} = {name!r}')}.*") as refused:
+        check_models(config)
+    assert says in str(refused.value) or re.search(says, str(refused.value))
+
+
+@pytest.mark.parametrize("name", [BUNDLED, "Qwen/Qwen3-0.6B", "model", "./model", "other@3", "other/planner@3"])
+def test_other_models_are_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    check_models(load(f"model.name={json.dumps(name)}"))
+
+
+def test_a_folder_of_other_machines_is_not_checked_here() -> None:
+    check_models(load("model.name=/no/such/folder", "compute.backend=cluster", "compute.address=10.0.0.1:6379"))
 
 
 def test_every_setting_can_be_set_by_its_name_and_is_documented() -> None:

@@ -207,6 +207,28 @@ def test_runs_are_chosen_compared_and_opened(look: LookSite) -> None:
     expect(page.get_by_role("link", name="All runs")).to_be_visible()
 
 
+def test_scores_of_other_tasks_are_other_curves(browser: Browser, tmp_path: Path) -> None:
+    async def evaluated(data_dir: Path, *lists: str) -> None:
+        async with running(data_dir) as up:
+            await up.batch()
+            for task_list in lists:
+                fields: dict[str, Any] = {"name": "evaluation", "task_list": task_list, "held_out": False}
+                score = EvaluationRequest(policy_version=1, score=0.5, num_tasks=4, num_episodes=4, **fields)
+                await up.gateway.versions.record_evaluation(score)
+
+    loop = LoopThread()
+    loop.run(evaluated(tmp_path / "both", "4 tasks, aa", "4 tasks, bb"))
+    loop.run(evaluated(tmp_path / "one", "4 tasks, aa"))
+    loop.stop()
+    with look_site(browser, tmp_path) as site:
+        titles = site.open("/compare").locator("figure h3")
+        expect(titles).to_have_text(["reward/mean", "evaluation (4 tasks, aa)", "evaluation (4 tasks, bb)"])
+        expect(site.page.locator("main")).to_contain_text("Not compared, because the tasks differ: scores of")
+        overview = site.open("/runs/both/").locator("main")
+        for tasks in ("aa", "bb"):
+            expect(overview).to_contain_text(f"evaluation (4 tasks, {tasks})")
+
+
 def test_a_phone_shows_why_a_run_cannot_be_read(browser: Browser, places: list[Path]) -> None:
     with look_site(browser, *places, viewport={"width": 390, "height": 844}) as site:
         page = site.open("/runs")

@@ -16,6 +16,7 @@ from agentjet.cli.main import main
 from agentjet.errors import ConfigError
 from agentjet.research.journal import Journal as Notebook
 from agentjet.swarm import Journal
+from agentjet.swarm.journal import SCHEMA
 from tests.cli.test_commands import run
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, i, i, i, i FROM n"
@@ -66,6 +67,30 @@ def test_a_foreign_journal_is_refused_by_name(kind: str, path: Path) -> None:
     for open_journal in opens:
         with pytest.raises(ConfigError, match=rf"not a file that AgentJet wrote: it has the .*{says}|malformed"):
             open_journal(path)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_check_of_tables_refuses_it_alone(kind: str, path: Path) -> None:
+    """A notebook has this check only."""
+    execute(path, FOREIGN[kind][0])
+    with closing(sqlite3.connect(path)) as db, pytest.raises((ConfigError, sqlite3.DatabaseError)):
+        database.check_tables(db, SCHEMA, path)
+
+
+@pytest.mark.parametrize("open_journal", [Journal.open_read_only, Journal.open])
+def test_each_check_reads_the_file_once(
+    open_journal: Callable[[Path], Journal], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+
+    def counted(name: str) -> Callable[..., None]:
+        check = getattr(database, name)
+        return lambda *arguments: (checked.append(name), check(*arguments))[1]
+
+    for name in ("check_is_plain", "check_tables"):
+        monkeypatch.setattr(database, name, counted(name))
+    open_journal(path).close()
+    assert checked == ["check_is_plain", "check_tables"]
 
 
 @pytest.mark.parametrize("kind", OURS)

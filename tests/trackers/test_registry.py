@@ -41,7 +41,7 @@ def test_a_class_of_the_user(module: str) -> None:
         ("wandb:", "has no target"),
         ("tensorbord:runs", "no tracker and no module 'tensorbord'; did you mean tensorboard:DIR"),
         ("nowhere:Class", "no tracker and no module 'nowhere'; put its folder on PYTHONPATH"),
-        ("my_trackers:Missing", "the module 'my_trackers' has no such class"),
+        ("my_trackers:Missing", "the module 'my_trackers' has no such class; it has "),
         ("my_trackers:Half", "has no method 'write': a sink has begin, write and end"),
     ],
 )

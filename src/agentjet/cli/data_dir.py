@@ -34,7 +34,11 @@ def run_folder(data_dir: Path, run: str) -> Path:
         return folder
     if found := sorted(path.parent.name for path in data_dir.glob(f"runs/*/{JOURNAL}")):
         raise ConfigError(f"{str(data_dir)!r} has no run {run!r}; its runs are {', '.join(found)} (--run NAME)")
-    raise ConfigError(f"{str(data_dir)!r} is not a data dir of AgentJet: it has no runs/{run}/{JOURNAL}")
+    what = f"it has no runs/{run}/{JOURNAL}" if data_dir.is_dir() else "there is no such folder"
+    raise ConfigError(
+        f"{str(data_dir)!r} is not a data dir of AgentJet: {what}. Name the folder that `agentjet serve` was given as "
+        "--data-dir (agentjet-data by default)"
+    )
 
 
 def journal_of(place: Path, run: str) -> Path:

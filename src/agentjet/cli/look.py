@@ -183,6 +183,8 @@ class Found:
         """Adds a run. Returns why it cannot be read, or ''."""
         from agentjet.gateway.recorded import RecordedRun
 
+        if any(isinstance(run, RecordedRun) and run.folder.samefile(folder) for run in self.runs.values()):
+            return ""  # It was named twice.
         data_dir = folder.resolve().parent.parent
         title = str(folder) if folder == Path(place) else str(folder.parent.parent)
         is_default = folder.name == DEFAULT_RUN

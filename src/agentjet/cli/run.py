@@ -300,9 +300,9 @@ def _server(
         return
     from agentjet.cli.serve import ChildServer
     from agentjet.client.threads import raise_on_signals
+    from agentjet.config.loader import check_model_name
 
-    if "/" in target and target.count("/") != 1 and not Path(target).is_dir():
-        raise ConfigError(f"{target!r} is neither a folder nor an address (http://...)")
+    check_model_name(target, "an address begins with http://, and as a model")
     name = str(Path(target).resolve()) if Path(target).is_dir() else target
     with (
         tempfile.TemporaryDirectory(prefix="agentjet-eval-") as folder,

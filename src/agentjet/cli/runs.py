@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,8 +16,8 @@ from agentjet.errors import ConfigError, nearest_name
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from agentjet.gateway.collection import Figures
-    from agentjet.protocol import RunView
+    from agentjet.gateway.collection import Figures, Tasks
+    from agentjet.protocol import EvaluationView, RunView
 
 app = typer.Typer(
     name="runs", no_args_is_help=True, help="List, create and end the runs of a server; needs its admin token."
@@ -99,15 +100,22 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
-    from agentjet.gateway.collection import differing_settings
+    from agentjet.gateway.collection import compared_tasks, differing_settings, notes
 
     if len(runs) < 2:
-        raise ConfigError(f"only one run, {str(runs[0])!r}: name two or more to compare")
-    compared, settings = zip(*(read_run(path, run) for path in runs), strict=True)
-    different = differing_settings(settings)
+        raise ConfigError(
+            f"{str(runs[0])!r} is only one run: name another one beside it, such as agentjet compare "
+            f"{runs[0]} OTHER_DATA_DIR, or two folders DATA_DIR/runs/NAME"
+        )
+    read = [_read(path, run) for path in runs]
+    _check_different(runs, run)
+    evaluations = [one.evaluations for one in read]
+    tasks = compared_tasks(evaluations)
+    compared, different = [one.figures(tasks) for one in read], differing_settings([one.settings for one in read])
+    said = notes([str(path) for path in runs], evaluations, tasks)
     if as_json:
         found = [{"run": str(path), **one} for path, one in zip(runs, compared, strict=True)]
-        typer.echo(json.dumps({"runs": found, "settings": different}, indent=2))
+        typer.echo(json.dumps({"runs": found, "settings": different, "notes": said}, indent=2))
         return
     lines = [["", *map(str, runs)]]
     lines += [[name.replace("_", " "), *(_figure(one[name]) for one in compared)] for name in compared[0]]
@@ -118,11 +126,46 @@ def compare(
     for first, *rest in lines:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         typer.echo("  ".join(cells).rstrip())
+    for sentence in said:
+        print_text(sentence)
+
+
+def _check_different(runs: list[Path], run: str) -> None:
+    """Raises `ConfigError` for a run that is named twice."""
+    seen: dict[Path, Path] = {}
+    for path in runs:
+        other = seen.setdefault(journal_of(path, run).resolve(), path)
+        if other is not path:
+            raise ConfigError(
+                f"{str(other)!r} and {str(path)!r} are the same run: name two different ones; those of one data dir "
+                "are its folders runs/NAME"
+            )
+
+
+class RecordedFacts(NamedTuple):
+    """The records of a run that a comparison reads."""
+
+    policy_version: int
+    steps: dict[int, dict[str, float]]
+    evaluations: list[EvaluationView]
+    settings: dict[str, Any]
+
+    def figures(self, tasks: Sequence[Tasks]) -> Figures:
+        """The figures. Scores are those of the compared `tasks`."""
+        from agentjet.gateway.collection import figures
+
+        return figures(self.policy_version, self.steps, self.evaluations, tasks)
 
 
 def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any]]:
     """The figures of a run and its settings, from its folder or its data dir. Raises `ConfigError`."""
-    from agentjet.gateway.collection import figures
+    from agentjet.gateway.collection import compared_tasks
+
+    read = _read(path, run)
+    return read.figures(compared_tasks([read.evaluations])), read.settings
+
+
+def _read(path: Path, run: str) -> RecordedFacts:
     from agentjet.gateway.recorded import MOST_STEPS, settings_of
     from agentjet.swarm import Journal, records
 
@@ -130,9 +173,12 @@ def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any
         steps = {step.version: step.metrics for step in records.steps(journal, 0, MOST_STEPS)}
         version, evaluations = journal.read_state().policy_version, journal.evaluations()
         settings = settings_of(journal)
-    if not steps:
-        raise ConfigError(f"{str(path)!r} has no batch: name a data dir whose server has learned one")
-    return figures(version, steps, evaluations), settings
+    if not steps and not evaluations:
+        raise ConfigError(
+            f"{str(path)!r} has no batch and no evaluation, so there is nothing to compare: name a data dir whose "
+            "server has learned a batch, or recorded an evaluation (swarm.train, swarm.evaluate)"
+        )
+    return RecordedFacts(version, steps, evaluations, settings)
 
 
 def _figure(value: float | None) -> str:

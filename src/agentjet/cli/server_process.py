@@ -31,7 +31,7 @@ from agentjet.client.threads import exit_with_parent
 from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.cluster.backend import ClusterCompute
 from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.config import ServeConfig, ServerConfig, server_token
+from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
 from agentjet.errors import ConfigError, install_extra
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import Tracing
@@ -57,6 +57,7 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
 
     Raises `ConfigError` if the server cannot start, and `SystemExit` if the engine could not load the model.
     """
+    check_models(config)
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
     with contextlib.ExitStack() as stack:

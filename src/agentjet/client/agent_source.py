@@ -27,7 +27,7 @@ from types import CodeType, ModuleType
 from typing import Any, Protocol
 
 from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, hash_of, is_installed
-from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
 
 MODULE = "agentjet_loaded_{}"
 """Module name of an imported file. The prefix avoids clashes with other modules."""
@@ -53,7 +53,9 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
         raise ConfigError(f"{option} {place}: {one_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{option} {named}: there is no function {name!r} in {place}")
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        way_out = did_you_mean(name, functions, f"it has {', '.join(functions) or 'none'}")
+        raise ConfigError(f"{option} {named}: there is no function {name!r} in {place}; {way_out}")
     return function  # type: ignore[no-any-return]
 
 

@@ -84,9 +84,12 @@ async def run_evaluation(
 
 
 async def record_score(
-    connection: Connection, client_id: str, policy_version: int, report: EvalReport, *, held_out: bool
+    connection: Connection, client_id: str, policy_version: int, report: EvalReport, task_list: str, *, held_out: bool
 ) -> None:
-    """Store a version's score on the server, which may save its checkpoint. Does nothing if no episode finished."""
+    """Store a version's score on the server, which may save its checkpoint. Does nothing if no episode finished.
+
+    `task_list` is the identity of the tasks: see `TaskList`.
+    """
     score = report.mean_at_k
     if not score.num_tasks:
         return
@@ -97,13 +100,14 @@ async def record_score(
         num_tasks=score.num_tasks,
         num_episodes=len(report.finished),
         name=(task_sets.pop() if len(task_sets) == 1 else "") or UNNAMED,
+        task_list=task_list,
         held_out=held_out,
         client_id=client_id,
     )
     await connection.request("POST", "/evaluations", body=body, server_wait=CHECKPOINT_WAIT)
 
 
-async def record_if_possible(connection: Connection, client_id: str, report: EvalReport) -> str:
+async def record_if_possible(connection: Connection, client_id: str, report: EvalReport, task_list: str) -> str:
     """Store the score of an evaluation that saw one policy version. Returns the reason if it is not stored, else ''.
 
     A failure is not raised, because the report is worth more than its record.
@@ -112,7 +116,7 @@ async def record_if_possible(connection: Connection, client_id: str, report: Eva
     try:
         last = max(last, (await connection.status()).policy_version)
         if first == last and report.finished:
-            await record_score(connection, client_id, first, report, held_out=False)
+            await record_score(connection, client_id, first, report, task_list, held_out=False)
             return ""
     except AgentJetError as error:
         return str(error)

@@ -16,6 +16,7 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -61,7 +62,26 @@ def check_agent(agent: object, **counts: object) -> None:
     check_counts(1, **counts)
 
 
-def listed_tasks(tasks: Iterable[Task]) -> tuple[Task, ...]:
+class TaskList(tuple[Task, ...]):
+    """The checked tasks of a run or an evaluation."""
+
+    @cached_property
+    def identity(self) -> str:
+        """The number of the tasks, and a hash of their identities and of those payloads that are JSON."""
+        rows = sorted((task.task_set, task.id, _json_or_kind(task.payload)) for task in self)
+        digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=4).hexdigest()
+        return f"{len(self)} task{'' if len(self) == 1 else 's'}, {digest}"
+
+
+def _json_or_kind(payload: object) -> str:
+    """The payload as JSON, else the name of its class: a pickle may differ from one process to the next."""
+    try:
+        return json.dumps(payload, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return type(payload).__qualname__
+
+
+def listed_tasks(tasks: Iterable[Task]) -> TaskList:
     """The tasks of a run. Raises `ValueError` if there are none, or for a wrong one."""
     if not (listed := checked_tasks(tasks, "tasks")):
         raise ValueError("there are no tasks: give at least one")
@@ -80,9 +100,11 @@ def is_stream(tasks: object) -> bool:
     return isinstance(tasks, Iterable) and not isinstance(tasks, Sized)
 
 
-def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
+def checked_tasks(tasks: Iterable[Task], named: str) -> TaskList:
     """The tasks of the argument called `named`; uses up an iterator. Raises `ValueError` for anything but a list of
     tasks."""
+    if isinstance(tasks, TaskList):
+        return tasks
     if isinstance(tasks, Set):
         raise ValueError(
             f"{named} is a set, whose order differs from run to run: give a list, such as "
@@ -91,7 +113,7 @@ def checked_tasks(tasks: Iterable[Task], named: str) -> tuple[Task, ...]:
     if not isinstance(tasks, Iterable):
         raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     identities = TaskIdentities(named, are_visits=not isinstance(tasks, Sequence))
-    listed = tuple(identities.checked(task) for task in itertools.islice(tasks, MAX_TASKS + 1))
+    listed = TaskList(identities.checked(task) for task in itertools.islice(tasks, MAX_TASKS + 1))
     if len(listed) > MAX_TASKS:
         raise ValueError(
             f"{named} has more than {MAX_TASKS} tasks: all of them are read before the run, so a generator must end "

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentjet.client.notebook import first_line, html_of
+from agentjet.errors import did_you_mean
 from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_variance, remaining
 
 RESAMPLES = 2000
@@ -344,7 +345,8 @@ class EvalReport(_Report):
         """This report with the rewards of one policy. Raises `ValueError` for a policy that the run does not name."""
         if self.finished and policy not in self.policies:
             known = ", ".join(self.policies) or "none: its rewards are those of one model"
-            raise ValueError(f"the run names no policy {policy!r}; its policies are: {known}")
+            way_out = did_you_mean(policy, self.policies, f"its policies are: {known}")
+            raise ValueError(f"the run names no policy {policy!r}; {way_out}")
         results = [replace(result, reward=result.by_role.get(policy, result.reward)) for result in self.results]
         return replace(self, results=tuple(results))
 
@@ -385,7 +387,8 @@ class EvalReport(_Report):
         """The same of a metric, over the finished repeats that have it. Raises `ValueError` if there are finished
         repeats, but none has it."""
         if self.finished and name not in self.metrics:
-            raise ValueError(f"no episode has the metric {name!r}; there are: {', '.join(self.metrics) or 'none'}")
+            way_out = did_you_mean(name, self.metrics, f"there are: {', '.join(self.metrics) or 'none'}")
+            raise ValueError(f"no episode has the metric {name!r}; {way_out}")
         measured = [replace(result, reward=result.metrics.get(name)) for result in self.finished]
         return replace(self, results=tuple(measured)).mean_at_k
 

@@ -210,7 +210,7 @@ class AsyncSwarm:
         module = ModuleSource(agent) if reload is True else None
         code = module if reload is True else reload or None
         held_out = None
-        if eval_tasks:
+        if eval_tasks and eval_tasks.identity:  # Computed before an agent may change a payload.
             options: dict[str, Any] = {"repeats": eval_repeats, "concurrency": concurrency, "progress": False}
             options |= {"at_version": "newest", "record": True}
             held_out = HeldOutEvaluations(
@@ -262,6 +262,7 @@ class AsyncSwarm:
         """
         check_agent(agent, repeats=repeats, concurrency=concurrency)
         tasks = listed_tasks(tasks)
+        task_list = tasks.identity
         check_policy(at_version, temperature, seed, of_server=endpoint is None, record=bool(record))
         version = AgentVersion.of(agent, code_version)
         reach_directly(self.url)
@@ -286,9 +287,9 @@ class AsyncSwarm:
                 )
                 client_id, why = self._settings.client_id, ""
                 if record and pinned is not None:
-                    await record_score(self._connection, client_id, pinned, report, held_out=True)
+                    await record_score(self._connection, client_id, pinned, report, task_list, held_out=True)
                 elif record is None and endpoint is None:
-                    why = await record_if_possible(self._connection, client_id, report)
+                    why = await record_if_possible(self._connection, client_id, report, task_list)
                 if why:
                     (print if progress else log.info)(f"The score is not recorded: {why.rstrip('.')}.")
                 return report

@@ -1,7 +1,7 @@
 """Settings: the schema, its loader and its reference. The only package of the server that reads the environment."""
 
 from agentjet.config.job import JobConfig, OptimizerConfig, SideCallRule, unknown_policy
-from agentjet.config.loader import first_mistake, load_config, parse_config, server_token
+from agentjet.config.loader import check_models, first_mistake, load_config, parse_config, server_token
 from agentjet.config.reference import changed_settings, settings_table
 from agentjet.config.schema import (
     ComputeConfig,
@@ -28,6 +28,7 @@ __all__ = [
     "bfloat16_is_faster",
     "changed_settings",
     "parse_config",
+    "check_models",
     "first_mistake",
     "load_config",
     "server_token",

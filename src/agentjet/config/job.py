@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
-from agentjet.errors import nearest_name
+from agentjet.errors import did_you_mean
 from agentjet.recipes import registry
 from agentjet.recipes.recipe import Recipe
 from agentjet.section import Int64, Section
@@ -30,8 +30,7 @@ PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 
 def unknown_policy(name: str, policies: Sequence[str]) -> str:
     """Returns the message about a policy that the run does not have. `policies` are those of the run."""
-    nearest = nearest_name(name, policies)
-    way_out = f"did you mean {nearest!r}?" if nearest else f"its policies are {', '.join(map(repr, policies))}"
+    way_out = did_you_mean(name, policies, f"its policies are {', '.join(map(repr, policies))}")
     return f"the run has no policy {name!r}; {way_out}"
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from pydantic_core import ErrorDetails
 
 from agentjet.config.reference import sections, settings
 from agentjet.config.schema import ModelConfig, ServeConfig
-from agentjet.errors import ConfigError, edit_distance
+from agentjet.errors import ConfigError, nearest_name
+from agentjet.recipes import registry
 from agentjet.section import Section
+from agentjet.types import CheckpointName
 
 _SHAPES = {
     "tuple_type": "input should be a list, such as [1, 2]",
@@ -47,12 +48,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig
     return _validate(values, origins)
 
 
-def parse_config(settings: Mapping[str, Any]) -> ServeConfig:
-    """Returns the settings of a server from a mapping of dotted names to values. Raises `ConfigError`."""
+def parse_config(settings: Mapping[str, Any], origin: str = "") -> ServeConfig:
+    """Returns the settings of a server from a mapping of dotted names to values. Raises `ConfigError`.
+
+    `origin` names their source in messages, such as `request`.
+    """
     values: dict[str, Any] = {}
     for key, value in settings.items():
         _assign(values, key, value)
-    return _validate(values, {})
+    return _validate(values, dict.fromkeys(_keys(values), origin) if origin else {})
 
 
 def server_token(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -126,35 +130,40 @@ def _sections_near(key: str) -> dict[str, type[Section]]:
 
 def _nearest(key: str) -> str | None:
     """Returns the known name most similar to `key`, by the whole path or by the last part."""
-    leaf = key.rpartition(".")[2]
-
-    def similarity(name: str) -> float:
-        last = SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio()
-        return max(SequenceMatcher(None, key, name).ratio(), 0.95 * last)
-
     near = _sections_near(key)
     known = [f"{prefix}.{name}" for prefix, section in near.items() for name, _ in settings(section)]
+    known += [f"job.recipe.{path}" for path in type(registry.default_recipe()).paths()]
     names = [*known, *(name for name in near if not key.startswith(f"{name}."))]
-    best = max(names, key=lambda name: (similarity(name), -edit_distance(leaf, name.rpartition(".")[2])))
-    return best if similarity(best) >= 0.6 else None
+    return nearest_name(key, names, separator=".")
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """Returns the source of a key as ` (source)`: its own, that of what it is in, or of what is in it; else ''."""
+    parts = key.split(".")
+    around = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    within = (other for other in origins if other.startswith(f"{key}."))
+    return next((f" ({origins[name]})" for name in (*around, *within) if name in origins), "")
 
 
 def _sentence(detail: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Returns one error of pydantic as `key = value (source): what is wrong`."""
-    key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+    key, value = ".".join(str(part) for part in detail["loc"] if part != "[key]"), detail["input"]
     message = detail["msg"].removeprefix("Value error, ")
-    origin = f" ({origins[key]})" if key in origins else ""
-    stated = f"{key} = {detail['input']!r}{origin}" if detail["loc"][-1:] != ("[key]",) else key
     if detail["type"] == "extra_forbidden":
-        nearest = _nearest(re.sub(r"\.\d+\b", "", key))
+        keys = [key]
+        while isinstance(value, dict) and len(value) == 1:  # A section that does not exist: name what was set.
+            [(name, value)] = value.items()
+            keys.insert(0, f"{keys[0]}.{name}")
+        key, nearest = keys[0], next(filter(None, (_nearest(re.sub(r"\.\d+\b", "", one)) for one in keys)), None)
         way_out = f"did you mean {nearest}?" if nearest else "docs/settings.md lists them all"
-        return f"{stated}: there is no such setting; {way_out}"
+        return f"{key} = {value!r}{_origin(key, origins)}: there is no such setting; {way_out}"
+    stated = f"{key} = {value!r}{_origin(key, origins)}" if detail["loc"][-1:] != ("[key]",) else key
     if detail["type"] == "model_type" and (section := _sections_near(key).get(key)):
         return f"{stated}: this is a section; set what is in it, such as {key}.{next(iter(section.model_fields))}"
     if detail["type"] == "missing":
         return f"{key}: this setting is missing; set it"
     if (
-        isinstance(detail["input"], dict) and detail["type"] == "value_error"
+        isinstance(value, dict) and detail["type"] == "value_error"
     ):  # a cross-check of a section, whose message names the keys and values
         return f"{key.rstrip('.')}: {message}".removeprefix(": ")
     message = _SHAPES.get(detail["type"], message)
@@ -173,14 +182,45 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentjet"
 
 
+def check_models(config: ServeConfig) -> None:
+    """Raises `ConfigError` for a base model that cannot be loaded. Folders of other machines are not checked."""
+    for policy in config.policy_names:
+        name = config.model_of(policy).name
+        of_policy = policy in config.policies and config.policies[policy].model
+        if not config.compute_of(policy).address and CheckpointName.parse(name) is None:
+            check_model_name(name, f"policies.{policy}.model =" if of_policy else "model.name =")
+
+
 def check_model_name(name: str, label: str) -> None:
     """Raises `ConfigError` for a model that no server could load. Does not ask the hub. `label` begins the error."""
-    bundled = ModelConfig().name
-    if (name and Path(name).is_dir()) or name == bundled or re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+    bundled, path = ModelConfig().name, Path(name)
+    if name == bundled or (name and (path / "config.json").is_file()):
         return
+    way_out = f"give the folder of a model, organisation/name of the Hugging Face hub, or {bundled!r}"
+    if not name:
+        raise ConfigError(f"{label} '' is empty: {way_out}")
+    if path.is_dir():
+        inner = next((f", such as {str(file.parent)!r}" for file in sorted(path.glob("*/config.json"))), "")
+        kind = "the folder of an adapter" if (path / "adapter_config.json").is_file() else "a folder"
+        raise ConfigError(f"{label} {name!r} is {kind} without config.json, so not of a whole model: {way_out}{inner}")
+    if path.exists():
+        raise ConfigError(f"{label} {name!r} is a file: {way_out}")
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        return
+    near = nearest_name(name, _models_here(), separator="/")
+    hint = f"did you mean {near!r}? Else {way_out}" if near else way_out
     raise ConfigError(
-        f"{label} {name!r} is neither a folder here, nor a Hugging Face id (owner/name), nor the bundled {bundled!r}"
+        f"{label} {name!r} is neither a folder here, nor a Hugging Face id (organisation/name), nor the bundled "
+        f"{bundled!r}; {hint}"
     )
+
+
+def _models_here() -> list[str]:
+    """Returns the models that need no download: the bundled one, those in the hub's cache, and folders here."""
+    home = Path(os.environ.get("HF_HOME") or cache_dir().with_name("huggingface"))
+    cached = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").glob("models--*--*")
+    folders = (str(file.parent) for file in Path().glob("*/config.json"))
+    return [ModelConfig().name, *folders, *(one.name.removeprefix("models--").replace("--", "/") for one in cached)]
 
 
 def first_mistake(error: ValueError) -> str:

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, Conflict, InvalidRequest, Later, NotFound, RequestError, nearest_name
-from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
+from agentjet.errors import CheckpointError, Conflict, InvalidRequest, Later, NotFound, RequestError, did_you_mean
+from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag, newest_held_out
 from agentjet.types import SOLE_POLICY, CheckpointStamp
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ class CheckpointStore:
         return sorted(found, key=lambda info: info.policy_version)
 
     def scored(self, evaluations: Sequence[EvaluationView]) -> list[CheckpointInfo]:
-        """Returns all checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
-        scores = {evaluation.policy_version: evaluation.score for evaluation in evaluations if evaluation.held_out}
+        """Returns all checkpoints, oldest first, with their tags and scores of the newest one's tasks. Raises
+        `CheckpointError`.
+        """
+        scores = {evaluation.policy_version: evaluation.score for evaluation in newest_held_out(evaluations)}
         tags = self.tags.read()
         return [
             info.model_copy(
@@ -423,9 +425,8 @@ def chosen_policy(config: ServeConfig, policy: str) -> str:
     known = config.policy_names
     if policy in known or (not policy and len(known) == 1):
         return policy or known[0]
-    near = nearest_name(policy, known)
-    hint = f"did you mean {near!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
-    raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")
+    way_out = did_you_mean(policy, known, f"name one of the policies of this run: {', '.join(known)}.")
+    raise InvalidRequest(f"policy = {policy!r}: {way_out}", code="policy_not_found", status=422, param="policy")
 
 
 def _reserved(way_out: str) -> InvalidRequest:

@@ -1,13 +1,13 @@
 """`Collection`: the runs and the studies of `agentjet look`, as lists, and comparisons of its runs.
 
-`figures` and `differing_settings` compare runs also for `agentjet compare`.
+`figures`, `compared_tasks`, `notes` and `differing_settings` compare runs also for `agentjet compare`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
@@ -27,7 +27,11 @@ FINAL_STEPS = 5
 """The first and the final reward are means of this many batches: the reward of a single batch is mostly noise."""
 TIMES = ("time/sample", "time/wait", "time/learn")
 
+KINDS = {True: "held-out score", False: "score"}
+
 Figures = dict[str, float | None]
+Tasks = tuple[bool, str, str]
+"""Equal for scores that are compared with each other: see `EvaluationView.tasks`."""
 
 
 class Run(Protocol):
@@ -93,7 +97,10 @@ class Collection:
         """
         runs = [self.run(name) for name in names]
         try:
-            compared = await asyncio.gather(*(_compared(name, run) for name, run in zip(names, runs, strict=True)))
+            evaluations = await asyncio.gather(*(run.evaluations() for run in runs))
+            tasks = compared_tasks(evaluations)
+            each = zip(names, runs, evaluations, strict=True)
+            compared = await asyncio.gather(*(_compared(name, run, scores, tasks) for name, run, scores in each))
             settings = await asyncio.gather(*(run.settings() for run in runs))
         except RequestError:
             raise
@@ -104,7 +111,8 @@ class Collection:
             different = {
                 key: values for key, values in different.items() if key.startswith("job.") or None not in values
             }
-        return ComparisonView(runs=compared, settings=different)
+        found = notes([run.title for run in runs], evaluations, tasks)
+        return ComparisonView(runs=compared, settings=different, notes=found)
 
 
 def _is_served(run: Run) -> bool:
@@ -139,8 +147,10 @@ def _study_view(name: str, study: Study) -> LookedStudyView:
         return LookedStudyView(name=name, title=study.title, error=str(error))
 
 
-async def _compared(name: str, run: Run) -> ComparedRunView:
-    status, steps, evaluations = await run.status(), await run.steps(), await run.evaluations()
+async def _compared(
+    name: str, run: Run, evaluations: Sequence[EvaluationView], tasks: Container[Tasks]
+) -> ComparedRunView:
+    status, steps = await run.status(), await run.steps()
     by_version = {
         version: {metric: values[number] for metric, values in steps.metrics.items()}
         for number, version in enumerate(steps.versions)
@@ -148,7 +158,7 @@ async def _compared(name: str, run: Run) -> ComparedRunView:
     return ComparedRunView(
         name=name,
         title=run.title,
-        figures=figures(status.policy_version, by_version, evaluations),
+        figures=figures(status.policy_version, by_version, evaluations, tasks),
         evaluations=evaluations,
     )
 
@@ -160,18 +170,69 @@ def _missing(noun: str, name: str, known: Mapping[str, object]) -> str:
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
+def compared_tasks(runs: Sequence[Sequence[EvaluationView]]) -> list[Tasks]:
+    """Returns the tasks whose scores are compared: one list of held-out evaluations, and one of others.
+
+    It is the list that most of the runs were evaluated on, of several such ones that of the newest evaluation.
+    """
+    known = sorted((one for run in runs for one in run if not one.undone), key=lambda one: one.time)
+    newest = {one.tasks: number for number, one in enumerate(known)}
+    num_runs = {tasks: sum(any(one.tasks == tasks for one in run) for run in runs) for tasks in newest}
+    by_kind = [[tasks for tasks in newest if tasks[0] is held_out] for held_out in (True, False)]
+    return [max(lists, key=lambda tasks: (num_runs[tasks], newest[tasks])) for lists in by_kind if lists]
+
+
+def notes(names: Sequence[str], runs: Sequence[Sequence[EvaluationView]], compared: Sequence[Tasks]) -> list[str]:
+    """Returns a sentence for scores of other tasks than the compared ones, and for runs without scores."""
+    found, own = [], [[one for one in run if not one.undone] for run in runs]
+    for tasks in compared:
+        kind, every = KINDS[tasks[0]], [[one for one in run if one.held_out is tasks[0]] for run in own]
+        same = [[one for one in run if one.tasks == tasks] for run in every]
+        others = [
+            f"{name} on {_tasks_text(other)}, {scores[0].score:.3g} first and {scores[-1].score:.3g} last"
+            for name, run in zip(names, every, strict=True)
+            for other in dict.fromkeys(one.tasks for one in run if one.tasks != tasks)
+            if (scores := [one for one in run if one.tasks == other])
+        ]
+        having = [name for name, scores in zip(names, same, strict=True) if scores]
+        if others:
+            found.append(
+                f"Not compared, because the tasks differ: {kind}s of {'; of '.join(others)}. The {kind}s shown are on "
+                f"{_tasks_text(tasks)}, which {', '.join(having)} {'has' if len(having) == 1 else 'have'}."
+            )
+        numbers = sorted({one.num_tasks for scores in same for one in scores})
+        if not tasks[2] and (len(having) > 1 or len(numbers) > 1):
+            shown = " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+            found.append(
+                f"The tasks of the {kind}s named {tasks[1]!r} are not recorded: they are compared by their name "
+                f"({shown} tasks)."
+            )
+    if without := [name for name, run in zip(names, own, strict=True) if not run]:
+        found.append(
+            f"No score to compare: {', '.join(without)}. To record one, evaluate a run while its server runs: "
+            "swarm.evaluate(agent, tasks), agentjet eval AGENT TASKS URL, or eval_tasks and eval_every of swarm.train."
+        )
+    return found
+
+
+def _tasks_text(tasks: Tasks) -> str:
+    return f"{tasks[1] or 'evaluation'!r} ({tasks[2] or 'its tasks are not recorded'})"
+
+
 def figures(
-    policy_version: int, steps: Mapping[int, Mapping[str, float | None]], evaluations: Sequence[EvaluationView]
+    policy_version: int,
+    steps: Mapping[int, Mapping[str, float | None]],
+    evaluations: Sequence[EvaluationView],
+    tasks: Container[Tasks],
 ) -> Figures:
     """Returns the figures of a run. `steps` are its metrics by the policy version after the step, in order.
 
     Batches and evaluations that a rollback undid are in no figure. `score_...` are held-out scores; `evaluation_...`
-    are other recorded ones, of the newest one's name. None stands for a score that does not exist.
+    are other recorded ones. Both are of the compared `tasks`. None stands for a score that does not exist.
     """
     known = [one for one in evaluations if not one.undone]
-    held_out = [one for one in known if one.held_out]
-    others = [one for one in known if not one.held_out]
-    others = [one for one in others if one.name == others[-1].name]
+    held_out = [one for one in known if one.held_out and one.tasks in tasks]
+    others = [one for one in known if not one.held_out and one.tasks in tasks]
     rewards = {version: reward for version, step in steps.items() if (reward := step.get("reward/mean")) is not None}
     best = max(held_out, key=lambda one: one.score, default=None)
     return {

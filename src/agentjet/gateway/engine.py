@@ -258,7 +258,8 @@ class Engine:
 
     async def _fail(self, error: AgentJetError) -> None:
         failed = f" after {self._failures} consecutive worker failures" if self._failures > MAX_FAILURES else ""
-        log.error("training stopped%s: %s", failed, error)
+        is_new = self.state == "loading" and self.num_workers <= 1
+        log.error("%s%s: %s", "the run could not start" if is_new else "training stopped", failed, error)
         await self._remove_policies()
         self.fatal = error
         self._enter("failed", str(error))

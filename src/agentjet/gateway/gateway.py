@@ -388,7 +388,7 @@ class Gateway:
             raise self._revision_changed(body.revision)
         try:
             settings = {**self.config.model_dump(exclude={"job"}), "job": body.job}
-            job = (await asyncio.to_thread(parse_config, settings)).job  # It may import a plug-in.
+            job = (await asyncio.to_thread(parse_config, settings, "request")).job  # It may import a plug-in.
             await self.engine.check_job(job)
             if body.revision != self.swarm.job_revision:
                 raise self._revision_changed(body.revision)

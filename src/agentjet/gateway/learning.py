@@ -13,7 +13,7 @@ from math import exp, inf, log1p, sqrt
 from operator import mul
 from typing import NamedTuple
 
-from agentjet.protocol import Answer, EvaluationView, LearningView
+from agentjet.protocol import Answer, EvaluationView, LearningView, newest_held_out
 
 REWARD = "reward/mean"
 WINDOW = 30
@@ -154,11 +154,11 @@ def _quantile(deviations: float, freedom: int) -> float:
 def held_out_fall(evaluations: Sequence[EvaluationView]) -> str:
     """A phrase if the newest held-out scores are clearly below as many earlier ones in a row, else ''.
 
-    Compared are scores of as many tasks as the newest one, without those that a rollback undid. Clearly: by `CERTAIN`
-    standard errors, because the highest of many noisy scores is above their mean. A score between 0 and 1 has at most
-    the error of a coin, 0.5 / sqrt(tasks). Other scores are not judged, because their errors are not recorded.
+    Compared are scores of the newest one's tasks, and of as many, without those that a rollback undid. Clearly: by
+    `CERTAIN` standard errors, because the highest of many noisy scores is above their mean. A score between 0 and 1 has
+    at most the error of a coin, 0.5 / sqrt(tasks). Other scores are not judged, because their errors are not recorded.
     """
-    known = [one for one in evaluations if one.held_out and not one.undone]
+    known = newest_held_out(evaluations)
     known = [one for one in known if one.num_tasks == known[-1].num_tasks]
     if len(known) < 2 or any(not 0 <= one.score <= 1 for one in known):
         return ""

@@ -200,9 +200,8 @@ class Runs:
     def _checked_job(self, record: RunRecord, settings: RunSettings, *, is_open: bool) -> JobConfig:
         """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
         try:
-            config = self._config_of(
-                settings.policies or record.policies, record.job if settings.job is None else settings.job
-            )
+            policies, job = settings.policies or record.policies, record.job if settings.job is None else settings.job
+            config = self._config_of(policies, job, "request")
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
         before, after = self._config_of(record.policies, {}).policies, config.policies
@@ -245,10 +244,10 @@ class Runs:
                         param="policies",
                     )
 
-    def _config_of(self, policies: Mapping[str, Any], job: Mapping[str, Any] | None) -> ServeConfig:
-        """Returns the settings of the server with those of a run. Raises `ConfigError`."""
+    def _config_of(self, policies: Mapping[str, Any], job: Mapping[str, Any] | None, origin: str = "") -> ServeConfig:
+        """Returns the settings of the server with those of a run, from `origin`. Raises `ConfigError`."""
         served = self._config.model_dump(include={"model", "sampler", "compute", "server"})
-        return parse_config({**served, "policies": policies, "job": job or {}})
+        return parse_config({**served, "policies": policies, "job": job or {}}, origin)
 
     async def _open(self, name: str, record: RunRecord) -> None:
         """Opens and starts a run. Raises `ConfigError`."""

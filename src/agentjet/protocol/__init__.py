@@ -57,6 +57,7 @@ from agentjet.protocol.control import (
     check_run_name,
     check_tag,
     flatten,
+    newest_held_out,
     report_lines,
 )
 from agentjet.protocol.page import (
@@ -198,6 +199,7 @@ __all__ = [
     "check_tag",
     "duration",
     "flatten",
+    "newest_held_out",
     "remaining",
     "report_lines",
 ]

@@ -236,7 +236,10 @@ class EvaluationRequest(Request):
     num_tasks: Annotated[int, Field(ge=1, lt=2**63)]
     num_episodes: Annotated[int, Field(ge=1, lt=2**63)]
     name: Name = ""
-    """Scores of one name are one curve: the task set, for example."""
+    """A name for people: the task set, for example."""
+    task_list: Name = ""
+    """Identity of the tasks. Only scores of one name and one task list are compared, and they are one curve. Empty:
+    scores of the name have the same tasks."""
     held_out: bool = True
     """True for the score that a run is judged by. The best checkpoint, the health and the answer to "is it learning?"
     depend on these only. The others are shown and compared."""
@@ -250,9 +253,21 @@ class EvaluationView(EvaluationRequest):
 
     time: float
     best: bool
-    """True if no held-out score is higher, and no earlier one the same. Undone ones do not count."""
+    """True if no held-out score of the newest one's tasks is higher, and no earlier one the same. Undone ones do not
+    count."""
     undone: bool
     """True if a rollback undid its policy version."""
+
+    @property
+    def tasks(self) -> tuple[bool, str, str]:
+        """Equal for scores that can be compared with each other."""
+        return self.held_out, self.name, self.task_list
+
+
+def newest_held_out(evaluations: Sequence[EvaluationView]) -> list[EvaluationView]:
+    """Returns the held-out scores that are compared: those of the newest one's tasks, without undone ones."""
+    known = [one for one in evaluations if one.held_out and not one.undone]
+    return [one for one in known if one.tasks == known[-1].tasks]
 
 
 class CheckpointInfo(Response):

@@ -222,3 +222,5 @@ class ComparisonView(Response):
     runs: list[ComparedRunView]
     settings: dict[str, list[Any]]
     """The settings that differ, with the value in each run; null where a run has none."""
+    notes: list[str]
+    """Sentences about scores that are not compared, because the runs were evaluated on different tasks."""

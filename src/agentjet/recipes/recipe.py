@@ -25,10 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from agentjet.errors import nearest_name
+from agentjet.errors import did_you_mean
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.section import Int64, Section
 
@@ -84,17 +85,29 @@ class Component(Section):
         """Returns the parameters by name, without those of inner parts."""
         return ((name, field) for name, field in cls.model_fields.items() if name != "name")
 
+    @classmethod
+    def paths(cls) -> Iterator[str]:
+        """Returns the names of the parameters. Those of inner parts, such as a loss, have its name in front."""
+        for name, field in cls.parameters():
+            yield name
+            if isinstance(field.default, Component):
+                yield from (f"{name}.{inner}" for inner in field.default.paths())
+
     @model_validator(mode="before")
     @classmethod
     def _parameters_are_known(cls, values: Any) -> Any:
-        for key in values if isinstance(values, dict) else ():
-            if key not in cls.model_fields:
-                known = [name for name, _ in cls.parameters()]
-                nearest = nearest_name(str(key), known)
-                way_out = f"did you mean {nearest!r}?" if nearest else f"it has {', '.join(known) or 'none'}"
-                name = values.get("name") or cls.model_fields["name"].default or cls.__name__
-                raise ValueError(f"{name!r} has no parameter {key!r}; {way_out}")
-        return values
+        unknown = [key for key in values if key not in cls.model_fields] if isinstance(values, dict) else []
+        if not unknown:
+            return values
+        of = values.get("name") or cls.model_fields["name"].default or cls.__name__
+        errors: list[InitErrorDetails] = []
+        for key in unknown:
+            known = ", ".join(name for name, _ in cls.parameters()) or "none"
+            way_out = did_you_mean(str(key), cls.paths(), f"it has {known}", separator=".")
+            message = f"{of!r} has no parameter {key!r}; {way_out}"
+            kind = PydanticCustomError("unknown_parameter", "{message}", {"message": message})
+            errors.append({"type": kind, "loc": (key,), "input": values[key]})
+        raise ValidationError.from_exception_data(cls.__name__, errors)
 
 
 class Recipe(Component):

@@ -14,7 +14,7 @@ from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from agentjet.errors import nearest_name
+from agentjet.errors import did_you_mean
 from agentjet.recipes import hooks, shelf
 from agentjet.recipes.recipe import Component, Recipe
 
@@ -120,8 +120,7 @@ def find(name: str) -> type[Recipe]:
     if name in others:
         return load(others[name].value, Recipe)
     known = [*built_in(), *others]
-    nearest = nearest_name(name, known)
-    way_out = f"did you mean {nearest!r}?" if nearest else f"there are {', '.join(known)}, and 'package.module:Class'"
+    way_out = did_you_mean(name, known, f"there are {', '.join(known)}, and 'package.module:Class'")
     raise ValueError(f"there is no recipe {name!r}; {way_out}")
 
 

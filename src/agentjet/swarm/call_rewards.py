@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from agentjet.errors import InvalidRequest, nearest_name
+from agentjet.errors import InvalidRequest, did_you_mean
 from agentjet.protocol import FinishRequest
 from agentjet.swarm.batch_forest import turns_of
 from agentjet.swarm.journal import Journal
@@ -55,10 +55,8 @@ def _without_prefixes(by_call: Mapping[str, float]) -> dict[str, float]:
 
 
 def _unknown(name: str, known: list[str], kind: str) -> str:
-    nearest = nearest_name(name, known)
-    return f"the episode has no {kind} {name!r}; " + (
-        f"did you mean {nearest!r}?" if nearest else f"it has {', '.join(map(repr, known)) or 'none'}"
-    )
+    way_out = did_you_mean(name, known, f"it has {', '.join(map(repr, known)) or 'none'}")
+    return f"the episode has no {kind} {name!r}; {way_out}"
 
 
 def _refused(message: str, param: str) -> InvalidRequest:

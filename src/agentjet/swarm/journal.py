@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from agentjet import database
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, NotFound
-from agentjet.protocol import EvaluationView, Event
+from agentjet.protocol import EvaluationView, Event, newest_held_out
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
 from agentjet.swarm.journal_file import AddedColumns, JournalFile
@@ -540,11 +540,8 @@ class Journal:
             EvaluationView(**event.body, time=event.time, best=False, undone=event.body["policy_version"] in undone)
             for event in events
         ]
-        scores = {n: view.score for n, view in enumerate(views) if view.held_out and not view.undone}
-        if scores:
-            best = max(scores, key=scores.__getitem__)
-            views[best] = views[best].model_copy(update={"best": True})
-        return views
+        best = max(newest_held_out(views), key=lambda view: view.score, default=None)
+        return [view.model_copy(update={"best": True}) if view is best else view for view in views]
 
     def _events(self, condition: str, *values: Any) -> list[Event]:
         rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)

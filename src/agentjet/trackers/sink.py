@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agentjet.errors import ConfigError, install_extra, nearest_name
+from agentjet.errors import ConfigError, did_you_mean, install_extra, nearest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ def _own_sink(label: str) -> Sink:
         hint = f"did you mean {near}:{KINDS[near].target}?" if near else "put its folder on PYTHONPATH"
         raise ConfigError(f"--to {label}: there is no tracker and no module {module!r}; {hint}") from None
     except AttributeError:
-        raise ConfigError(f"--to {label}: the module {module!r} has no such class") from None
+        classes = [name for name, value in vars(importlib.import_module(module)).items() if isinstance(value, type)]
+        way_out = did_you_mean(label.partition(":")[2], classes, f"it has {', '.join(classes) or 'none'}")
+        raise ConfigError(f"--to {label}: the module {module!r} has no such class; {way_out}") from None
     if missing := [name for name in ("begin", "write", "end") if not callable(getattr(made, name, None))]:
         raise ConfigError(f"--to {label} has no method {missing[0]!r}: a sink has begin, write and end")
     sink: Sink = made

@@ -50,13 +50,22 @@ export function placed(x, versions, values) {
   return x.map((version) => known.get(version) ?? null);
 }
 
-// The name of the curve of an evaluation. A run is judged by held-out scores only, so they have their own.
-export const scoreName = ({ held_out, name }) => (held_out ? "held-out score" : name || "evaluation");
+// The name of the scores of an evaluation. A run is judged by held-out scores only, so they have their own.
+const scoreName = ({ held_out, name }) => (held_out ? "held-out score" : name || "evaluation");
+const tasksOf = ({ name, task_list }) => `${name || "evaluation"} (${task_list || "tasks not recorded"})`;
 
-// Returns the scores of evaluations at each x, by the name of their curve.
-export function scoreCurves(x, evaluations) {
-  return [...new Set(evaluations.map(scoreName))].map((name) => {
-    const those = evaluations.filter((one) => scoreName(one) === name);
+// The name of the curve of an evaluation among others: scores of different tasks are different curves.
+function curveName(one, among) {
+  const named = among.filter((other) => scoreName(other) === scoreName(one));
+  if (new Set(named.map(tasksOf)).size < 2) return scoreName(one);
+  return one.held_out ? `held-out score of ${tasksOf(one)}` : tasksOf(one);
+}
+
+// Returns the scores of evaluations at each x, by the name of their curve among the evaluations of all runs.
+export function scoreCurves(x, evaluations, among = evaluations) {
+  const names = evaluations.map((one) => curveName(one, among));
+  return [...new Set(names)].map((name) => {
+    const those = evaluations.filter((_, index) => names[index] === name);
     return { name, values: placed(x, those.map((one) => one.policy_version), those.map((one) => one.score)) };
   });
 }

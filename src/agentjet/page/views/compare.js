@@ -47,6 +47,7 @@ function Compared({ names, query }) {
   const load = useLoad("/compare", { runs: names.join(",") });
   return html`<${Panel} load=${load}>${(found) => html`
     <${Verdict} settings=${Object.keys(found.settings)} count=${names.length} />
+    ${found.notes.map((note) => html`<p role="status" key=${note}><${Text} value=${note} limit=${2000} /></p>`)}
     <${Curves} runs=${found.runs} query=${query} />
     <${Scores} runs=${found.runs} path=${path} />
     <${Figures} runs=${found.runs} path=${path} />
@@ -98,7 +99,8 @@ function Curves({ runs, query }) {
 function Scores({ runs }) {
   const charts = useMemo(() => {
     const x = [...new Set(runs.flatMap((one) => one.evaluations.map((each) => each.policy_version)))].sort((a, b) => a - b);
-    const curves = runs.flatMap(({ title, evaluations }, index) => scoreCurves(x, evaluations).map(({ name, values }) => ({
+    const among = runs.flatMap(({ evaluations }) => evaluations);
+    const curves = runs.flatMap(({ title, evaluations }, index) => scoreCurves(x, evaluations, among).map(({ name, values }) => ({
       title: name, curve: { name: title, values, ...line(index) },
     })));
     return [...new Set(curves.map(({ title }) => title))].map((title) => ({
