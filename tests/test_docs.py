@@ -181,7 +181,8 @@ def test_settings_named_in_prose_exist(page: Path) -> None:
 
 
 def test_every_metric_of_a_step_is_explained() -> None:
-    kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|weights|time|perf"
+    kinds = "reward|code|agent|episodes?|rollout|completion|batch|groups|forest|policy|optim|weights|time|perf"
+    kinds += "|learner|sampler|server"
     literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
     packages = [SOURCE / name for name in ("recipes", "swarm", "gateway", "compute")]
     sources = [path.read_text(encoding="utf-8") for package in packages for path in package.rglob("*.py")]

@@ -88,7 +88,7 @@ def look(**more: Any) -> Look:
     finished = group(cell("finished", 1.0), cell("finished", 0.0), cell("finished", 0.0), cell("finished", 1.0))
     filling = group(cell("finished", 0.0), cell("live", None, 38.0, 82.0), cell("failed"), task="t2")
     rules = [HealthRuleView(name="truncated", level="warn", text="12% were cut", docs="docs/health.md#truncated")]
-    status = seen(step=57, max_steps=200, clients={"train-0": 2.0}, holding={"train-0": 6})
+    status = seen(step=57, ends_at_version=200, clients={"train-0": 2.0}, holding={"train-0": 6})
     found = Look("http://host:8400", status, health("yes", *rules), waiting(finished, filling), steps)
     return Look(**{**found.__dict__, **more})
 

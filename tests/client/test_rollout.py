@@ -51,6 +51,7 @@ def test_train_learns_the_steps_asked_for(agent: Callable[..., float], concurren
     with client(server) as swarm:
         report = swarm.train(agent, TASKS, steps=3, concurrency=concurrency, progress=False)
     assert server.version >= 10
+    assert {request.ends_at_version for request in server.begun} == {10}, "the page shows the time until then"
     assert [step.policy_version for step in report.steps] == [8, 9, 10]
     assert all(0 <= reward <= 0.4 for reward in report.rewards)
     assert len(report.finished) >= 3 * 2 * 2

@@ -5,12 +5,14 @@
 3. a bad request is refused on both and changes nothing;
 4. weights that are not finite are published, as the embedded backend does, and the metrics show it;
 5. after `kill -9` of one rank, the next request fails and the other ends; the folder of weights is removed;
-6. a rank that is stopped ends the group after `server.worker_timeout`, and the end of the group does not wait for it.
+6. a rank that is stopped ends the group after `server.worker_timeout`, and the end of the group does not wait for it;
+7. a hook that does not return ends the group after `server.hook_timeout`, with its name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -31,8 +33,8 @@ from agentjet.compute.cluster.site import Site
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
-from agentjet.errors import ConfigError, OperationConflict, WorkerDied, WorkerHung
+from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig
+from agentjet.errors import ConfigError, HookHung, OperationConflict, WorkerDied, WorkerHung
 from agentjet.types import CheckpointStamp, Op, PolicyId
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.tiny import make_model
@@ -44,7 +46,9 @@ COMMAND = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
 
 
 @asynccontextmanager
-async def two_ranks(folder: Path, timeout: float = 120.0) -> AsyncIterator[tuple[LearnerGroup, list[psutil.Process]]]:
+async def two_ranks(
+    folder: Path, timeout: float = 120.0, hook_timeout: float = math.inf
+) -> AsyncIterator[tuple[LearnerGroup, list[psutil.Process]]]:
     """A new group, and its processes."""
     hub = Hub()
     await hub.open()
@@ -53,7 +57,7 @@ async def two_ranks(folder: Path, timeout: float = 120.0) -> AsyncIterator[tuple
     async def launch(name: str, rank: int) -> Peer:
         return await site.start(Launch(name, COMMAND, folder / f"{name}.log"))
 
-    group = LearnerGroup(POLICY, names, launch, site, timeout=timeout)
+    group = LearnerGroup(POLICY, names, launch, site, timeout=timeout, hook_timeout=hook_timeout)
     compute = ComputeConfig(backend="cluster", ranks=2, sharding="gathered")
     try:
         info = await group.start(tiny(folder), compute)
@@ -125,6 +129,18 @@ async def a_rank_that_is_stopped(folder: Path) -> None:
         assert not any(process.is_running() for process in processes)
 
 
+async def a_hook_that_does_not_return(folder: Path) -> None:
+    batch = training_batch(recorded_batch(4), 0)
+    job = JobConfig.model_validate({"recipe": "tests.plugins.endless:EndlessLoss"})
+    async with two_ranks(folder, hook_timeout=1.0) as (group, processes):
+        await group.load_batch(batch)
+        with pytest.raises(HookHung, match=r"`token_loss` did not return within 1 s.*endless\.py:\d+") as hung:
+            await group.ask("forward_backward", Op.of(POLICY, 0), batch.id, LossSpec.of(job))
+        assert str(await group.died) == str(hung.value) and hung.value.during == str(POLICY)
+        await group.close()
+        assert not any(process.is_running() for process in processes)
+
+
 def check_publication(publication: Publication, folder: Path) -> None:
     policy = load_policy(ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1))
     weights = load_file(publication.path)
@@ -141,6 +157,13 @@ def check_publication(publication: Publication, folder: Path) -> None:
 
 def test_two_processes_learn_publish_save_and_end_together(tmp_path: Path) -> None:
     asyncio.run(life_of_a_group(tmp_path))
+
+
+def test_a_hook_that_does_not_return_ends_its_group_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    asyncio.run(a_hook_that_does_not_return(tmp_path))
 
 
 def test_a_rank_that_is_stopped_ends_its_group(tmp_path: Path) -> None:

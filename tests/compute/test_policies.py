@@ -7,7 +7,8 @@
 5. operations are numbered per policy;
 6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
    only run that it sampled for; its policies recover independently of each other (thorough);
-7. a worker whose completions wait for a `publish` is not taken for one that hangs.
+7. a worker whose completions wait for a `publish` is not taken for one that hangs;
+8. a batch is encoded in a thread, and sent in small parts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import io
 import os
 import pickle
 import signal
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import Answer, Channel, Request, encode
+from agentjet.compute.channel import PART_BYTES, Answer, Channel, Request, encode
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.backend import WorkerProcess
 from agentjet.compute.embedded.model import BaseModel
@@ -449,6 +451,42 @@ def test_an_answer_may_come_before_the_request_is_drained() -> None:
         channel = AnswersAtOnce()
         assert await asyncio.wait_for(channel.ask_large("load_batch", A), 10) == "loaded"
         assert not channel.pending
+
+    asyncio.run(scenario())
+
+
+class Encoded:
+    """An argument that records the threads which encode it."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        self.threads.append(threading.get_ident())
+        return bytes, (1,)
+
+
+class Written(AnswersAtOnce):
+    """Keeps the sizes of the messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def write(self, message: bytes) -> None:
+        self.sizes.append(len(message))
+
+
+def test_a_batch_is_encoded_in_a_thread_and_sent_in_small_parts(tmp_path: Path) -> None:
+    """Python's lock is held for one part at a time, and the event loop encodes no batch."""
+
+    async def scenario() -> None:
+        process, channel, marked = WorkerProcess(tmp_path / "worker.log", 1.0), Written(), Encoded()
+        process._channel = channel
+        batch = cast(TrainingBatch, (marked, np.zeros(4 * PART_BYTES, np.uint8)))
+        await asyncio.wait_for(process.load_batch(A, batch), 10)
+        assert len(marked.threads) == 1 and threading.get_ident() not in marked.threads
+        assert len(channel.sizes) >= 5 and max(channel.sizes) < PART_BYTES + 1000 < 2**20
 
     asyncio.run(scenario())
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.e2e.server import Server, are_equal, environment, serve_command
+from tests.e2e.server import ROOT, Server, are_equal, environment, serve_command
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
@@ -51,6 +53,42 @@ def test_a_bad_plug_in_stops_the_run_and_the_mended_one_continues(tmp_path: Path
     with Server(model, tmp_path / "data", paths=[site], **settings) as server:
         server.until(lambda: server.get("/status")["policy_version"] == 1)
         assert server.get("/status")["episodes"]["trained"] == 4
+
+
+@pytest.mark.parametrize("way", ["wait", "end", "interrupt"])
+def test_a_loss_that_never_ends_holds_its_own_run_only(tmp_path: Path, way: str) -> None:
+    """The end of the run, or Ctrl-C, comes while the worker is in the loss."""
+    settings = {"server__hook_timeout": 5, "job__optimizer__lr": 1e-2}
+    with Server(make_model(tmp_path / "model"), tmp_path / "data", paths=[ROOT], **settings) as server:
+        server.batch()
+        admin = {"Authorization": f"Bearer {(tmp_path / 'data' / 'admin-token').read_text().strip()}"}
+        with httpx.Client(base_url=server.url, headers=admin, timeout=60) as http:
+
+            def slow(path: str, **body: Any) -> Any:
+                asked = http.post if body else http.get
+                return asked(f"/runs/slow/swarm/v1{path}", **({"json": body} if body else {})).raise_for_status().json()
+
+            def ended() -> bool:
+                return not http.delete("/swarm/v1/runs/slow").raise_for_status().json()["is_open"]
+
+            job = {"recipe": "tests.plugins.endless:EndlessLoss", "batch_size": 2, "group_size": 2, "max_tokens": 8}
+            http.put("/swarm/v1/runs/slow", json={"job": job}).raise_for_status()
+            server.until(lambda: slow("/status")["state"] == "sampling")
+            for member in range(4):
+                episode = slow("/episodes", task_id=f"t{member // 2}", wait=30)
+                server.ask(episode, "hello")
+                slow(f"/episodes/{episode['episode_id']}/finish", reward=member % 2)
+            server.until(lambda: slow("/status")["state"] == "learning")
+            if way == "interrupt":
+                assert server.interrupt() == 0
+                return
+            if way == "end":
+                assert ended()
+            else:
+                server.until(lambda: slow("/status")["state"] == "failed")
+                assert "`token_loss` did not return within 5 s" in slow("/status")["waiting_for"]
+            server.batch()
+            assert way == "end" or (slow("/status")["state"] == "failed" and ended()), "it stays stopped"
 
 
 def another(folder: Path) -> Path:

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from agentjet.errors import ComputeError
 from agentjet.protocol import EvaluationRequest
+from agentjet.types import CheckpointStamp, PolicyId
 from tests.fakes import RUN, Running, running
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +33,8 @@ def removals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     remove = shutil.rmtree
 
     def counting(path: Any, *args: Any, **options: Any) -> None:
-        seen.append((Path(path).name, threading.current_thread() is threading.main_thread()))
+        if Path(path).exists():
+            seen.append((Path(path).name, threading.current_thread() is threading.main_thread()))
         remove(path, *args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", counting)
@@ -48,6 +51,24 @@ async def test_files_are_removed_beside_the_loop(tmp_path: Path, removals: list[
     assert len([name for name, _ in removals if name.startswith((".step_000001", ".step_000002"))]) == 2
     assert ".step_000009.new" in [name for name, _ in removals]
     assert not any(of_loop for _, of_loop in removals)
+
+
+async def test_files_of_a_failed_checkpoint_and_old_exports_are_removed_beside_the_loop(
+    tmp_path: Path, removals: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def half(policy: PolicyId, path: Path) -> CheckpointStamp:
+        path.mkdir()
+        raise ComputeError("the disk is full")
+
+    async with running(tmp_path / "d", server={"keep_exports": 1}) as run:
+        for _ in range(2):
+            await run.batch()
+            await run.gateway.versions.export()
+        with monkeypatch.context() as failing:
+            failing.setattr(run.compute, "save", half)
+            with pytest.raises(ComputeError):
+                await run.gateway.versions.save()
+    assert removals == [("step_000001", False), (".step_000002.new", False)]
 
 
 async def test_the_next_start_removes_what_a_stop_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

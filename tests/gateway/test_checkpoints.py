@@ -7,14 +7,18 @@
 5. An interrupted write leaves no checkpoint that counts, even if the journal had recorded it.
 6. A stop while the journal refuses a published batch writes no checkpoint, and the batch is learned later.
 7. An incomplete journal is refused, and no checkpoint is renamed.
-8. The calls of a few episodes outlive the checkpoints that cover them; those of the others are gone.
+8. The calls of a few episodes outlive the checkpoints that cover them; those of the others are gone. They are searched
+   in a thread, and the event loop runs between two slices of the clean-up.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,8 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Later
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree
+from agentjet.swarm import journal
+from agentjet.swarm.journal import Slice
 from agentjet.types import CheckpointStamp
 from tests.fakes import RUN, Running, ScriptedCompute, running
 
@@ -323,3 +329,36 @@ async def test_some_transcripts_outlive_checkpoints_and_a_restart(tmp_path: Path
     assert [tree.kept for tree in trees] == ["journal", "journal", "gone", "gone", *["journal"] * 3]
     assert [bool(tree.calls) for tree in trees] == [tree.kept == "journal" for tree in trees]
     assert trees[0].calls[0].response["content"] == "hi"
+
+
+async def test_the_event_loop_runs_between_two_slices_of_a_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "SLICE_ROWS", 1)
+    rounds, pruned, searches = 0, [], []
+    async with running(tmp_path / "d", job={"keep_checkpoints": 1}, server={"keep_transcripts": 0}) as run:
+        store = run.gateway.swarm.store
+        await run.batch()
+
+        async def count() -> None:
+            nonlocal rounds
+            while True:
+                await asyncio.sleep(0)
+                rounds += 1
+
+        def prune(rows: Slice, real: Callable[[Slice], None] = store.prune) -> None:
+            pruned.append(rounds)
+            real(rows)
+
+        def unneeded(real: Callable[[], list[Slice]] = store.unneeded) -> list[Slice]:
+            searches.append(threading.get_ident())
+            return real()
+
+        monkeypatch.setattr(store, "prune", prune)
+        monkeypatch.setattr(store, "unneeded", unneeded)
+        counting = asyncio.create_task(count())
+        await run.gateway.versions.save()
+        await run.until(lambda: not store.journal.file.db.execute("SELECT 1 FROM calls").fetchone())
+        counting.cancel()
+    assert threading.get_ident() not in searches and searches
+    assert len(pruned) >= 4 and all(before < after for before, after in pairwise(pruned)), "four calls, one a slice"

@@ -38,6 +38,7 @@ from tests.gateway.test_learning import evaluation
 
 pytestmark = pytest.mark.anyio
 JOB = JobConfig(batch_size=4)
+POLICIES = ("planner", "coder")
 ENDING = JobConfig(optimizer=OptimizerConfig(schedule="linear", total_steps=8))
 STUCK = SilentEpisode("ep_1", "t1", "c", 100.0)
 MENDED = CodeCounts("v2", 20, 0)
@@ -62,6 +63,16 @@ def held(cpu: float, wall: float) -> Facts:
 def fallen(num: int, **metrics: float) -> Steps:
     """Steps whose rewards are all 0."""
     return same(num, reward__mean=0.0, reward__std=0.0, groups__zero_variance=1.0, **metrics)
+
+
+def two_policies(falls: str, rises: str) -> Steps:
+    """The entropy of one policy falls, and the rewards of one rise; those of the episodes show neither."""
+    return [
+        {"reward/mean": 0.5}
+        | {f"{name}/policy/entropy": 0.3 if name == falls and n >= 5 else 1.2 for name in POLICIES}
+        | {f"{name}/reward/mean": 0.1 * n if name == rises else 0.5 for name in POLICIES}
+        for n in range(10)
+    ]
 
 
 OWN_LIMIT = {
@@ -174,6 +185,13 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         "warn",
         "and the mean reward from 0.5 to 0.471",
         Facts(with_entropies(FAST_RUN), first=with_entropies(FAST_RUN)[:10]),
+    ),
+    (
+        "entropy",
+        Facts(two_policies("planner", "coder"), policies=POLICIES),
+        "warn",
+        "planner: the mean entropy of 5 steps went from 1.2 to 0.3 nats a token in 10 steps, and the mean reward from 0.5 to 0.5",
+        Facts(two_policies("planner", "planner"), policies=POLICIES),
     ),
     (
         "reward",

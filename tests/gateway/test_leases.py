@@ -15,7 +15,7 @@ import pytest
 
 from agentjet.errors import Conflict
 from agentjet.gateway import CallChunk, gateway
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.swarm import Episode
 from tests.fakes import Running, running, saying
 
@@ -27,6 +27,27 @@ async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         run.clock.advance(11)
         await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
+
+
+async def test_the_status_has_the_version_that_clients_train_to(tmp_path: Path) -> None:
+    """Of the clients of the last five minutes, unless the job says it."""
+    async with running(tmp_path / "d", job={"batch_size": 9}) as run:
+        ends = []
+        for client, version in (("a", 20), ("b", 50), ("c", 0)):
+            request = BeginRequest(task_id="t", client_id=client, ends_at_version=version)
+            begun = await run.gateway.begin(request, idempotency_key=client)
+            again = request.model_copy(update={"ends_at_version": version + 1 if version else 0})
+            assert (await run.gateway.begin(again, idempotency_key=client)).id == begun.id, "it is only shown"
+            ends.append(run.gateway.status().ends_at_version)
+        assert ends == [21, 51, 51]
+        run.clock.advance(299)
+        await run.gateway.begin(BeginRequest(task_id="t", client_id="a"))
+        assert run.gateway.status().ends_at_version == 51
+        run.clock.advance(2)
+        assert run.gateway.status().ends_at_version == 21, "b is gone"
+        body = run.gateway.job()
+        await run.gateway.replace_job(JobBody(revision=body.revision, job={**body.job, "max_steps": 7}))
+        assert run.gateway.status().ends_at_version == 7
 
 
 @pytest.mark.parametrize("end", ["expired", "replaced", "a heartbeat too late"])

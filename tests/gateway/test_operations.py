@@ -1,6 +1,7 @@
 """Batches as operations on the policy.
 
-1. A batch is a `forward_backward` and an `optim_step` per optimiser step. The journal has each of them, in order.
+1. A batch is a `forward_backward` and an `optim_step` per optimiser step. The journal has each of them, in order. The
+   policy gets the batch once.
 2. A worker that dies between the two is replaced and reaches the weights of an undisturbed run.
 3. A batch that is learned again because the journal refused it applies nothing twice.
 4. The learner gets facts: groups, rewards, roles and turns.
@@ -43,6 +44,7 @@ async def test_the_journal_has_the_operations_of_each_batch(tmp_path: Path) -> N
             *zip(range(6), kinds, [0, 0, 1, 1, 1, 1], strict=True)
         ]
         assert run.compute.applied == list(range(6))
+        assert run.compute.loaded == [0, 1], "a batch is sent once, not for each optimiser step"
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])

@@ -2,7 +2,8 @@
 
 1. A tick counts events by kind; the first follows at once, later ones after a pause. Nothing is counted for nobody.
 2. A viewer gets what it missed while it connected. One that is too far behind is disconnected.
-3. An answer is shared if it was begun after the event, and within a second; a failed one is not kept.
+3. A page of events is read once for all streams, and streams take turns.
+4. An answer is shared if it was begun after the event, and within a second; a failed one is not kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from agentjet.gateway import ticks
 from agentjet.gateway.ticks import SharedAnswers, Ticks
 from agentjet.protocol import Event
+from tests.fakes import running
 
 pytestmark = pytest.mark.anyio
 
@@ -168,3 +171,29 @@ async def test_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.gather(watch(), *map(stream, range(20)))
     assert [sorted(order[i : i + 20]) for i in (0, 20, 40)] == [list(range(20))] * 3
     assert max(b - a for a, b in pairwise(rounds)) <= ticks.PAGES_A_ROUND
+
+
+async def test_pages_of_many_streams_leave_rounds_of_the_loop_to_others(tmp_path: Path) -> None:
+    """Sockets that take each page at once would let a stream run without a pause."""
+    async with running(tmp_path / "d") as run:
+        for number in range(4 * ticks.PAGE):
+            run.gateway.swarm.store.emit("notice", {"number": number})
+        await run.until(lambda: run.gateway.last_event >= 4 * ticks.PAGE)
+        sent = 0
+        rounds: list[int] = []
+
+        async def read() -> None:
+            nonlocal sent
+            stream = run.gateway.event_stream()
+            for _ in range(4):
+                assert await anext(stream)
+                sent += 1
+            await stream.aclose()
+
+        async def watch() -> None:
+            while sent < 40:
+                rounds.append(sent)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(watch(), *(read() for _ in range(10)))
+        assert max(b - a for a, b in pairwise(rounds)) <= ticks.PAGES_A_ROUND

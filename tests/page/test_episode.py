@@ -1,6 +1,7 @@
 """The views Episode and Group, over transcripts that the test answers.
 
-1. An episode shows its conversation, its facts, the causes of its forks, and why calls are not trained.
+1. An episode shows its conversation, its facts, the causes of its forks, the duration of each call, and why calls
+   are not trained.
 2. Overlays colour the right tokens. Keys choose them, the URL keeps them.
 3. "l" finds the least likely tokens in rising order; arrows, a click and the panel name each token.
 4. A character of several tokens, controls and bidi characters are shown, and positions stay right.
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -108,6 +110,13 @@ def test_the_text_of_a_reward_is_shown_as_it_is(tab: Tab) -> None:
     text = "expected <b>30</b>\nby the judge"
     page = opened(tab, "/episodes/ep00001", [{**forked(), "reward_text": text}])
     expect(page.locator("p", has_text="Reward text:").locator("bdi")).to_have_text(text)
+
+
+def test_each_call_shows_its_duration(tab: Tab) -> None:
+    calls = [call("a", ["hi"], [" yes"], seconds=75.0), call("b", [], [" no"], parent="a", kept=3)]
+    details = opened(tab, "/episodes/ep00001", [tree(1, calls)]).locator(".call header .muted")
+    expect(details.first).to_have_text(re.compile(r", took 1 min 15 s$"))
+    expect(details.last).not_to_contain_text("took")  # A call of an older journal has no duration.
 
 
 def test_overlays_colour_tokens(tab: Tab) -> None:

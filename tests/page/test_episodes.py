@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from playwright.sync_api import Page, expect
 
@@ -72,6 +73,16 @@ def test_filters_are_the_query_of_the_url(tab: Tab) -> None:
     expect(page.locator(".chips")).to_contain_text("Task: q3")
     page.go_back()
     expect(page.locator(".chips")).not_to_contain_text("Task: q3")
+
+
+def test_episodes_are_found_by_the_text_of_their_messages(tab: Tab) -> None:
+    page, asked = opened(tab)
+    page.wait_for_selector(".table-row")
+    page.keyboard.press("f")
+    page.get_by_label("Text of messages and rewards").fill('say "2 & 3"')
+    page.get_by_role("button", name="Apply").click()
+    expect(page.locator(".chips")).to_contain_text('Text of messages and rewards: say "2 & 3"')
+    assert any(parse_qs(urlsplit(request).query).get("text") == ['say "2 & 3"'] for request in asked)
 
 
 def test_keys_reach_the_worst_episode_and_back_shows_the_same_row(tab: Tab) -> None:

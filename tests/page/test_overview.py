@@ -116,7 +116,7 @@ def test_rewards_differ_by_colour_and_groups_have_their_tasks_as_names(tab: Tab,
 
 
 def test_the_facts_have_the_time_left_and_the_machine(tab: Tab, site: Site) -> None:
-    status = {**site.get("/status"), "max_steps": 11, "policy_version": 1}
+    status = {**site.get("/status"), "ends_at_version": 11, "policy_version": 1}
     times = {"versions": [0, 1], "times": [1000.0, 1060.0], "metrics": {"batch/sampled_tokens": [30, 12]}}
     gpu = {"name": "H", "load": 0.5, "memory_used": 4e9, "memory_total": 8e9}
     machine = {"cores": 2, "cpu": 0.25, "memory_used": 6e9, "memory_total": 24e9, "gpus": [gpu]}

@@ -94,6 +94,7 @@ def call(call_id: str, context: list[str], sampled: list[str], *, seed: int = 0,
         "temperature": 1.0,
         "finish_reason": "stop",
         "created": 1_790_000_003.0,
+        "seconds": None,
         **changes,
     }
 

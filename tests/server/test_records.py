@@ -2,7 +2,7 @@
 
 1. Steps: columns by version, pages, chosen metrics.
 2. Episodes: fields, pages, and unknown or wrong filters refused by name.
-3. An episode as runs has the same tokens; 10,000 of them are at most 130 kB.
+3. An episode as runs has the same tokens; 10,000 of them are at most 130 kB. Each call has its duration.
 4. Groups and batches: pages, advantages, states.
 5. Ticks, and reads that share their answers.
 6. Too many reads at once are told to come later; a journal that cannot be read is named.
@@ -108,6 +108,23 @@ async def test_an_episode_as_runs(tmp_path: Path) -> None:
     assert runs["logprobs"] == [round(value, 3) for value in tokens["logprobs"][2:]]
     assert runs["versions"] == [[3, 4000], [4, 6000]] and runs["mask"] == [[1, 10_000]]
     assert runs["allowed"] == [[None, 10_000]]
+
+
+async def test_the_duration_of_a_call_is_recorded(tmp_path: Path) -> None:
+    """From the arrival of the request, so a wait for the sampler counts."""
+    async with serving(tmp_path / "d") as served:
+        begun = await served.begin()
+        compute = served.run.compute
+        compute.may_sample.clear()
+        call = asyncio.create_task(served.run.say(begun["episode_id"]))
+        await served.run.until(lambda: bool(compute.asked))
+        served.run.clock.advance(2.5)
+        compute.may_sample.set()
+        assert (await call).seconds == 2.5
+    async with serving(tmp_path / "d") as served:
+        for form in ("", "?form=runs"):
+            [shown] = (await served.http.get(f"{V}/episodes/{begun['episode_id']}{form}")).json()["calls"]
+            assert shown["seconds"] == 2.5, form
 
 
 async def test_reads_that_are_refused(tmp_path: Path) -> None:

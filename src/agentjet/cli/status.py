@@ -54,13 +54,13 @@ def status_lines(status: StatusResponse, health: HealthView | None = None) -> Li
     """A status as lines for people, with the trend of the reward and the health rules that are not ok."""
     from agentjet.protocol import report_lines
 
-    steps = f"{status.policy_version} of {status.max_steps}" if status.max_steps else str(status.policy_version)
+    end = f" of {status.ends_at_version}" if status.ends_at_version else ""
     lines = [
         ("state", status.state),
         ("waiting for", status.waiting_for),
         *([("run", status.run)] if status.run != DEFAULT_RUN else []),
         ("policies", ", ".join(status.policies)) if status.policies else ("model", status.model),
-        ("step", steps),
+        ("step", f"{status.policy_version}{end}"),
         *([("branched", f"from {status.branched_from}")] if status.branched_from else []),
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
         ("episodes", _episodes(status)),

@@ -86,12 +86,12 @@ def headline(look: Look) -> Text:
     from rich.text import Text
 
     status = look.status
-    steps = f"{status.policy_version} of {status.max_steps}" if status.max_steps else str(status.policy_version)
+    end = f" of {status.ends_at_version}" if status.ends_at_version else ""
     run = [f"run {status.run}"] if status.run != DEFAULT_RUN else []
     model = ", ".join(status.policies) or status.model
     text = Text(one_line("  ".join([model, *run])), "bold")
     text.append(f"  ● {status.state}", STATES.get(status.state, "yellow"))
-    text.append(f"  step {steps}  up {duration(status.uptime + look.age)}  ", "none")
+    text.append(f"  step {status.policy_version}{end}  up {duration(status.uptime + look.age)}  ", "none")
     return text.append(look.url, "dim")
 
 

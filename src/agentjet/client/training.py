@@ -119,6 +119,7 @@ class Training:
                 "unless_skipped": not self._queue.is_skipped(spec.task.task_set),
                 "place": spec.place,
                 "seed": spec.seed,
+                "ends_at_version": self._target,
             }
             body = body.model_copy(update=update)
             return await begin_episode(self.connection, body, wait=math.inf, on_abort=on_abort)

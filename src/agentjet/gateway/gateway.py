@@ -226,7 +226,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
         while True:
-            self.swarm.client_seen(request.client_id)  # A refused client is alive, too.
+            self.swarm.client_seen(request.client_id, request.ends_at_version)  # A refused client is alive, too.
             try:
                 while self.swarm.begun(request, idempotency_key) is None and self.swarm.take_over(
                     request, ENDS_A_ROUND

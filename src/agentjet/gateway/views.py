@@ -59,6 +59,7 @@ def recorded_status(queries: Queries) -> dict[str, Any]:
         "group_size": job.group_size,
         "spare_episodes": job.spare_episodes,
         "max_steps": job.max_steps,
+        "ends_at_version": queries.ends_at_version,
         "groups_complete": queries.num_groups("complete"),
         "groups_open": queries.num_groups("open"),
         "episodes": queries.status_counts(),

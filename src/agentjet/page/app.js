@@ -65,7 +65,7 @@ function Header({ onHelp }) {
       ${now.run !== "default" && html`<span class="run">run <${Text} value=${now.run} /></span>`}
       <span class="engine">${now.state}</span>
       <span>version <${Fact} path="/status#policy_version" value=${now.policy_version} />
-      ${now.max_steps > 0 && html` of <${Fact} path="/status#max_steps" value=${now.max_steps} />`}</span>`}
+      ${now.ends_at_version > 0 && html` of <${Fact} path="/status#ends_at_version" value=${now.ends_at_version} />`}</span>`}
     <span class="spring"></span>
     <${Connection} />
     <button type="button" class="icon" aria-label=${`Colours: ${theme.value}. Change to ${next}`} onClick=${change}>◐</button>

@@ -58,6 +58,9 @@ class BeginRequest(Request):
     """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
     seed: Int64 | None = Field(None, ge=0)
     """Seeds the answers of the episode, together with `job.seed`. Default: the number of the episode in the run."""
+    ends_at_version: Int64 = Field(0, ge=0)
+    """The policy version that the client trains to; 0 if it did not decide. Only shown, as `ends_at_version` of the
+    status."""
 
     @property
     def group_name(self) -> str:
@@ -448,6 +451,9 @@ class StatusResponse(Response):
     group_size: int
     spare_episodes: int = 0
     max_steps: int
+    ends_at_version: int = 0
+    """The policy version at which training ends: `job.max_steps`, or else the last one that a client of the last five
+    minutes trains to; 0 if unknown."""
     groups_complete: int
     groups_open: int
     episodes: dict[str, int]

@@ -390,9 +390,9 @@ class SwarmState:
         self._leases.renew(episode)
         return episode
 
-    def client_seen(self, client_id: str) -> None:
-        """Record activity of a client, with or without an episode."""
-        self._leases.client_seen(client_id)
+    def client_seen(self, client_id: str, ends_at_version: int = 0) -> None:
+        """Record activity of a client, with or without an episode, and the policy version that it trains to."""
+        self._leases.client_seen(client_id, ends_at_version)
 
     @contextmanager
     def calling(self, episode_id: str) -> Iterator[Episode]:

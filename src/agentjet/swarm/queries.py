@@ -168,6 +168,11 @@ class Queries:
         return groups.training_is_over(self._store)
 
     @property
+    def ends_at_version(self) -> int:
+        """The policy version at which training ends; 0 if unknown."""
+        return self.settings.job.max_steps or self._leases.ends_at_version()
+
+    @property
     def places(self) -> int:
         """Number of training groups that may be open or complete at a time."""
         return places(self._store)

@@ -30,6 +30,8 @@ RECENT_STEPS = 50
 PRUNE_EVERY = 2000
 """Episodes after which rows are deleted from the journal without a checkpoint."""
 MAX_CLIENTS_SHOWN = 256
+GONE_SECONDS = 300.0
+"""Seconds after which a client that was not seen does not decide any more when training ends."""
 KEPT_PER_REASON = 50
 """Transcripts that are kept of the newest episodes that ended for a reason and train nothing."""
 LONGEST_REASON = 80
@@ -307,8 +309,9 @@ class Store:
 
 
 def _fingerprint(request: Request) -> str:
-    """Digest of a request, without `wait` and `instance_id`, which do not change its effect."""
-    return hashlib.sha256(request.model_dump_json(exclude={"wait", "instance_id"}).encode()).hexdigest()
+    """Digest of a request, without the fields that do not change its effect."""
+    no_effect = {"wait", "instance_id", "ends_at_version"}
+    return hashlib.sha256(request.model_dump_json(exclude=no_effect).encode()).hexdigest()
 
 
 class Leases:
@@ -327,6 +330,8 @@ class Leases:
         self._last_active: dict[str, float] = {}
         """Time of the last call of each live episode. Heartbeats of its client do not count."""
         self._calling: Counter[str] = Counter()
+        self._ends: dict[str, int] = {}
+        """Policy version that a client of `clients` trains to."""
 
     @property
     def epoch(self) -> float:
@@ -378,12 +383,23 @@ class Leases:
         self.renew(episode)
         self._last_active[episode.id] = self._clock()
 
-    def client_seen(self, client_id: str) -> None:
-        """Record activity of a client, with or without an episode."""
+    def client_seen(self, client_id: str, ends_at_version: int = 0) -> None:
+        """Record activity of a client, with or without an episode, and the policy version that it trains to."""
         self.clients.pop(client_id, None)
         self.clients[client_id] = self._clock()
+        if ends_at_version:
+            self._ends[client_id] = ends_at_version
         if len(self.clients) > MAX_CLIENTS_SHOWN:
-            del self.clients[next(iter(self.clients))]
+            oldest = next(iter(self.clients))
+            del self.clients[oldest]
+            self._ends.pop(oldest, None)
+
+    def ends_at_version(self) -> int:
+        """The last policy version that a present client trains to; 0 if unknown."""
+        known = (
+            version for client, version in self._ends.items() if self._clock() - self.clients[client] < GONE_SECONDS
+        )
+        return max(known, default=0)
 
     @contextmanager
     def calling(self, episode: Episode) -> Iterator[None]:

@@ -145,7 +145,7 @@ function FirstRun() {
 }
 
 // Returns the seconds until the last step at the pace of the newest steps; null without a last one or a pace.
-function secondsLeft({ max_steps: last, policy_version: version }, { times }) {
+function secondsLeft({ ends_at_version: last, policy_version: version }, { times }) {
   const newest = times.slice(-TIMED_STEPS - 1);
   if (!last || version >= last || newest.length < 2) return null;
   return ((last - version) * (newest.at(-1) - newest[0])) / (newest.length - 1);
