@@ -6,12 +6,14 @@ Shape letters: B calls or rows, T tokens, N forest nodes, M targets, G episodes 
 from __future__ import annotations
 
 import json
+import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from agentjet.errors import nearest_name
+from agentjet.errors import InvalidRequest, nearest_name
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
@@ -39,6 +41,10 @@ MAX_NAME = 256
 """Maximum characters of a task id and of a task set's name."""
 MAX_REWARD_TEXT = 10_000
 """Maximum characters of the text of a reward."""
+LARGEST = 1e12
+"""Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
+MAX_SHOWN = 60
+"""Characters of a wrong value in a message."""
 MAX_NESTING = 256
 """Maximum nesting depth for arguments to count as JSON. Fixed, so that the same text always parses the same way."""
 
@@ -60,7 +66,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The result of an episode: a number, optionally one per agent role and per call, metrics to chart, and a text."""
+    """The result of an episode: a number, optionally one per agent role and per call, metrics to chart, and a text.
+
+    Numbers become floats: those of NumPy and torch are numbers, and True is 1. Raises `InvalidRequest` (422) naming the
+    value that is not a finite number.
+    """
 
     value: float
     by_role: Mapping[str, float] = field(default_factory=dict)
@@ -73,8 +83,72 @@ class Reward:
     """The reason for the reward, for people: a judge's words, or the expected answer."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.value, "__float__"):  # numbers of NumPy and torch have it
-            raise ValueError(f"Reward({self.value!r}): the value must be a number")
+        checked = {
+            "value": checked_number(self.value, "reward"),
+            "by_role": _checked_map(self.by_role, "by_role"),
+            "metrics": _checked_map(self.metrics, "metrics"),
+            "by_turn": _checked_turns(self.by_turn),
+            "by_call": _checked_map(self.by_call, "by_call"),
+            "text": _checked_text(self.text),
+        }
+        if "" in self.metrics:
+            raise invalid_reward("metrics has an empty name: give each metric a name", "metrics")
+        if len(self.text) > MAX_REWARD_TEXT:
+            # The line that made the reward is above the generated `__init__`. Python prints equal warnings of it once.
+            warnings.warn(f"the text of a reward is cut to its first {MAX_REWARD_TEXT} characters", stacklevel=3)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def checked_number(value: Any, name: str) -> float:
+    """The number as a float. Raises `InvalidRequest` (422) for text, and for a number that is not finite."""
+    try:
+        if isinstance(value, str | bytes) or len(getattr(value, "shape", ())):  # float() reads text, and arrays of one
+            raise TypeError
+        number = float(value)
+    except OverflowError:  # a whole number beyond every float
+        value = number = math.inf
+    except (TypeError, ValueError):
+        raise invalid_reward(f"{name} is {shown(value)}: an agent returns a number or a Reward", name) from None
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        text = f"{name} is {shown(value)}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}"
+        raise invalid_reward(text, name)
+    return number
+
+
+def _checked_map(numbers: object, name: str) -> dict[str, float]:
+    if not isinstance(numbers, Mapping):
+        raise invalid_reward(f"{name} is {shown(numbers)}: give numbers by name, such as {{'solved': 1}}", name)
+    return {key: checked_number(value, f"{name}[{key!r}]") for key, value in numbers.items()}
+
+
+def _checked_turns(by_turn: object) -> tuple[float, ...] | dict[str, tuple[float, ...]]:
+    """The rewards of turns, or those of each role."""
+    if isinstance(by_turn, Mapping):
+        return {role: _checked_sequence(rewards, f"by_turn[{role!r}]") for role, rewards in by_turn.items()}
+    return _checked_sequence(by_turn, "by_turn")
+
+
+def _checked_sequence(numbers: object, name: str) -> tuple[float, ...]:
+    if not isinstance(numbers, Iterable) or isinstance(numbers, str | bytes | Mapping):
+        raise invalid_reward(f"{name} is {shown(numbers)}: give a list of numbers, one a turn", name)
+    return tuple(checked_number(value, f"{name}[{turn}]") for turn, value in enumerate(numbers))
+
+
+def _checked_text(text: object) -> str:
+    if not isinstance(text, str):
+        raise invalid_reward(f"text is {shown(text)}: give the reason for the reward as text", "text")
+    return text[:MAX_REWARD_TEXT].encode("utf-8", "replace").decode()  # JSON has no lone surrogates
+
+
+def invalid_reward(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_reward", status=422, param=param)
+
+
+def shown(value: object) -> str:
+    """The beginning of a wrong value, for a message."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.cli.program import CommandLine, CommandSource, NoReward, check_source, reward_source
-from agentjet.client import AgentVersion, Command, Result
+from agentjet.client import AgentVersion, Command, CommandFailed, Result
 from agentjet.client.code_copy import CodeFolder
 from agentjet.client.inputs import read_tasks
-from agentjet.errors import AgentJetError, ConfigError
-from agentjet.types import Reward
+from agentjet.errors import AgentJetError, ConfigError, InvalidRequest
+from agentjet.types import Reward, Task
+from tests.client.test_command import episode
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, serving
 
@@ -183,7 +184,8 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
     assert judge("stdout", tmp_path, by_policy) == {"planner": Reward(1.0), "coder": Reward(0.5, metrics={"turns": 3})}
     (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')
     assert judge("file:reward.json", tmp_path) == Reward(1.0)
-    assert judge("stdout", tmp_path, "7" * 5_000) == Reward(math.inf), "which no episode may finish with"
+    with pytest.raises(InvalidRequest, match="reward is inf: it must be a finite number"):
+        judge("stdout", tmp_path, "7" * 5_000)
     assert [judge("exit-code", tmp_path, code=code) for code in (0, 1)] == [1.0, 0.0]
 
 
@@ -316,6 +318,15 @@ def test_a_version_is_one_state_of_everything_that_the_program_uses(
         assert (output_of(versions[0]), output_of(versions[-1])) == ("0 0 0 0", "1 2 3 4")
 
 
+def test_an_error_of_a_copied_program_names_the_original(folder: Path, tmp_path: Path) -> None:
+    (folder / "helper.py").write_text("def look(word):\n    return {}[word]\n")
+    (folder / "agent.py").write_text("import helper\nhelper.look('gone')\n")
+    agent = command_source((PYTHON, "agent.py"), folder, tmp_path / "copies").load().agent
+    with pytest.raises(CommandFailed, match=re.escape(f'File "{folder}/helper.py", line 2, in look')) as failed:
+        asyncio.run(agent(Task("t", payload={}), episode()))
+    assert str(tmp_path / "copies") not in str(failed.value)
+
+
 def test_what_is_no_code_is_found_in_the_copy_and_named(folder: Path, tmp_path: Path) -> None:
     (folder / "weights.safetensors").write_bytes(b"w")
     (folder / "node_modules").mkdir()
@@ -363,7 +374,7 @@ def test_files_that_change_while_they_are_copied(folder: Path, tmp_path: Path) -
     code = CodeFolder(folder, sleep=edit)
     copy, listing = code.copy(tmp_path / "copy")
     assert ((copy / "a.txt").read_text(), (copy / "b.txt").read_text()) == ("three", "four")
-    assert listing.linked == {folder / "restless.txt": "changes without an edit"}
+    assert listing.linked == {folder / "restless.txt": "changed 20 times during one load"}
     assert listing.stamp == code.stamp()
 
 

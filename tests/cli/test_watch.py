@@ -306,10 +306,19 @@ def anyio_backend() -> str:
 # ---- status ----------------------------------------------------------------------------------------------------------
 
 
+def test_many_clients_are_one_line() -> None:
+    """Those that hold most come first, then those that were seen last."""
+    clients = {f"{'long-' * 50}{number}": 5.0 * number for number in range(40)}
+    [first, *_] = clients
+    line = dict(status_lines(seen(clients=clients | {"silent": 900.0}, holding={"silent": 3, first: 1})))["clients"]
+    assert line.startswith("silent (holds 3, seen 900 s ago), long-long-") and "… (holds 1, seen 0 s ago)" in line
+    assert line.endswith(" and 37 more") and len(line) < 300
+
+
 def test_clients_of_long_ago_are_counted() -> None:
     clients = {"new": 3.0, "holder": 5000.0, "old": 601.0, "older": 9000.0}
     assert dict(status_lines(seen(clients=clients, holding={"holder": 2})))["clients"] == (
-        "new (seen 3 s ago), holder (holds 2, seen 5000 s ago), 2 seen over 10 minutes ago"
+        "holder (holds 2, seen 5000 s ago), new (seen 3 s ago), 2 seen over 10 minutes ago"
     )
     assert dict(status_lines(seen()))["clients"] == "none yet"
 

@@ -8,16 +8,19 @@ import json
 import os
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentjet.client import AsyncEpisode, AsyncSwarm, Command, CommandFailed, Result
-from agentjet.client.command import environment, fill_placeholders
+from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Command, CommandFailed, Result
+from agentjet.client.command import environment, fill_placeholders, payload_json
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.types import Task
+from tests.client.server import TOKEN as FAKE_TOKEN
+from tests.client.server import URL, FakeServer
 from tests.fakes import saying
 from tests.server.serving import TOKEN, serving
 
@@ -373,3 +376,40 @@ def test_a_program_whose_episode_the_server_ended_is_ended(tmp_path: Path) -> No
 
     asyncio.run(scenario())
     assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+SELF: list[Any] = []
+SELF.append(SELF)
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        ({1, 2}, r"payload is \{1, 2\}, a set"),
+        ({"when": date(2026, 11, 28)}, r"payload\['when'\] is datetime\.date\(2026, 11, 28\), a datetime\.date"),
+        ({"a": [0, {"b": b"raw"}]}, r"payload\['a'\]\[1\]\['b'\] is b'raw', a bytes"),
+        ({"a": {("x", 1): 2}}, r"payload\['a'\] has the key \('x', 1\), a tuple"),
+        ({"a": SELF}, r"payload\['a'\]\[0\] contains itself"),
+        ({"file": Path("a.txt")}, r"payload\['file'\] is PosixPath\('a\.txt'\), a pathlib\.PosixPath"),
+    ],
+)
+def test_a_payload_that_is_not_json_is_refused_by_task_key_and_type(payload: Any, why: str) -> None:
+    """Before anything is sent; from a stream of tasks, as the reason of the episode."""
+    task, command = Task("t7", payload=payload), Command(["true"], lambda payload, result: 1.0)
+    match = rf"task 't7': {why}\. A program gets its task as JSON: .* str\(\)"
+    server = FakeServer()
+
+    async def scenario(tasks: Any) -> None:
+        async with AsyncSwarm(URL, FAKE_TOKEN, transport=server.transport()) as swarm:
+            await swarm.train(command, tasks, steps=1, concurrency=1, progress=False)
+
+    with pytest.raises(ConfigError, match=match):
+        asyncio.run(scenario([Task("t1"), task]))
+    assert not server.requests
+    with pytest.raises(AgentFailing, match=match):
+        asyncio.run(scenario(iter([task])))
+
+
+@pytest.mark.parametrize("payload", [None, "text", 1.5, True, [1, (2,)], {1: "a", None: {"b": []}}])
+def test_other_payloads_reach_the_program(payload: Any) -> None:
+    assert payload_json(Task("t", payload=payload)) == json.dumps(payload)

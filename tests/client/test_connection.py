@@ -169,13 +169,7 @@ def test_a_wrong_token_is_refused_at_once_and_told_where_the_token_is(server: Fa
     assert not time.sleeps
 
 
-@pytest.mark.parametrize(
-    "reward",
-    [
-        *(float("nan"), float("inf"), 10**400, None, "1.0"),
-        *(Reward(1.0, metrics={"x": float("nan")}), Reward(1.0, metrics={"": 1.0})),
-    ],
-)
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, None, "1.0"])
 def test_a_wrong_reward_is_never_sent(server: FakeServer, reward: Any) -> None:
     async def scenario() -> None:
         episode = await connect(server).begin("t")

@@ -9,7 +9,7 @@ import pytest
 
 from agentjet.client import AsyncSwarm
 from agentjet.errors import ConfigError, InvalidRequest
-from agentjet.types import Reward, Task
+from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
 TASKS = [Task("a")]
@@ -164,8 +164,3 @@ def test_an_object_may_be_the_agent() -> None:
 def test_a_task_has_an_id(given: Any) -> None:
     with pytest.raises(ValueError, match=r"the task id .* 1 to 256 characters"):
         Task(given)
-
-
-def test_a_reward_is_a_number() -> None:
-    with pytest.raises(ValueError, match=r"Reward\('x'\): the value must be a number"):
-        Reward("x")  # type: ignore[arg-type]

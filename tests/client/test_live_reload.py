@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Files:
     """An agent's module and one beside it; each of its episodes awaits `gate`."""
 
     folder: Path
-    edits: dict[int, tuple[str, str]] = field(default_factory=dict)
+    edits: dict[int, Callable[[], object]] = field(default_factory=dict)
     num_begun: int = 0
 
     def write(self, name: str, text: str) -> None:
@@ -48,12 +48,12 @@ class Files:
 
     def edit(self, at: int, name: str, text: str) -> None:
         """Have it written in the midst of the episode that is the `at`th to begin."""
-        self.edits[at] = name, text
+        self.edits[at] = lambda: self.write(name, text)
 
     async def gate(self) -> None:
         self.num_begun += 1
         if self.num_begun in self.edits:
-            self.write(*self.edits[self.num_begun])
+            self.edits[self.num_begun]()
         await asyncio.sleep(0)
 
     def agent(self) -> Any:
@@ -64,6 +64,7 @@ class Files:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     files = Files(tmp_path)
     files.write("live_words", "REWARD = 0.25\n")
     files.write("live_agent", AGENT)
@@ -115,8 +116,73 @@ def test_an_edit_is_taken_up_between_groups(files: Files, capsys: pytest.Capture
     assert [(it.kind, it.before, it.to) for it in report.code_changes] == [("loaded", old, new)]
     assert report.rewards == (0.5, 0.75, 0.75)
     assert not report.num_aborted
-    assert f"code {new} takes the place of {old}" in capsys.readouterr().out
+    assert f"code {new} takes the place of {old}: live_words.py changed\n" in capsys.readouterr().out
+    assert f"code {new} took the place of {old}: live_words.py changed" in str(report)
     assert f"code {new}: " in str(report)
+
+
+@pytest.mark.parametrize(
+    ("edits", "names"),
+    [
+        ({}, ""),
+        ({"live_words.py": "REWARD = 0.5\n"}, "live_words.py changed"),
+        ({"live_more.py": "", "live_words.py": "REWARD = 1\n"}, "live_more.py is new, live_words.py changed"),
+        ({"live_gone.py": None}, "live_gone.py was removed"),
+        (
+            {f"live_{letter}.txt": letter for letter in "hijabcdefg"},
+            ", ".join(f"live_{letter}.txt is new" for letter in "abcdefgh") + " and 2 more",
+        ),
+    ],
+)
+def test_only_files_with_another_content_are_named(
+    files: Files, edits: dict[str, str | None], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file gets a new time, as by `touch`, `git checkout` or a save without a change."""
+    files.write("live_gone", "")
+    run, agent = Run(FakeServer(batch_size=4, group_size=3)), files.agent()
+
+    def edit() -> None:
+        for name, text in edits.items():
+            (files.folder / name).unlink() if text is None else files.write(name, text)
+        for path in files.folder.glob("live_*"):
+            path.write_bytes(path.read_bytes())
+
+    files.edits[5] = edit
+    report = asyncio.run(run.train(agent, 4, concurrency=5, progress=True))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("code ", "live_", "the agent"))]
+    if not names:
+        assert (lines, report.code_changes) == ([], ())
+        return
+    old, new = report.by_code_version
+    assert lines == [
+        f"{names}; code {old} completes the groups it has begun",
+        f"code {new} takes the place of {old}: {names}",
+    ]
+    assert [(change.kind, change.why) for change in report.code_changes] == [("loaded", names)]
+
+
+def test_an_edit_after_the_last_group_has_begun_is_reported(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run()
+    files.edit(4, "live_words", "REWARD = 0.75\n")  # The run has two groups of two.
+    report = asyncio.run(run.train(files.agent(), 1, concurrency=1, progress=True))
+    [version] = report.by_code_version
+    why = "live_words.py changed after the last group of this run had begun, so no episode ran the edit"
+    assert [(it.kind, it.before, it.to, it.why) for it in report.code_changes] == [("not loaded", version, "", why)]
+    assert f"the edited code was not loaded, code {version} stays: {why}\n" in capsys.readouterr().out
+    assert f"an edit of code {version} was not loaded: {why}" in str(report)
+
+
+def test_a_folder_that_grows_too_large_does_not_end_the_run(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = files.agent()
+    monkeypatch.setattr("agentjet.client.code_copy.MAX_FILES", 2)
+    files.edit(1, "live_more", "")
+    report = asyncio.run(Run().train(agent, 3, progress=True))
+    [change] = report.code_changes
+    assert change.kind == "not loaded" and "more than 2 files" in change.why
+    assert capsys.readouterr().out.count("more than 2 files") == 1
+    assert set(report.rewards) == {0.25}
 
 
 def test_groups_that_have_begun_are_completed_by_their_code(files: Files) -> None:
@@ -154,7 +220,7 @@ def test_what_cannot_be_loaded_is_not_taken_up(
     assert (change.kind, change.before) == ("not loaded", version)
     assert re.match(why, change.why), change.why
     assert set(report.rewards) == {0.25} and not report.num_aborted
-    assert f"could not be loaded, code {version} stays" in capsys.readouterr().out
+    assert f"was not loaded, code {version} stays" in capsys.readouterr().out
 
 
 def test_an_edit_mended_after_a_typo_is_taken_up(files: Files) -> None:
@@ -428,7 +494,11 @@ def test_a_version_that_is_rolled_back_takes_its_helpers_with_it(files: Files) -
     assert set(run.rewards_of_groups()) == {(0.25, 0.25)}
 
 
-def test_the_watched_files_are_shown_and_those_that_are_not(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_watched_files_are_shown_and_those_that_are_not(
+    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write("train", "")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(files.folder / "train.py"), raising=False)
     (files.folder / "prompt.txt").write_text("Add.")
     (files.folder / "run.log").write_text("")
     (files.folder / "big.json").write_bytes(b" " * (5 * 2**20))
@@ -437,11 +507,42 @@ def test_the_watched_files_are_shown_and_those_that_are_not(files: Files, capsys
     (files.folder / "agentjet-data" / "runs" / "default").mkdir(parents=True)
     asyncio.run(Run().train(files.agent(), 1, progress=True))
     shown = capsys.readouterr().out
-    assert f"watched: 3 files of {files.folder}: live_agent.py, live_words.py, prompt.txt" in shown
-    assert "not watched and not copied: .venv, agentjet-data (a server's data dir), big.json (large), run.log" in shown
+    watched = (
+        f"watched: 3 files of {files.folder}, the folder of live_agent.py: live_agent.py, live_words.py, prompt.txt"
+    )
+    assert f"{watched}\n" in shown
+    linked = ".venv, agentjet-data (a server's data dir), big.json (large), run.log"
+    script = "train.py (the running script: start it again after an edit)"
+    assert f"not watched and not copied: {linked}, {script}\n" in shown
 
 
-def test_an_error_is_shown_at_its_place_in_the_original(files: Files) -> None:
-    files.write("live_agent", "async def agent(task, episode):\n    raise KeyError('gone')\n")
-    with pytest.raises(AgentFailing, match=re.escape(f"at {files.folder / 'live_agent.py'}:2 in agent")):
-        asyncio.run(Run().train(files.agent(), 1))
+ERRORS = {
+    "the agent": ("", "raise KeyError('gone')", "live_agent.py:3 in agent"),
+    "a helper": ("from live_more import look", "look('gone')", "live_more.py:2 in look"),
+    "a helper in a folder": ("from live_sub.deep import look", "look('gone')", "live_sub/deep.py:2 in look"),
+    "a library": ("import json", "json.loads('{')", "live_agent.py:3 in agent"),
+    "a helper, through a library": (
+        "import functools\nfrom live_more import look",
+        "functools.reduce(look, ['a', 'b'])",
+        "live_more.py:2 in look",
+    ),
+    "generated code": ("", "eval('1 / 0')", "live_agent.py:3 in agent"),
+}
+
+
+@pytest.mark.parametrize("reload", [False, True])
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_is_shown_where_it_was_raised_in_the_original(kind: str, reload: bool, files: Files) -> None:
+    first_line, call, where = ERRORS[kind]
+    (files.folder / "live_sub").mkdir()
+    for name in ("live_more", "live_sub/deep"):
+        files.write(name, "def look(word, other=None):\n    return {}[word]\n")
+    lines = (first_line, "async def agent(task, episode):", f"    {call}")
+    files.write("live_agent", "\n".join(lines))
+    expected = where.replace(":3", f":{first_line.count(chr(10)) + 3}")
+    try:
+        with pytest.raises(AgentFailing, match=re.escape(f" at {files.folder}/{expected}:")):
+            asyncio.run(Run().train(files.agent(), 1, reload=reload))
+    finally:
+        for module in [module for module in sys.modules if module.startswith("live_")]:
+            del sys.modules[module]

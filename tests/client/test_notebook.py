@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from agentjet.cli.run import run_document
 from agentjet.client import Episode, EpisodeResult, EvalReport, Step, Swarm, TrainReport
 from agentjet.client.notebook import svg_of
 from agentjet.client.sft import SftReport
@@ -38,6 +39,18 @@ def test_a_report_is_short_and_has_its_curve(kind: str) -> None:
     [line] = tree.iter("polyline")
     assert len(line.attrib["points"].split()) >= 2
     assert "<script>" not in html and (kind == "sft" or "&lt;script&gt;" in html)
+
+
+def test_dropped_groups_are_shown_by_reason() -> None:
+    metrics = [{"groups/dropped": 3.0, "groups/dropped_no_tokens": 2.0, "groups/dropped_stale": 1.0}, {}]
+    steps = tuple(Step(n, {**one, "groups/dropped_too_few": 0.0, "reward/mean": 0.5}) for n, one in enumerate(metrics))
+    report = TrainReport((FAILED,), (*steps, steps[0]), 1.0)
+    assert report.groups_dropped == {"no_tokens": 4, "stale": 2}
+    assert "6 groups dropped, which trained nothing (4 no_tokens, 2 stale)" in str(report)
+    html = report._repr_html_()
+    assert "(4 no_tokens, 2 stale)" in html and "groups dropped: no_tokens</th><td align='right'>4<" in html
+    assert run_document(report)["groups_dropped"] == report.groups_dropped
+    assert "dropped" not in str(TrainReport((FAILED,), (steps[1],), 1.0))
 
 
 def test_a_report_without_a_curve() -> None:

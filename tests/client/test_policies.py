@@ -57,11 +57,6 @@ def test_rewards_of_a_run_with_policies(returned: Any, reward: Reward) -> None:
         (Reward(1.0, {"planner": 1.0, "codr/x": 0.0}), "codr/x", "no policy 'codr'.*Did you mean 'coder'"),
         ({"planner": 1.0, "coder": float("nan")}, "reward['coder']", r"reward\['coder'\] is nan: .*finite"),
         ({"planner": "1", "coder": 0}, "reward['planner']", r"reward\['planner'\] is '1': an agent returns a number"),
-        (
-            {"planner": Reward(1.0, {"critic": float("inf")}), "coder": 0},
-            "reward['planner'].by_role['critic']",
-            "by_role.*is inf",
-        ),
         ({}, "planner", "the reward is empty: give a number for each of planner, coder"),
     ],
 )
@@ -191,5 +186,5 @@ def test_rewards_of_turns_reach_the_request_by_role() -> None:
     }
     body = finish_body(checked_reward(returned, POLICIES))
     assert body.by_turn == {"planner": [1.0], "coder/critic": [0.5]} and body.by_call == {"c": 2}
-    with pytest.raises(InvalidRequest, match=r"by_turn\[''\]\[1\]"):
+    with pytest.raises(InvalidRequest, match=r"by_turn\[1\]"):
         checked_reward(Reward(1.0, by_turn=[0.0, float("nan")]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -56,15 +57,50 @@ def test_rewards_of_turns_may_be_an_array() -> None:
 def test_anything_else_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^reward is "):
         checked_reward(wrong)
-    with pytest.raises(InvalidRequest, match=r"^metrics\['solved'\] is "):
-        checked_reward(Reward(1.0, metrics={"solved": wrong}))
-    with pytest.raises(InvalidRequest, match=r"^by_turn\[''\]\[0\] is "):
-        checked_reward(Reward(1.0, by_turn=[wrong]))
+    with pytest.raises(InvalidRequest, match=r"^reward\['coder'\] is "):
+        checked_reward({"coder": wrong}, ("coder",))
 
 
-def test_a_map_of_numbers_is_a_map() -> None:
-    with pytest.raises(InvalidRequest, match=r"^metrics is \[1\]: give numbers by name"):
-        checked_reward(Reward(1.0, metrics=[1]))  # type: ignore[arg-type]
+PLACES: Mapping[str, Callable[[Any], Reward]] = {
+    "reward": Reward,
+    "by_role['critic']": lambda wrong: Reward(1.0, by_role={"critic": wrong}),
+    "metrics['solved']": lambda wrong: Reward(1.0, metrics={"solved": wrong}),
+    "by_turn[1]": lambda wrong: Reward(1.0, by_turn=[0.0, wrong]),
+    "by_turn['critic'][0]": lambda wrong: Reward(1.0, by_turn={"critic": [wrong]}),
+    "by_call['c']": lambda wrong: Reward(1.0, by_call={"c": wrong}),
+}
+
+
+@pytest.mark.parametrize("wrong", ["1", None, float("nan"), float("-inf"), 1e13, [1.0], np.array([1.0]), b"1", 10**400])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wrong_number_is_refused_where_the_reward_is_made(place: str, wrong: Any) -> None:
+    with pytest.raises(
+        InvalidRequest, match=rf"^{re.escape(place)} is .*: (it must be a finite|an agent returns)"
+    ) as no:
+        PLACES[place](wrong)
+    assert (no.value.code, no.value.param, no.value.status) == ("invalid_reward", place, 422)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metrics": [1]}, r"^metrics is \[1\]: give numbers by name"),
+        ({"by_role": 1}, r"^by_role is 1: give numbers by name"),
+        ({"by_turn": 0.5}, r"^by_turn is 0\.5: give a list of numbers"),
+        ({"by_turn": {"critic": 0.5}}, r"^by_turn\['critic'\] is 0\.5: give a list of numbers"),
+        ({"metrics": {"": 1}}, r"^metrics has an empty name"),
+    ],
+)
+def test_the_fields_of_a_reward_have_their_form(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Reward(1.0, **fields)
+
+
+def test_a_reward_that_was_changed_is_checked_again() -> None:
+    reward = Reward(1.0, metrics={"solved": 1})
+    dict.update(reward.metrics, solved=float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^metrics\['solved'\] is nan"):
+        checked_reward(reward)
 
 
 def test_booleans_are_numbers_over_http_and_text_is_not() -> None:

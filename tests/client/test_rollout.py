@@ -118,7 +118,7 @@ def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
 @pytest.mark.parametrize("returned", [None, float("nan"), "good"])
 def test_an_agent_that_never_works_ends_the_run_with_its_reason(returned: object) -> None:
     server = FakeServer()
-    with client(server) as swarm, pytest.raises(AgentFailing, match=r"first 8 episodes .* reward is"):
+    with client(server) as swarm, pytest.raises(AgentFailing, match=r"every episode of \d tasks failed .* reward is"):
         swarm.train(lambda task, episode: returned, TASKS, steps=1, concurrency=4, progress=False)
     assert server.version == 0
     assert server.by_status().keys() == {"aborted"}
@@ -127,10 +127,30 @@ def test_an_agent_that_never_works_ends_the_run_with_its_reason(returned: object
 def test_an_agent_that_calls_no_model_ends_the_run() -> None:
     server = FakeServer(max_steps=0, batch_size=100)
     server.num_calls = 0
-    with client(server) as swarm, pytest.raises(AgentFailing, match=r"first 8 .* no call .* episode\.base_url"):
+    with (
+        client(server) as swarm,
+        pytest.raises(AgentFailing, match=r"no episode .* \(8\) made a call .* episode\.base_url"),
+    ):
         swarm.train(sync_agent, TASKS, steps=1, concurrency=4, progress=False)
     with client(server) as swarm:  # nothing is wrong with that where nothing is trained
         assert len(swarm.evaluate(sync_agent, TASKS, concurrency=1, progress=False).finished) == len(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "concurrency", "text"),
+    [
+        (1, 1, "every attempt at task 't0' failed so far (2), the last with KeyError: 'missing' at "),
+        (1, 3, "every attempt at task 't0' failed so far (2), the last with "),
+        (2, 3, "every episode of 2 tasks failed so far (4), the last with "),
+        (5, 2, "every episode of 2 tasks failed so far (4), the last with "),
+    ],
+)
+def test_the_reason_of_a_failing_agent_is_true_for_its_tasks(num_tasks: int, concurrency: int, text: str) -> None:
+    """An evaluation of one task that is attempted twice is not one that tries it once."""
+    with client(FakeServer()) as swarm, pytest.raises(AgentFailing) as failed:
+        swarm.evaluate(broken, TASKS[:num_tasks], concurrency=concurrency, progress=False)
+    assert str(failed.value).startswith(text)
+    assert ("evaluate it on one task" in str(failed.value)) == (num_tasks > 1)
 
 
 def broken(task: Task, episode: Episode) -> float:

@@ -19,7 +19,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, load_function
-from agentjet.client.code_copy import OURS, SKIPPED, CodeFolder, Stamp, has_environment, hash_of, is_installed
+from agentjet.client.code_copy import (
+    OURS,
+    SKIPPED,
+    CodeFolder,
+    Stamp,
+    content_hash,
+    has_environment,
+    hash_of,
+    is_installed,
+)
 from agentjet.client.command import Command, Result, Score
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
@@ -47,6 +56,8 @@ SCRIPTS = frozenset(
 """Endings of files that a program begins with: their folders have its other files."""
 VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 PYTHON_PATH = "PYTHONPATH"
+NAMED = "named by the command, --source or PYTHONPATH"
+"""The reason for watching a folder or file."""
 REWARD_FORMS = "FILE.py:FUNCTION, stdout, exit-code or file:NAME"
 MAX_REWARD_BYTES = 2**20
 """Longest file of a reward."""
@@ -78,19 +89,19 @@ class CommandLine:
             if path.is_relative_to(self.here):
                 is_here = True
             elif path.is_dir():
-                folders[path] = CodeFolder(path)
+                folders[path] = CodeFolder(path, why=NAMED)
             elif path.suffix in SCRIPTS or os.access(path, os.X_OK):
-                folders[path.parent] = CodeFolder(path.parent)
+                folders[path.parent] = CodeFolder(path.parent, why=f"the folder of {path.name}")
             else:
                 data.add(path)
         if is_here:
-            folders[self.here] = CodeFolder(self.here)
+            folders[self.here] = CodeFolder(self.here, why="the present folder")
         outer = [root for root in folders if not any(above in folders for above in root.parents)]
         alone: dict[Path, set[Path]] = {}
         for path in data:
             if not any(above in folders for above in path.parents):
                 alone.setdefault(path.parent, set()).add(path)
-        own = [CodeFolder(folder, frozenset(files)) for folder, files in sorted(alone.items())]
+        own = [CodeFolder(root, frozenset(files), NAMED) for root, files in sorted(alone.items())]
         return [folders[root] for root in sorted(outer)] + own
 
     def resolved(self, root: Path) -> list[str]:
@@ -205,12 +216,14 @@ class CommandSource:
         self.num_copies += 1
         copied: dict[Path, Path] = {}
         contents: dict[str, bytes] = {}
+        files = dict(score.files)
         stamps: list[Stamp] = []
         for number, folder in enumerate(self._folders):
             copied[folder.root], listing = folder.copy(place / str(number))
             names = [path.relative_to(folder.root) for path in listing.files]
             stamps.append(listing.stamp)
             contents |= {f"{number}/{name}": (copied[folder.root] / name).read_bytes() for name in names}
+            files |= {folder.root / name: content_hash(copied[folder.root] / name) for name in names}
         version = self.line.version(score.code_version, contents)
         command = replace(
             self.command,
@@ -218,8 +231,9 @@ class CommandSource:
             score=score.agent,
             code_version=version,
             variables=_moved_python_path(copied),
+            copies={str(copy): str(original) for original, copy in copied.items()},
         )
-        return AgentVersion(version, command, (*itertools.chain(*stamps), *score.stamp), score.activate)
+        return AgentVersion(version, command, (*itertools.chain(*stamps), *score.stamp), files, score.activate)
 
 
 def _python_path(value: str) -> list[Path]:

@@ -124,6 +124,7 @@ def _agent(
     from agentjet.cli.program import EXIT_CODE, CommandSource, reward_source
     from agentjet.client import Command
     from agentjet.client.agent_source import ModuleSource, code_version_of
+    from agentjet.client.inputs import check_commands
 
     score, is_function = reward_source(reward)
     version = program.version(code_version_of(score) if is_function else "")
@@ -131,8 +132,7 @@ def _agent(
     command = Command(program.resolved(program.here), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
-    for task in tasks:
-        command.filled(task)
+    check_commands(command, tasks)
     if not watch:
         return command, None
     module = ModuleSource(score) if is_function else None
@@ -167,6 +167,7 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
             "steps": len(report.steps),
             "rewards": list(report.rewards),
             "not_needed": report.num_not_needed,
+            "groups_dropped": report.groups_dropped,
             "code_changes": report.code_changes,
         }
     else:

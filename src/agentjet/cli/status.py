@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 NUM_CODE_VERSIONS = 5
 """The newest ones are shown; `--json` has more."""
+NUM_CLIENTS = 4
+"""The clients that are shown by name; `--json` has them all."""
+MAX_CLIENT_NAME = 40
+"""Characters of a client's name."""
 RECENT_SECONDS = 600
 """A client without episodes is shown for so long; `--json` has them all."""
 SHOWN_METRICS = (
@@ -100,15 +104,19 @@ def _episodes(status: StatusResponse) -> str:
 
 
 def clients_line(status: StatusResponse) -> str:
-    """Clients that hold episodes or were seen recently; the others are counted."""
-    shown = []
-    for name, ago in status.clients.items():
-        held = status.holding.get(name, 0)
+    """The first clients that hold episodes or were seen recently, in this order; the others are counted."""
+    from agentjet.client.code_copy import named
+
+    shown, holding = [], status.holding
+    for name, ago in sorted(status.clients.items(), key=lambda client: (-holding.get(client[0], 0), client[1])):
+        held = holding.get(name, 0)
         if held or ago <= RECENT_SECONDS:
-            shown.append(f"{name} ({f'holds {held}, ' if held else ''}seen {ago:.0f} s ago)")
+            short = name if len(name) <= MAX_CLIENT_NAME else f"{name[:MAX_CLIENT_NAME]}…"
+            shown.append(f"{short} ({f'holds {held}, ' if held else ''}seen {ago:.0f} s ago)")
+    line = named(shown, NUM_CLIENTS)
     if rest := len(status.clients) - len(shown):
-        shown.append(f"{rest} seen over {RECENT_SECONDS // 60} minutes ago")
-    return ", ".join(shown) or "none yet"
+        line += f"{', ' * bool(line)}{rest} seen over {RECENT_SECONDS // 60} minutes ago"
+    return line or "none yet"
 
 
 def code_line(name: str, code: CodeVersionStatus) -> str:

@@ -19,14 +19,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, hash_of, is_installed
+from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, content_hash, hash_of, is_installed
 from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
 
 MODULE = "agentjet_loaded_{}"
@@ -111,6 +111,8 @@ class AgentVersion:
     agent: Callable[..., Any]
     stamp: Stamp = ()
     """The stamp of its files."""
+    files: Mapping[Path, str] = field(default_factory=dict)
+    """The hashes of the contents of the watched files."""
     activate: Callable[[], None] = lambda: None
     """Makes later imports of the agent find the modules of this version."""
 
@@ -165,9 +167,11 @@ class ModuleSource:
             raise ConfigError(f"{agent!r} cannot be reloaded: give a function that is defined at the top of a module")
         self._file = file.absolute()
         root = _package_folder(self._module, self._file)
-        self._folder = CodeFolder(root, frozenset({self._file}) if _is_installed(root) else None)
+        kind = "folder" if root == self._file.parent and self._file.name != "__init__.py" else "package"
+        why = f"the {kind} of {self._file.relative_to(root)}"
+        self._folder = CodeFolder(root, frozenset({self._file}) if _is_installed(root) else None, why)
         if script := _file_of(sys.modules["__main__"]):
-            self._folder.ignored.add(script.absolute())
+            self._folder.unwatched[script.absolute()] = "the running script: start it again after an edit"
         self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
         self._remove_copies = weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
         self._num_copies = 0
@@ -201,9 +205,10 @@ class ModuleSource:
             raise
         if self._closed.is_set():  # The run ended while the module was being imported.
             self._activate(self._first)
-        contents = {str(path.relative_to(self._folder.root)): path for path in listing.files}
-        version = hash_of({name: (copy / name).read_bytes() for name in contents})
-        return AgentVersion(version, agent, listing.stamp, functools.partial(self._activate, loaded))
+        copied = {path: copy / path.relative_to(self._folder.root) for path in listing.files}
+        version = hash_of({str(path.relative_to(copy)): path.read_bytes() for path in copied.values()})
+        files = {path: content_hash(place) for path, place in copied.items()}
+        return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._activate, loaded))
 
     def close(self) -> None:
         """Restore the modules from before the first load, and remove the copies."""
@@ -353,21 +358,32 @@ def _hash_of_files(files: Mapping[str, Path]) -> str:
 
 
 def error_location(agent: Callable[..., Any], error: BaseException) -> str:
-    """`file:line in function`: the innermost line of the agent's file that `error` passed through.
+    """`file:line in function`: the innermost line of the author's source that `error` passed through.
 
-    The line of the agent's definition if its return value is invalid; else empty.
+    That source is the agent's file, the files beside it, and other files that are not installed. The line of the
+    agent's definition if its return value is invalid; else empty.
     """
     function = _unwrapped(agent)
     if not inspect.isroutine(function):
         function = type(function).__call__
     code = getattr(function, "__code__", None)
-    if code is None or Path(code.co_filename).is_relative_to(OURS):
-        return ""
+    own = Path(code.co_filename) if code is not None and not Path(code.co_filename).is_relative_to(OURS) else None
     cause: BaseException | None = error
     while cause is not None:
-        frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename == code.co_filename]
-        if frames:
-            return f"{code.co_filename}:{frames[-1].lineno} in {frames[-1].name}"
+        lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
+        found = [(inner, line) for inner, line in lines if _is_authors(Path(inner.co_filename), own)]
+        if found:
+            inner, line = found[-1]
+            return f"{inner.co_filename}:{line} in {inner.co_name}"
         cause = cause.__cause__
     is_invalid = isinstance(error, InvalidRequest) and error.code == "invalid_reward"
-    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}" if is_invalid else ""
+    if code is None or own is None or not is_invalid:
+        return ""
+    return f"{own}:{code.co_firstlineno} in {code.co_name}"
+
+
+def _is_authors(file: Path, agent: Path | None) -> bool:
+    """True for a file of the author; `agent` is that of the agent. Generated code has no file."""
+    if agent is not None and (file == agent or (file.parent == agent.parent and not _is_installed(file.parent))):
+        return True
+    return file.is_absolute() and not is_installed(file)

@@ -69,8 +69,10 @@ class CodeFolder:
 
     root: Path
     only: frozenset[Path] | None = None
-    ignored: set[Path] = field(default_factory=set)
-    """Files that change without an edit, such as the output of the running script."""
+    why: str = ""
+    """The reason for watching it, for the display: "the folder of agent.py"."""
+    unwatched: dict[Path, str] = field(default_factory=dict)
+    """Files that are not watched, with the reason: the running script, and files that change all the time."""
     sleep: Callable[[float], None] = time.sleep
 
     def stamp(self) -> Stamp:
@@ -79,8 +81,8 @@ class CodeFolder:
     def listing(self) -> Listing:
         """The present entries. Raises `ConfigError` for a folder that is too large to be copied."""
         if self.only is not None:
-            return Listing(dict(_stamps(self.only - self.ignored)), frozenset({self.root}), {})
-        walk = _Walk(self.root, frozenset(self.ignored), _output_files())
+            return Listing(dict(_stamps(self.only - self.unwatched.keys())), frozenset({self.root}), {})
+        walk = _Walk(self.root, self.unwatched, _output_files())
         walk.enter(self.root)
         return Listing(walk.files, frozenset(walk.folders), walk.linked)
 
@@ -100,7 +102,8 @@ class CodeFolder:
                 if self.listing().stamp == listing.stamp and not _is_young(listing):
                     return root, listing
             changes.update({path for path, _ in before.files.items() ^ listing.files.items()})
-            self.ignored |= {path for path, count in changes.items() if count >= RESTLESS}
+            restless = [path for path, count in changes.items() if count >= RESTLESS]
+            self.unwatched |= dict.fromkeys(restless, f"changed {RESTLESS} times during one load")
             before = listing
             shutil.rmtree(place, ignore_errors=True)
             self.sleep(PAUSE_SECONDS)
@@ -109,7 +112,8 @@ class CodeFolder:
         """The sentence about watched files, and about those that are not."""
         listing = self.listing()
         watched = [os.path.relpath(path, self.root) for path in sorted(listing.files)]
-        lines = f"watched: {len(watched)} file{'s' * (len(watched) != 1)} of {self.root}: {named(watched)}"
+        why = f", {self.why}" if self.why else ""
+        lines = f"watched: {len(watched)} file{'s' * (len(watched) != 1)} of {self.root}{why}: {named(watched)}"
         linked = [
             f"{os.path.relpath(path, self.root)}{f' ({why})' if why else ''}"
             for path, why in sorted(listing.linked.items())
@@ -117,10 +121,31 @@ class CodeFolder:
         return f"{lines}\nnot watched and not copied: {named(linked)}" if linked else lines
 
 
-def named(names: list[str]) -> str:
-    """The first of the names, and the number of the others."""
-    rest = len(names) - NUM_NAMED
-    return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+def named(names: list[str], num: int = NUM_NAMED) -> str:
+    """The first `num` of the names, and the number of the others."""
+    rest = len(names) - num
+    return ", ".join(names[:num]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def content_hash(path: Path) -> str:
+    """The hash of a file's content; empty if it cannot be read."""
+    try:
+        return hash_of({"": path.read_bytes()})
+    except OSError:
+        return ""
+
+
+def edits(before: Mapping[Path, str], after: Mapping[Path, str]) -> str:
+    """The files whose content differs, for a message; empty without any. The hashes of contents are by path."""
+    kinds = {
+        path: "is new" if path not in before else "changed" if path in after else "was removed"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    }
+    here = Path.cwd()
+    return named(
+        [f"{path.relative_to(here) if path.is_relative_to(here) else path} {kind}" for path, kind in kinds.items()]
+    )
 
 
 def hash_of(contents: Mapping[str, bytes]) -> str:
@@ -149,7 +174,7 @@ def has_environment(folders: Iterable[Path]) -> bool:
 @dataclass
 class _Walk:
     root: Path
-    ignored: frozenset[Path]
+    unwatched: Mapping[Path, str]
     output: frozenset[tuple[int, int]]
     """Device and inode of this process's own output."""
     files: dict[Path, tuple[int, int]] = field(default_factory=dict)
@@ -179,8 +204,8 @@ class _Walk:
 
     def _reason(self, entry: os.DirEntry[str], path: Path) -> str | None:
         """The reason for a link instead of a copy; None for code."""
-        if path in self.ignored:
-            return "changes without an edit"
+        if path in self.unwatched:
+            return self.unwatched[path]
         if entry.is_dir():
             return self._reason_of_folder(entry, path)
         status = entry.stat()

@@ -33,7 +33,7 @@ from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_pro
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
-from agentjet.types import Task
+from agentjet.types import Task, shown
 
 PLACEHOLDER = re.compile(r"\{task((?:\.[\w-]+)*)\}")
 BARE = re.compile(r"\{([\w-]+)\}")
@@ -73,6 +73,44 @@ def fill_placeholders(word: str, payload: Any) -> str:
         return found if isinstance(found, str) else json.dumps(found)
 
     return PLACEHOLDER.sub(value, word)
+
+
+def payload_json(task: Task) -> str:
+    """The payload of a task as JSON. Raises `ConfigError` naming the task, and the key of a value that is not JSON."""
+    try:
+        return json.dumps(task.payload)
+    except RecursionError:
+        why = "payload is nested too deeply"
+    except (TypeError, ValueError):
+        why = _not_json(task.payload, "payload", ()) or "payload is not JSON"
+    raise ConfigError(
+        f"task {task.id!r}: {why}. A program gets its task as JSON: give text, numbers, booleans, None, and lists and "
+        "dicts of these; make text of other values with str()"
+    )
+
+
+def _not_json(value: Any, name: str, above: tuple[int, ...]) -> str:
+    """The first value that JSON does not have, with its key and type; empty without one. `above` are the ids of the
+    containers that it is in."""
+    if id(value) in above:
+        return f"{name} contains itself"
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str | int | float | None):
+                return f"{name} has the key {shown(key)}, a {_type_of(key)}"
+            if why := _not_json(inner, f"{name}[{key!r}]", (*above, id(value))):
+                return why
+        return ""
+    if isinstance(value, list | tuple):
+        items = (_not_json(inner, f"{name}[{i}]", (*above, id(value))) for i, inner in enumerate(value))
+        return next(filter(None, items), "")
+    is_json = isinstance(value, str | int | float | None)
+    return "" if is_json else f"{name} is {shown(value)}, a {_type_of(value)}"
+
+
+def _type_of(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +155,8 @@ class Command:
     """Code version of the program's source."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that replace those of the inherited environment."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Folders that the program runs from, with the originals. The reason of a failure names the originals."""
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -128,7 +168,9 @@ class Command:
         return self.score
 
     def filled(self, task: Task) -> list[str]:
-        """The command line for a task. Raises `ConfigError` if it names a key that the task does not have."""
+        """The command line for a task. Raises `ConfigError` if it names a key that the task does not have, and for a
+        payload that is not JSON."""
+        payload_json(task)
         return [fill_placeholders(word, task.payload) for word in self.arguments]
 
     async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:
@@ -152,7 +194,7 @@ class Command:
         try:
             await asyncio.wait([exited], timeout=self.timeout)
             if not exited.done():
-                raise CommandFailed(f"the program ran longer than {self.timeout:g} s; {program.tail(TAIL_BYTES)}")
+                raise CommandFailed(f"the program ran longer than {self.timeout:g} s; {self._tail(program)}")
         finally:
             await _end(program, exited)
         seconds = time.monotonic() - started
@@ -161,8 +203,14 @@ class Command:
         code = exited.result()
         assert code is not None
         if failure := program.excess or self._failure(code):
-            raise CommandFailed(f"the program {failure}; {program.tail(TAIL_BYTES)}")
+            raise CommandFailed(f"the program {failure}; {self._tail(program)}")
         return Result(program.text("stdout"), program.text("stderr"), code, seconds, folder)
+
+    def _tail(self, program: CapturedProcess) -> str:
+        text = program.tail(TAIL_BYTES)
+        for copy, original in self.copies.items():
+            text = text.replace(copy, original)
+        return text
 
     def _failure(self, code: int) -> str:
         """The reason not to score an exit code, or ""."""
@@ -191,7 +239,7 @@ def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": server,
         "ANTHROPIC_API_KEY": episode.api_key,
         "AGENTJET_EPISODE": episode.id,
-        "AGENTJET_TASK": json.dumps(task.payload),
+        "AGENTJET_TASK": payload_json(task),
     }
 
 

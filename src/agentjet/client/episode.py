@@ -12,17 +12,15 @@ import concurrent.futures
 import itertools
 import math
 import uuid
-import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import quote
 
 from agentjet.client.connection import Connection
-from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound
+from agentjet.errors import AgentJetError, Conflict, NotFound
 from agentjet.protocol import (
-    LARGEST,
     MAX_CLOSED_GROUPS,
     AbortRequest,
     BeginRequest,
@@ -32,7 +30,15 @@ from agentjet.protocol import (
     FinishRequest,
     GroupName,
 )
-from agentjet.types import MAX_REWARD_TEXT, EpisodeStatus, Mode, Reward, wrong_reward_name
+from agentjet.types import (
+    MAX_REWARD_TEXT,
+    EpisodeStatus,
+    Mode,
+    Reward,
+    checked_number,
+    invalid_reward,
+    wrong_reward_name,
+)
 
 Returned = float | Reward | Mapping[str, float | Reward]
 """A reward as agents return it: for the whole episode, or by policy in a run with named policies."""
@@ -49,8 +55,6 @@ COMPLETE_SECONDS = 30.0
 of the next run until its lease expires."""
 SERVER_WAIT = 20.0
 """Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
-SHOWN = 60
-"""Characters of a wrong value in a message."""
 NO_LEASE = 1e9
 """Seconds: such a lease does not expire."""
 
@@ -280,98 +284,51 @@ def checked_reward(returned: object, policies: tuple[str, ...] = ()) -> Reward:
     """
     if isinstance(returned, Mapping):
         return _of_policies(returned, policies)
-    reward = _checked_numbers(returned, "reward", "")
+    reward = _as_reward(returned, "reward")
     if policies and (wrong := wrong_reward_name(reward.by_role, policies)):
-        raise _invalid_reward(wrong[1], wrong[0])
+        raise invalid_reward(wrong[1], wrong[0])
     return reward
 
 
 def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> Reward:
     if not policies:
-        raise _invalid_reward(
+        raise invalid_reward(
             f"the reward is by policy ({', '.join(map(str, returned))}), but the model of this episode has no named "
             "policies: return a number, or Reward(number, by_role={...}) for the roles of one model",
             "reward",
         )
     if wrong := wrong_reward_name(returned, policies):
-        raise _invalid_reward(wrong[1], wrong[0])
+        raise invalid_reward(wrong[1], wrong[0])
     if not returned:
-        raise _invalid_reward(f"the reward is empty: give a number for each of {', '.join(policies)}", policies[0])
+        raise invalid_reward(f"the reward is empty: give a number for each of {', '.join(policies)}", policies[0])
     by_role: dict[str, float] = {}
     by_turn: dict[str, Sequence[float]] = {}
     by_call: dict[str, float] = {}
     metrics: dict[str, float] = {}
-    texts: list[str] = []
+    texts: dict[str, str] = {}
     for name, given in returned.items():
-        reward = _checked_numbers(given, f"reward[{name!r}]", f"reward[{name!r}].")
+        reward = _as_reward(given, f"reward[{name!r}]")
         by_role |= {name: reward.value} | {f"{name}/{role}": value for role, value in reward.by_role.items()}
         by_turn |= {f"{name}/{role}" if role else name: rewards for role, rewards in _turns(reward).items()}
         by_call |= reward.by_call
         metrics |= reward.metrics
-        texts += [f"{name}: {reward.text}"] if reward.text else []
+        texts[name] = reward.text
     mean = math.fsum(by_role[policy] for policy in policies) / len(policies)
-    return Reward(mean, by_role, metrics, by_turn or (), by_call, _checked_text("\n".join(texts), "text"))
+    return Reward(mean, by_role, metrics, by_turn or (), by_call, _joined(texts))
 
 
-def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
-    """The reward with plain floats and a text of at most `MAX_REWARD_TEXT` characters. NumPy and torch scalars are
-    numbers, and True is 1."""
-    if not isinstance(returned, Reward):
-        return Reward(_checked_number(returned, name))
-    metrics = _checked_map(returned.metrics, f"{prefix}metrics")
-    if "" in metrics:
-        raise _invalid_reward(f"{prefix}metrics has an empty name: give each metric a name", f"{prefix}metrics")
-    return Reward(
-        _checked_number(returned.value, name),
-        _checked_map(returned.by_role, f"{prefix}by_role"),
-        metrics,
-        {
-            role: [_checked_number(value, f"{prefix}by_turn[{role!r}][{turn}]") for turn, value in enumerate(rewards)]
-            for role, rewards in _turns(returned).items()
-        }
-        or (),
-        _checked_map(returned.by_call, f"{prefix}by_call"),
-        _checked_text(returned.text, f"{prefix}text"),
-    )
+def _as_reward(returned: object, name: str) -> Reward:
+    """The reward; a number becomes one. A reward is checked again, because its maps may have changed."""
+    return replace(returned) if isinstance(returned, Reward) else Reward(checked_number(returned, name))
 
 
-def _checked_text(text: object, name: str) -> str:
-    if not isinstance(text, str):
-        raise _invalid_reward(f"{name} is {_shown(text)}: give the reason for the reward as text", name)
-    if len(text) > MAX_REWARD_TEXT:
-        # Python prints equal warnings of one line of code once.
-        warnings.warn(f"the text of a reward is cut to its first {MAX_REWARD_TEXT} characters", stacklevel=1)
-    return text[:MAX_REWARD_TEXT].encode("utf-8", "replace").decode()  # JSON has no lone surrogates
-
-
-def _checked_map(numbers: object, name: str) -> dict[str, float]:
-    if not isinstance(numbers, Mapping):
-        raise _invalid_reward(f"{name} is {_shown(numbers)}: give numbers by name, such as {{'solved': 1}}", name)
-    return {key: _checked_number(value, f"{name}[{key!r}]") for key, value in numbers.items()}
-
-
-def _checked_number(value: Any, name: str) -> float:
-    try:
-        if isinstance(value, str | bytes) or len(getattr(value, "shape", ())):  # float() reads text, and arrays of one
-            raise TypeError
-        number = float(value)
-    except OverflowError:  # a whole number beyond every float
-        value = number = math.inf
-    except (TypeError, ValueError):
-        raise _invalid_reward(f"{name} is {_shown(value)}: an agent returns a number or a Reward", name) from None
-    if not math.isfinite(number) or abs(number) > LARGEST:
-        text = f"{name} is {_shown(value)}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}"
-        raise _invalid_reward(text, name)
-    return number
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
-def _invalid_reward(message: str, param: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_reward", status=422, param=param)
+def _joined(texts: Mapping[str, str]) -> str:
+    """The texts of several policies, each with its name. If they are too long together, each is cut to its share."""
+    lines = [f"{name}: {text}" for name, text in texts.items() if text]
+    share = MAX_REWARD_TEXT // max(1, len(lines)) - 1
+    if sum(map(len, lines)) + len(lines) > MAX_REWARD_TEXT:
+        lines = [line if len(line) <= share else f"{line[: share - 1]}…" for line in lines]
+    return "\n".join(lines)
 
 
 async def wait_for_end(requests: Awaitable[object], seconds: float) -> None:

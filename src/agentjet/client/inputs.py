@@ -22,13 +22,12 @@ from typing import Any, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from agentjet.client.command import Command
 from agentjet.errors import ConfigError, InvalidRequest
-from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Task
+from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Task, shown
 
 Body = TypeVar("Body", bound=BaseModel)
 
-SHOWN = 60
-"""Characters of a wrong value in a message."""
 MAX_TASKS = 1_000_000
 """Tasks are kept for the whole run."""
 IDENTITIES_KEPT = 100_000
@@ -51,14 +50,14 @@ def build_request(kind: type[Body], **fields: Any) -> Body:
     key, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         message = f"this name is unknown; known are {', '.join(kind.model_fields)}"
-    raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
+    raise InvalidRequest(f"{key} = {shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
 
 
 def check_agent(agent: object, **counts: object) -> None:
     """Raises `ValueError` if `agent` is not an agent, or if a count is not a whole number of at least 1."""
     if not callable(agent):
-        raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
-    check_signature(agent, f"agent = {_shown(agent)}")
+        raise ValueError(f"agent = {shown(agent)}: give a function, which is called as agent(task, episode)")
+    check_signature(agent, f"agent = {shown(agent)}")
     check_counts(1, **counts)
 
 
@@ -88,11 +87,18 @@ def listed_tasks(tasks: Iterable[Task]) -> TaskList:
     return listed
 
 
+def check_commands(agent: object, tasks: Iterable[Task]) -> None:
+    """Raises `ConfigError` for a task that a program cannot get. Other agents take any payload."""
+    if isinstance(agent, Command):
+        for task in tasks:
+            agent.filled(task)
+
+
 def check_counts(least: int, **counts: object) -> None:
     """Raises `ValueError` for a count that is not a whole number of at least `least`."""
     for name, value in counts.items():
         if not _is_whole(value) or value < least:
-            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least {least}")
+            raise ValueError(f"{name} = {shown(value)}: it must be a whole number of at least {least}")
 
 
 def is_stream(tasks: object) -> bool:
@@ -111,7 +117,7 @@ def checked_tasks(tasks: Iterable[Task], named: str) -> TaskList:
             f"sorted({named}, key=lambda task: task.id)"
         )
     if not isinstance(tasks, Iterable):
-        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
+        raise ValueError(f"{named} = {shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     identities = TaskIdentities(named, are_visits=not isinstance(tasks, Sequence))
     listed = TaskList(identities.checked(task) for task in itertools.islice(tasks, MAX_TASKS + 1))
     if len(listed) > MAX_TASKS:
@@ -141,9 +147,7 @@ class TaskIdentities:
         """The next task. Raises `ValueError` for anything but a task, and for a wrongly repeated identity."""
         index, self._num_seen = self._num_seen, self._num_seen + 1
         if not isinstance(task, Task):
-            raise ValueError(
-                f"{self._named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)"
-            )
+            raise ValueError(f"{self._named}[{index}] = {shown(task)}: give a Task, such as Task('an-id', payload=...)")
         identity = (task.task_set, task.id)
         digest = payload_digest(task.payload) if self._are_visits else b""
         first, before = self._seen.setdefault(identity, (index, digest))
@@ -196,13 +200,13 @@ def check_signature(agent: Callable[..., object], named: str) -> None:
 def check_policy(at_version: Any, temperature: Any, seed: int | None, *, of_server: bool, record: bool) -> None:
     """Raises `ValueError` for an invalid policy version or temperature, and for options that exclude each other."""
     if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
-        raise ValueError(f"at_version = {_shown(at_version)}: give a policy version, from 0 on, or 'newest'")
+        raise ValueError(f"at_version = {shown(at_version)}: give a policy version, from 0 on, or 'newest'")
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if temperature is not None and not (
         is_number and (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE)
     ):
         raise ValueError(
-            f"temperature = {_shown(temperature)}: give 0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            f"temperature = {shown(temperature)}: give 0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         )
     if record and at_version is None:
         raise ValueError("record = True needs at_version, such as 'newest': a score belongs to one policy version")
@@ -215,11 +219,6 @@ def check_policy(at_version: Any, temperature: Any, seed: int | None, *, of_serv
 
 def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

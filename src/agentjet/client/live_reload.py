@@ -13,9 +13,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, one_line
+from agentjet.client.code_copy import content_hash, edits
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent, RolloutSpec
@@ -82,6 +84,9 @@ class LiveReload:
         self._num_done: Counter[str] = Counter()
         """Members that are not attempted again, by group."""
         self._stamp = first.stamp
+        """The stamp of the files that were loaded last, or could not be loaded."""
+        self._problem = ""
+        """The reason for which the files cannot be listed."""
         self._reloading = asyncio.Lock()
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
@@ -137,13 +142,38 @@ class LiveReload:
         self._version_of.pop(group, None)
         self._open.discard(group)
 
+    def end(self) -> None:
+        """Report an edit that no episode ran, because it came after the last group had begun."""
+        if self._code is not None and (edited := self._edits(self._code)):
+            self._keep(f"{edited} after the last group of this run had begun, so no episode ran the edit")
+
+    def _edits(self, code: AgentSource) -> str:
+        """The files that differ from the current version, for a message. Empty if they were tried before."""
+        try:
+            stamp = code.stamp()
+        except (AgentJetError, OSError) as error:  # An edit must not end the run, such as one that adds large files.
+            if str(error) != self._problem:
+                self._problem = str(error)
+                self._keep(self._problem)
+            return ""
+        self._problem = ""
+        if stamp == self._stamp:
+            return ""
+        version = self.current.version
+        restamped = {Path(path) for path, *_ in {*stamp} ^ {*version.stamp}}
+        before = {path: version.files[path] for path in restamped & version.files.keys()}
+        found = edits(before, {path: content_hash(path) for path in restamped if path.exists()})
+        if not found:  # written without a change, or edited back
+            self._stamp = stamp
+        return found
+
     async def _reload_if_changed(self, code: AgentSource) -> None:
         async with self._reloading:
-            if code.stamp() == self._stamp:
+            if not (edited := self._edits(code)):
                 return
-            before = self.current.version.code_version
             if self._open:
-                self._notify(f"the agent's files changed; code {before} completes the groups it has begun")
+                before = self.current.version.code_version
+                self._notify(f"{edited}; code {before} completes the groups it has begun")
             waited = 0.0
             while self._open and waited < GROUPS_SECONDS:
                 await self._sleep(SETTLE_SECONDS)
@@ -151,23 +181,31 @@ class LiveReload:
             await self._reload(code)
 
     async def _reload(self, code: AgentSource) -> None:
-        before = self.current.version.code_version
+        before, stamp = self.current.version, self._stamp
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 version = await self._newest(code)
+        except asyncio.CancelledError:  # The run ends: the edit was not loaded.
+            self._stamp = stamp
+            raise
         except Exception as error:  # the boundary: an edit that raises must not end the run
             late = f"loading it did not end within {LOAD_SECONDS:g} s"
-            why = f"{type(error).__name__}: {str(error) or late}"
-            self.changes.append(CodeChange("not loaded", before=before, to="", why=why))
-            self._notify(f"the edited code could not be loaded, code {before} stays: {why}")
+            self._keep(f"{type(error).__name__}: {str(error) or late}")
             return
-        if version.code_version == before:
+        if version.code_version == before.code_version:
             self.current.version = version
             return
         self.current = LoadedVersion(version)
         self._versions.append(self.current)
-        self.changes.append(CodeChange("loaded", before=before, to=version.code_version))
-        self._notify(f"code {version.code_version} takes the place of {before}")
+        edited = edits(before.files, version.files)
+        self.changes.append(CodeChange("loaded", before=before.code_version, to=version.code_version, why=edited))
+        self._notify(f"code {version.code_version} takes the place of {before.code_version}: {edited}")
+
+    def _keep(self, why: str) -> None:
+        """Record that the current version stays in spite of an edit."""
+        before = self.current.version.code_version
+        self.changes.append(CodeChange("not loaded", before=before, to="", why=why))
+        self._notify(f"the edited code was not loaded, code {before} stays: {why}")
 
     async def _newest(self, code: AgentSource) -> AgentVersion:
         """The version of the files once they no longer change. Raises any exception of the user's code."""

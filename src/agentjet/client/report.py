@@ -24,6 +24,8 @@ from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_var
 RESAMPLES = 2000
 SEED = 0
 """Seed of the resampling: equal values give an equal interval."""
+DROPPED = "groups/dropped_"
+"""Beginning of a step's metrics with the groups dropped for one reason."""
 NUM_ERRORS_SHOWN = 3
 """Kinds of failures that a display shows."""
 LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
@@ -117,7 +119,7 @@ class EpisodeResult:
 class CodeChange:
     """An edit of the agent during training, and its fate.
 
-    * "loaded": code version `to` replaced `before`.
+    * "loaded": code version `to` replaced `before`; `why` names the files that differ.
     * "not loaded": `before` stayed, because of `why`.
     * "rolled back": `before` failed its first episodes, and `to` replaced it.
     """
@@ -126,6 +128,14 @@ class CodeChange:
     before: str
     to: str
     why: str = ""
+
+    def __str__(self) -> str:
+        fates = {
+            "loaded": f"code {self.to} took the place of {self.before}",
+            "not loaded": f"an edit of code {self.before} was not loaded",
+            "rolled back": f"code {self.before} rolled back to {self.to}",
+        }
+        return f"{fates[self.kind]}: {self.why}" if self.why else fates[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +296,17 @@ class TrainReport(_Report):
         did not fail."""
         return sum(result.outcome == "not_needed" for result in self.results)
 
+    @property
+    def groups_dropped(self) -> dict[str, int]:
+        """Groups of all clients that were dropped while the batches of these steps were filled, by reason, such as
+        `no_tokens`. Their finished episodes were not trained."""
+        counts: Counter[str] = Counter()
+        for step in self.steps:
+            for name, count in step.metrics.items():
+                if name.startswith(DROPPED):
+                    counts[name.removeprefix(DROPPED)] += round(count)
+        return {reason: count for reason, count in counts.most_common() if count}
+
     def __str__(self) -> str:
         own, total = len(self.finished), round(sum(step.metrics.get("batch/episodes", 0.0) for step in self.steps))
         is_shared = total > own
@@ -294,6 +315,9 @@ class TrainReport(_Report):
             f"{len(self.steps)} steps in {self.seconds:.0f} s{shared}, {own} {whose} finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
+        if dropped := self.groups_dropped:
+            num, reasons = sum(dropped.values()), ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            lines.append(f"{num} group{'s' * (num != 1)} dropped, which trained nothing ({reasons})")
         empty = [batches_without_variance([step.metrics]) for step in self.steps]
         if sum(empty) >= REPORTED_BATCHES:
             lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
@@ -303,8 +327,7 @@ class TrainReport(_Report):
             early = f", stopped early: no new best score{LEARNED_AFTER}" if self.stopped_early else ""
             lines.append(f"held-out score by version: {scores}{best}{early}")
         for change in self.code_changes:
-            to, why = (f" to {change.to}" if change.to else ""), (f": {change.why}" if change.why else "")
-            lines.append(f"code {change.before} {change.kind}{to}{why}")
+            lines.append(str(change))
         for version, code in self.by_code_version.items() if self.code_changes else ():
             mean = f"mean reward {code.mean_reward:.3f}" if code.num_finished else "none scored"
             lines.append(f"code {version}: {code.num_finished} finished, {code.num_failed} failed, {mean}")
@@ -313,7 +336,8 @@ class TrainReport(_Report):
     def _repr_html_(self) -> str:
         """The report in a notebook: its text, figures, and the curve of the reward."""
         table = {"steps": len(self.steps), "mean reward of the episodes": f"{self.mean_reward:.3f}"}
-        return html_of(str(self), {**table, **_failures(self)}, self.rewards, "mean reward of each batch")
+        dropped = {f"groups dropped: {reason}": count for reason, count in self.groups_dropped.items()}
+        return html_of(str(self), {**table, **dropped, **_failures(self)}, self.rewards, "mean reward of each batch")
 
 
 @dataclass(frozen=True, repr=False)

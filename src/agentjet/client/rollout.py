@@ -259,6 +259,8 @@ class _FailureCheck:
     """Episodes scored before the first one with a call."""
     has_scored: bool = False
     has_called: bool = False
+    tasks: set[tuple[str, str]] = field(default_factory=set)
+    """The tasks of the episodes that failed."""
 
     def scored(self, result: EpisodeResult) -> None:
         self.has_scored = True
@@ -266,19 +268,24 @@ class _FailureCheck:
         self.num_silent += not self.has_called
         if self.needs_calls and self.num_silent >= self.limit:
             raise AgentFailing(
-                f"the first {self.num_silent} episodes were scored but made no call of the policy, so there is nothing "
+                f"no episode that was scored so far ({self.num_silent}) made a call of the policy, so there is nothing "
                 "to train: give the agent's client episode.base_url and episode.api_key (a program: OPENAI_BASE_URL "
                 "and OPENAI_API_KEY, or ANTHROPIC_...), and read its streams to their end"
             )
 
     def failed(self, result: EpisodeResult) -> None:
         self.num_failed += 1
-        if not self.has_scored and self.num_failed >= self.limit:
-            where = f" at {result.where}" if result.where else ""
-            raise AgentFailing(
-                f"the first {self.num_failed} episodes all failed and none was scored, the last with "
-                f"{result.error}{where}: fix the agent or its reward; an evaluation of one task tries it once"
-            )
+        self.tasks.add((result.task_set, result.task_id))
+        if self.has_scored or self.num_failed < self.limit:
+            return
+        where = f" at {result.where}" if result.where else ""
+        is_one = len(self.tasks) == 1
+        attempts = f"attempt at task {result.task_id!r}" if is_one else f"episode of {len(self.tasks)} tasks"
+        hint = "" if is_one else "; to try it alone, evaluate it on one task"
+        raise AgentFailing(
+            f"every {attempts} failed so far ({self.num_failed}), the last with {result.error}{where}: fix the agent "
+            f"or its reward{hint}"
+        )
 
 
 class Runner:

@@ -39,6 +39,7 @@ from agentjet.client.inputs import (
     ONE_TASK_SET,
     build_request,
     check_agent,
+    check_commands,
     check_finite,
     check_policy,
     checked_tasks,
@@ -177,7 +178,7 @@ class AsyncSwarm:
         """Run `agent` on `tasks` until the policies of the run have learned `steps` more batches.
 
         The agent returns a number or a `Reward`; in a run with named policies also one of these for each policy.
-        `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes. If
+        `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes.
         A generator of tasks is read as the run goes on, in its order, and may be endless: see `task_stream`. If
         the agent raises, its episode is aborted and attempted up to twice more. Other clients may contribute to the
         same batches. Episodes that are live when the last batch is learned, or when this is cancelled, are aborted.
@@ -205,6 +206,7 @@ class AsyncSwarm:
         if reproducible and not isinstance(source, TaskStream) and len({task.task_set for task in source}) > 1:
             raise ValueError(ONE_TASK_SET)
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
+        check_commands(agent, [*(() if isinstance(source, TaskStream) else source), *eval_tasks])
         check_held_out(eval_tasks, eval_every, stop_after)
         reach_directly(self.url)
         module = ModuleSource(agent) if reload is True else None
@@ -263,6 +265,7 @@ class AsyncSwarm:
         check_agent(agent, repeats=repeats, concurrency=concurrency)
         tasks = listed_tasks(tasks)
         task_list = tasks.identity
+        check_commands(agent, tasks)
         check_policy(at_version, temperature, seed, of_server=endpoint is None, record=bool(record))
         version = AgentVersion.of(agent, code_version)
         reach_directly(self.url)

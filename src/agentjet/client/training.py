@@ -94,6 +94,7 @@ class Training:
         if held_out is not None:
             coroutines.append(self._evaluate(held_out))
         await wait_until(asyncio.FIRST_COMPLETED, coroutines)
+        self._live.end()
         if held_out is not None and not held_out.stalled:
             await held_out.finish(self._live.current.version, self._target, self._shown.notify)
         return TrainReport(

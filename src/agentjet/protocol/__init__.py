@@ -5,7 +5,6 @@ are Unix seconds, durations are seconds.
 """
 
 from agentjet.protocol.base import (
-    LARGEST,
     PREFIX,
     Finite,
     Int64,
@@ -153,7 +152,6 @@ __all__ = [
     "Int64",
     "JobBody",
     "Kept",
-    "LARGEST",
     "LearningView",
     "Level",
     "LookView",

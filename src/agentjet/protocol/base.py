@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
+from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
@@ -35,8 +35,6 @@ Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=Fal
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Range of integers in SQLite and in the messages to the worker."""
 Name = Annotated[str, Field(max_length=MAX_NAME)]
-LARGEST = 1e12
-"""Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
 
 
 def _as_number(value: object) -> object:
