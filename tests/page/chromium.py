@@ -25,8 +25,6 @@ ARGUMENTS = [
     "--no-sandbox",
     "--disable-dev-shm-usage",
     "--disable-gpu",
-    "--in-process-gpu",
-    "--disable-software-rasterizer",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -178,7 +176,7 @@ expect.set_options(timeout=PATIENCE)
 @contextmanager
 def opened_tab(browser: Browser, site: Site, **options: Any) -> Iterator[Tab]:
     """A tab in a context of its own. `options` are those of the context, such as `viewport` and `color_scheme`."""
-    context = browser.new_context(reduced_motion="reduce", **options)
+    context = browser.new_context(**options)
     context.add_init_script(REPORT_VIOLATIONS)
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
