@@ -2,7 +2,7 @@
 
 1. Groups are read from the journal; one with two tasks, or with two payloads of one task, is mixed.
 2. A figure that misses its floor is named.
-3. The whole bench, small: a real server trains a flaky agent, and no group mixes tasks.
+3. (thorough) The whole bench, small: a real server trains a flaky agent, and no group mixes tasks.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def test_a_figure_that_misses_its_floor_is_named(results: dict[str, Any], names:
 
 
 @pytest.mark.e2e
+@pytest.mark.thorough
 def test_the_bench_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flaky, "SHARES", (flaky.JUDGED,))
     monkeypatch.setattr(flaky, "LEASE_SECONDS", 120.0)  # No machine is so busy that a batch takes as long.

@@ -76,12 +76,20 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
         sys.modules.pop(name, None)
 
 
+class YieldingTime(FakeTime):
+    """Leaves the processor to the thread that copies and loads code; its loops would spin beside it."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds)
+        await asyncio.sleep(0.002)
+
+
 @dataclass
 class Run:
     """Training runs over the fake server, in time that does not pass."""
 
     server: FakeServer = field(default_factory=lambda: FakeServer(batch_size=2, group_size=2))
-    time: FakeTime = field(default_factory=FakeTime)
+    time: FakeTime = field(default_factory=YieldingTime)
 
     async def train(self, agent: Any, steps: int, **options: Any) -> TrainReport:
         async with AsyncSwarm(URL, TOKEN, transport=self.server.transport(), retry=self.time.retry()) as swarm:

@@ -76,8 +76,7 @@ def test_the_end_of_a_run_can_be_interrupted_at_once() -> None:
             training = asyncio.create_task(swarm.train(agent, TASKS, steps=1, concurrency=8, progress=False))
             await way.asked.wait()
             training.cancel()
-            async with asyncio.timeout(20):
-                with pytest.raises(asyncio.CancelledError):
-                    await training
+            _, running = await asyncio.wait([training], timeout=20)
+            assert not running and training.cancelled()
 
     asyncio.run(scenario())

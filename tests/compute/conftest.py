@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.timeline.forest import Row, call_row
 from agentjet.types import SamplingParams
+from tests.compute import forked_workers
 from tests.tiny import make_model
 
 torch.set_num_threads(1)
@@ -40,6 +42,12 @@ def with_random_adapter(policy: Policy, seed: int) -> Policy:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
     policy.end_tokens = frozenset()
     return policy
+
+
+@pytest.fixture
+def workers_start_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new worker costs seven seconds of imports; a forked one costs none."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked_workers.start)
 
 
 @pytest.fixture

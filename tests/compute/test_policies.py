@@ -315,6 +315,7 @@ async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.thorough
+@pytest.mark.usefixtures("workers_start_quickly")
 def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
     model, far = model_of(tiny_folder), PolicyId("other", "far")
@@ -358,6 +359,7 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("workers_start_quickly")
 def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy_alone(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -371,7 +373,7 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
         await learn(compute, Op.of(A, 0), batch, JobConfig())
         completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)  # Two timeouts.
         await compute.publish(A, 1)
         assert (await completion).policy_version == 1
         await compute.load_batch(A, batch)
@@ -387,13 +389,11 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
 
 
 @pytest.mark.e2e
-def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("workers_start_quickly")
+def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: Path, tmp_path: Path) -> None:
     """It uses CPU time, or waits; the policies of other runs see whose hook it was."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     config = ServeConfig.model_validate(
-        {"server": {"data_dir": tmp_path, "hook_timeout": 1.0}, "sampler": {"cache_tokens": 1024}}
+        {"server": {"data_dir": tmp_path, "hook_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
     )
 
     async def scenario() -> None:
@@ -408,7 +408,7 @@ def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(
             )
             for error in (failed, died):
                 assert isinstance(error, HookHung) and error.during == "default/a", "B must not count it"
-                assert f"`{hook}` did not return within 1 s (server.hook_timeout); it was at " in str(error)
+                assert f"`{hook}` did not return within 0.5 s (server.hook_timeout); it was at " in str(error)
                 assert "endless.py:" in str(error)
         await compute.close()
 

@@ -194,6 +194,7 @@ def test_verbs_refusals_and_idempotent_learning(
     [("stopped",), pytest.param(("idle", "sampling", "learning", "saving"), marks=pytest.mark.thorough)],
     ids=["at-work", "elsewhere"],
 )
+@pytest.mark.usefixtures("workers_start_quickly")
 def test_killed_workers_are_reported_and_replay_to_the_same_weights(
     tiny_folder: Path, tmp_path: Path, moments: tuple[str, ...]
 ) -> None:

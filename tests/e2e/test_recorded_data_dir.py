@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from agentjet.compute.embedded.checkpoint import verified_state
+from agentjet.swarm import Journal
+from agentjet.types import JOURNAL
 from tests.e2e.server import Server
 from tests.recorded_data_dir import DATA, MODEL, SETTINGS, finish, learn_batch, unpack
 
@@ -29,6 +33,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest
         server.until(lambda: server.get("/status")["policy_version"] == 5)
         learn_batch(server)
         assert server.interrupt() == 0
-    with Server(MODEL, DATA, **SETTINGS) as server:
-        status = server.get("/status")
-        assert status["policy_version"] == 6 and not status["unusable_checkpoints"]
+    with closing(Journal.open(server.folder / JOURNAL)) as journal:  # Its added columns are there now.
+        state = verified_state(server.folder / "checkpoints" / "step_000006")
+        assert journal.read_state().policy_version == state["policy_version"] == 6
+        assert journal.checkpoint_digest(6) == state["digest"]

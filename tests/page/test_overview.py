@@ -144,6 +144,7 @@ def test_scores_are_curves_by_name(tab: Tab, site: Site) -> None:
     panel = tab.open().locator(".learning")
     expect(panel.locator(".chart-legend")).to_contain_text("held-out score 0.375")
     panel.get_by_text("as table").click()
+    expect(panel.locator("tr")).to_have_count(4)
     rows = [row.inner_text().split("\t") for row in panel.locator("tr").all()]
     assert rows == [
         ["step", "training reward", "<b>sums</b>", "held-out score"],

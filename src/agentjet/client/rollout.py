@@ -524,12 +524,14 @@ async def wait_until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]])
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels the tasks and returns, or raises, when all of them have ended."""
+    """Cancels the tasks and returns, or raises, when all of them have ended. Another cancellation ends their waits."""
     for task in tasks:
         task.cancel()
     try:
         await asyncio.wait(tasks)
     except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
         await asyncio.wait(tasks)
         raise
 
