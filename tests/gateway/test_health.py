@@ -190,7 +190,7 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         "entropy",
         Facts(two_policies("planner", "coder"), policies=POLICIES),
         "warn",
-        "planner: the mean entropy of 5 steps went from 1.2 to 0.3 nats a token in 10 steps, and the mean reward from 0.5 to 0.5",
+        "planner: the mean entropy of 5 steps went from 1.2 to 0.3 nats a token in 10 steps, and the mean reward",
         Facts(two_policies("planner", "planner"), policies=POLICIES),
     ),
     (
