@@ -477,7 +477,7 @@ def test_an_option_that_would_do_nothing_is_refused(options: tuple[str, ...], se
     ("program", "sentence"),
     [
         ("echo none", "expected a number.*: fix the agent or its reward"),
-        ("echo 1", "no call of the policy.*a program: OPENAI_BASE_URL and OPENAI_API_KEY"),
+        ("echo 1", "made a call of the policy.*a program: OPENAI_BASE_URL and OPENAI_API_KEY"),
     ],
 )
 def test_the_error_of_a_failing_program_has_the_way_out(
