@@ -19,7 +19,7 @@ from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
 from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
-from tests.test_architecture import loaded_by
+from tests.test_architecture import loaded
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "ray": "2.60.0"}
 VLLM = {sys.executable: "0.32.0"}
@@ -271,7 +271,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
-    assert not loaded_by("agentjet.cli.doctor, agentjet.compute.cluster.memory") & {
+    assert not loaded("agentjet.cli.doctor", memory := "agentjet.compute.cluster.memory")[memory] & {
         "torch",
         "ray",
         "transformers",
