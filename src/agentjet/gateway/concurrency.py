@@ -1,4 +1,4 @@
-"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit, hooks.
+"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from agentjet.errors import Later, RecipeError
-from agentjet.recipes.hooks import PlugInThread
+from agentjet.errors import Later
 from agentjet.swarm import SwarmState
 
 log = logging.getLogger(__name__)
@@ -279,41 +278,6 @@ class GroupCommit:
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.set_exception(error)
     waiting.exception()  # Marks it as retrieved: there may be no waiter.
-
-
-class HookThreads:
-    """Calls hooks of a run's recipe in threads. One that does not return in time is abandoned."""
-
-    def __init__(self, run: str, limit: float) -> None:
-        """`limit` in seconds."""
-        self.turn = asyncio.Lock()
-        """To be held around `rollout` and `accept`, so that a recipe gets one call at a time, and about the present
-        state.
-        """
-        self._run = run
-        self._limit = limit
-        self._abandoned: list[PlugInThread[Any]] = []
-
-    async def call(self, function: Callable[[], Result]) -> Result:
-        """Returns the result of a function that calls hooks. Raises `RecipeError` with the hook after the limit."""
-        thread = PlugInThread(f"hook of run {self._run}", function)
-        done = asyncio.wrap_future(thread.result)
-        overdue = ""
-        try:
-            await asyncio.wait([done], timeout=self._limit)
-        finally:
-            if not thread.result.done():  # The caller may have been cancelled.
-                overdue = thread.overdue(f"{self._limit:g} s (server.hook_timeout)")
-                thread.abandon()
-                self._abandoned.append(thread)
-        if overdue:
-            raise RecipeError(overdue)
-        return thread.result.result()
-
-    def abandoned(self) -> list[str]:
-        """Returns a sentence about each abandoned thread that has not ended."""
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive]
-        return [f"thread {thread.name!r}: {thread.overdue(f'{thread.seconds:.0f} s')}" for thread in self._abandoned]
 
 
 async def offload(

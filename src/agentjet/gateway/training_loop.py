@@ -32,11 +32,12 @@ from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, Worke
 from agentjet.gateway import observability
 from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
-from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit, HookThreads
+from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
+from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Batch, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId, metrics_prefix, policy_of
@@ -67,7 +68,7 @@ class OpenRun:
     tracing: Tracing
     activity: Activity
     lag: LoopLag
-    hooks: HookThreads
+    hooks: PlugInThreads
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
