@@ -53,7 +53,7 @@ PACKAGES = {
     "protocol": rule(VOCABULARY, "pydantic"),
     "timeline": rule(VOCABULARY, "numpy"),
     "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic pydantic_core", lazy="torch"),
-    "config": rule(f"{VOCABULARY} section recipes.recipe recipes.registry", "pydantic pydantic_core"),
+    "config": rule(f"{VOCABULARY} section recipes.hooks recipes.recipe recipes.registry", "pydantic pydantic_core"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "swarm": rule(
         f"{VOCABULARY} database config protocol timeline recipes.hooks recipes.recipe recipes.rollout",

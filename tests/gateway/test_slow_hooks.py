@@ -17,8 +17,8 @@ import pytest
 
 from agentjet.errors import InvalidRequest, Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, JobBody, RunSettings
-from agentjet.recipes import registry
-from agentjet.swarm import advantages
+from agentjet.recipes import hooks, registry
+from agentjet.recipes.hooks import PlugInThreads
 from tests.fakes import Running, running
 from tests.plugins.waiting import Waiting
 from tests.server.serving import serving
@@ -170,18 +170,22 @@ async def test_an_endless_loop_is_ended(tmp_path: Path) -> None:
 async def test_a_job_whose_recipe_does_not_answer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    monkeypatch.setattr(registry, "VALIDATION_SECONDS", LIMIT)
+    monkeypatch.setattr(hooks, "VALIDATORS", PlugInThreads(LIMIT))
     async with running(tmp_path / "d", server={"hook_timeout": LIMIT}) as run:
         body = run.gateway.job()
         replaced = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": hook}})
         with pytest.raises(InvalidRequest, match=f"`{hook}` did not return within 0.1 s.*{FILE}"):
             await run.gateway.replace_job(replaced)
+        [named] = run.gateway.status().abandoned_hooks
+        assert f"`{hook}` did not return within" in named
         assert run.gateway.job() == body
         await run.batch()
+        Waiting.released.set()
+        await run.until(lambda: not run.gateway.status().abandoned_hooks)
 
 
 async def test_a_run_whose_validators_do_not_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "VALIDATION_SECONDS", LIMIT)
+    monkeypatch.setattr(hooks, "VALIDATORS", PlugInThreads(LIMIT))
     async with running(tmp_path / "d") as run:
         Waiting.released.set()
         await opened(run, "validators")
@@ -190,6 +194,7 @@ async def test_a_run_whose_validators_do_not_end_is_shown(tmp_path: Path, monkey
     async with running(tmp_path / "d") as run:
         view = run.runs.views()[1]
         assert view.state == "failed" and "`validators` did not return within 0.1 s" in view.reason
+        assert any("thread 'validators of Waiting'" in one for one in run.gateway.status().abandoned_hooks)
         await run.batch()
 
 
@@ -202,12 +207,13 @@ async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> No
         assert Waiting.calls.count("validators") <= 2, "as they were sent, and as the journal has them"
 
 
-async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advantages, "HOOK_SECONDS", LIMIT)
-    async with running(tmp_path / "d", job=job("reward_advantages")) as run:
+async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", server={"hook_timeout": LIMIT}, job=job("reward_advantages")) as run:
         await run.batch()
         for _ in range(3):
             view = json.loads(await run.gateway.reader.batch(0))
-            assert "`reward_advantages` did not return within 0.1 s" in view["advantages_note"]
+            assert "`reward_advantages` did not return within 0.1 s (server.hook" in view["advantages_note"]
         assert Waiting.calls.count("reward_advantages") == 1
+        [named] = run.gateway.status().abandoned_hooks
+        assert f"thread 'reward_advantages of {WAITING} of run default': the recipe" in named
         await run.batch()

@@ -9,7 +9,8 @@ from typing import Self
 import pytest
 from pydantic import model_validator
 
-from agentjet.recipes import registry
+from agentjet.recipes import hooks
+from agentjet.recipes.hooks import PlugInThreads
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.shelf.grpo import Grpo
@@ -71,12 +72,12 @@ def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
     [
         ("unittest.__main__:X", "it is the program of a package: name the module that has the class"),
         ("tests.plugins.hostile_import:X", "hostile_import.py:5: SystemExit: the import ends the program"),
-        ("tests.plugins.slow_import:X", "its import did not end within 0.05 s"),
+        ("tests.plugins.slow_import:X", r"the plug-in did not return within 0.05 s; it was at "),
     ],
 )
 def test_an_import_that_runs_a_program_or_does_not_end(path: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a refusal: nothing else of the process ends, or waits."""
-    monkeypatch.setattr(registry, "IMPORT_SECONDS", 60.0 if "slow" not in path else 0.05)
+    monkeypatch.setattr(hooks, "IMPORTS", PlugInThreads(60.0 if "slow" not in path else 0.05, ends=False))
     for setting in ({"name": path}, {"loss": {"name": path}}):
         with pytest.raises(ValueError, match="cannot be imported") as refusal:
             make_recipe(setting)
@@ -121,6 +122,6 @@ class Waiting(PolicyLoss):
 def test_validators_that_end_the_program_or_do_not_end(
     setting: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "VALIDATION_SECONDS", 0.05)
+    monkeypatch.setattr(hooks, "VALIDATORS", PlugInThreads(0.05))
     with pytest.raises(ValueError, match=reason):
         make_recipe(setting)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, field_validator, model_validator
 
 from agentjet.config.job import JobConfig, PolicyName, unknown_policy
+from agentjet.recipes.hooks import HOOK_SECONDS
 from agentjet.section import Int64, Section
 from agentjet.types import SOLE_POLICY, SamplerBounds
 
@@ -178,7 +179,7 @@ class ServerConfig(Section):
     worker_timeout: float = Field(120.0, gt=0)
     """Seconds without progress after which the worker is killed and replaced. A worker makes progress while it sends
     messages, uses CPU time or waits for a disk; a worker that computes is never killed."""
-    hook_timeout: float = Field(20.0, gt=0)
+    hook_timeout: float = Field(HOOK_SECONDS, gt=0)
     """Seconds that one call of a recipe's hook may take; then the run stops with the name of the hook. Next to the
     weights the compute process is started again for other runs. In the gateway the thread of the hook is abandoned.
     Raise it for hooks that compile kernels."""

@@ -24,6 +24,7 @@ from agentjet.protocol import (
     SettingChangeView,
     flatten,
 )
+from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Episode, Journal
 from agentjet.swarm.advantages import Advantages, advantages
 from agentjet.swarm.batch_forest import is_uniform
@@ -83,14 +84,14 @@ def batch_list(journal: Journal, before: int | None, limit: int) -> BatchList:
     return BatchList(batches=page, next=page[-1].id if len(found) > len(page) else None)
 
 
-def batch(journal: Journal, batch_id: int) -> BatchView:
+def batch(journal: Journal, batch_id: int, threads: PlugInThreads) -> BatchView:
     """Returns a batch. Raises `NotFound`."""
     newest = records(journal, batch_id + 1, 2)
     if not newest or newest[0].id != batch_id:
         raise NotFound(f"There is no batch {batch_id} in this run.", code="batch_not_found")
     record, before = newest[0], newest[1] if len(newest) > 1 else None
     groups = members_of(journal, record)
-    found = advantages_of(journal, record, groups)
+    found = advantages_of(journal, record, groups, threads)
     policies = policies_of(journal.origin)
     return BatchView(
         id=record.id,
@@ -158,7 +159,7 @@ def _job_changes(before: Record, after: Record) -> list[SettingChangeView]:
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def group(journal: Journal, group_id: int, leases: Mapping[str, float]) -> GroupView:
+def group(journal: Journal, group_id: int, leases: Mapping[str, float], threads: PlugInThreads) -> GroupView:
     """Returns a group. `leases` are the ends of the leases of live episodes. Raises `NotFound`."""
     rows = journal.file.db.execute(
         "SELECT body FROM episodes WHERE json_extract(body, '$.group_id') = ? ORDER BY seq", (group_id,)
@@ -177,7 +178,7 @@ def group(journal: Journal, group_id: int, leases: Mapping[str, float]) -> Group
         size = filling.size or (settings.job.group_size if settings is not None else 0)
         found = Advantages({}, "the group is in no batch yet")
     elif not reason and (in_batch := _batch_of(journal, episodes)) is not None:
-        state, found = "batched", advantages_of(journal, in_batch, members_of(journal, in_batch))
+        state, found = "batched", advantages_of(journal, in_batch, members_of(journal, in_batch), threads)
     return GroupView(
         id=group_id,
         name=first.group,
@@ -217,7 +218,9 @@ def members_of(journal: Journal, record: Record) -> list[list[Episode]]:
     return [[found[member] for member in group if member in found] for group in record.groups]
 
 
-def advantages_of(journal: Journal, record: Record, groups: Sequence[Sequence[Episode]]) -> Advantages:
+def advantages_of(
+    journal: Journal, record: Record, groups: Sequence[Sequence[Episode]], threads: PlugInThreads
+) -> Advantages:
     """The advantages of the members of a batch, by the recipe of the job it was composed with."""
     if sum(map(len, groups)) < sum(map(len, record.groups)):
         return Advantages({}, "the journal no longer has all episodes of the batch")
@@ -225,7 +228,7 @@ def advantages_of(journal: Journal, record: Record, groups: Sequence[Sequence[Ep
         [full] = journal.batches(record.id, record.id + 1)
     except ConfigError as error:
         return Advantages({}, str(error))
-    return advantages(full.job.recipe, record.id, groups, policies_of(journal.origin))
+    return advantages(full.job.recipe, record.id, groups, policies_of(journal.origin), threads)
 
 
 def _advantage(found: Advantages, episode: Episode) -> dict[str, Any]:

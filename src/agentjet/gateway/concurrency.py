@@ -1,4 +1,4 @@
-"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit, hooks.
+"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from agentjet.errors import Later, RecipeError
-from agentjet.recipes.hooks import PlugInThread
+from agentjet.errors import Later
 from agentjet.swarm import SwarmState
 
 log = logging.getLogger(__name__)
@@ -196,6 +195,8 @@ class GroupCommit:
         self._under_way: asyncio.Future[None] | None = None
         """Resolved once the committed changes are on disk."""
         self._is_held = False
+        self._one_at_a_time = asyncio.Lock()
+        """Held while changes are made in slices."""
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
         swarm.store.defer_commits(self._soon)
@@ -207,12 +208,27 @@ class GroupCommit:
         if (waiting := self._next or self._under_way) is not None:
             await asyncio.shield(waiting)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context of changes in several turns of the event loop that one commit must have. An error undoes all changes
-        since the last commit.
+    async def in_slices(self, slices: Iterator[Result]) -> Result:
+        """Makes changes in several turns of the event loop that one commit has. Returns the last item.
+
+        An error of the first slice undoes nothing else, so that it may check a request. Another one undoes all changes
+        since the last commit. A cancelled caller makes the rest of the changes at once.
         """
-        assert not self._is_held, "one at a time"
+        async with self._one_at_a_time:
+            found = next(slices)
+            with self._held():
+                try:
+                    await asyncio.sleep(0)
+                    for newest in slices:
+                        found = newest
+                        await asyncio.sleep(0)
+                finally:
+                    deque(slices, maxlen=0)
+        return found
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Context in which nothing is committed. An error undoes all changes since the last commit."""
         self._is_held = True
         try:
             yield
@@ -239,7 +255,7 @@ class GroupCommit:
 
     def _commit(self) -> None:
         if self._is_held or self._under_way is not None or self._next is None:
-            return  # `held` and `_synced` commit at their end.
+            return  # `_held` and `_synced` commit at their end.
         waiting, self._next = self._next, None
         try:
             self._swarm.store.commit()
@@ -279,41 +295,6 @@ class GroupCommit:
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.set_exception(error)
     waiting.exception()  # Marks it as retrieved: there may be no waiter.
-
-
-class HookThreads:
-    """Calls hooks of a run's recipe in threads. One that does not return in time is abandoned."""
-
-    def __init__(self, run: str, limit: float) -> None:
-        """`limit` in seconds."""
-        self.turn = asyncio.Lock()
-        """To be held around `rollout` and `accept`, so that a recipe gets one call at a time, and about the present
-        state.
-        """
-        self._run = run
-        self._limit = limit
-        self._abandoned: list[PlugInThread[Any]] = []
-
-    async def call(self, function: Callable[[], Result]) -> Result:
-        """Returns the result of a function that calls hooks. Raises `RecipeError` with the hook after the limit."""
-        thread = PlugInThread(f"hook of run {self._run}", function)
-        done = asyncio.wrap_future(thread.result)
-        overdue = ""
-        try:
-            await asyncio.wait([done], timeout=self._limit)
-        finally:
-            if not thread.result.done():  # The caller may have been cancelled.
-                overdue = thread.overdue(f"{self._limit:g} s (server.hook_timeout)")
-                thread.abandon()
-                self._abandoned.append(thread)
-        if overdue:
-            raise RecipeError(overdue)
-        return thread.result.result()
-
-    def abandoned(self) -> list[str]:
-        """Returns a sentence about each abandoned thread that has not ended."""
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive]
-        return [f"thread {thread.name!r}: {thread.overdue(f'{thread.seconds:.0f} s')}" for thread in self._abandoned]
 
 
 async def offload(

@@ -294,7 +294,7 @@ class Engine:
             with activity.work(f"model {name} {wanted.name}", f"loading the model {wanted.name}"):
                 model = await self._compute.add(policy, resolved, worker=worker, settings=settings)
             self._swarm.check_origin(name, model)
-            await self._run.hooks.call(partial(_check_model, self._swarm.job, model))
+            await self._run.hooks.wait_for("hook", partial(_check_model, self._swarm.job, model))
             known = [one for one in (*renderers.values(), *self.renderers.values()) if one.model == model]
             renderers[name] = known[0] if known else await asyncio.to_thread(Renderer, model)
         self.renderers = renderers
@@ -362,7 +362,7 @@ class Engine:
             for model in models:
                 _check_model(job, model)
 
-        await self._run.hooks.call(check)
+        await self._run.hooks.wait_for("hook", check)
 
 
 def _check_model(job: JobConfig, model: ModelInfo) -> None:

@@ -25,7 +25,7 @@ from agentjet.gateway import first_weights, observability, views
 from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
-from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, HookThreads, offload
+from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.loop_lag import LoopLag
@@ -50,6 +50,7 @@ from agentjet.protocol import (
     SftResponse,
     StatusResponse,
 )
+from agentjet.recipes import hooks
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.types import (
@@ -133,7 +134,12 @@ class Gateway:
         except BaseException:
             self._journal.close()
             raise
-        self.reader = Reader(self._journal.reading, durable=self.durable, leases=self.leases, keep=True)
+        self._hooks = hooks.PlugInThreads(config.server.hook_timeout, run=run)
+        self._turn = asyncio.Lock()
+        """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
+        self.reader = Reader(
+            self._journal.reading, durable=self.durable, leases=self.leases, keep=True, threads=self._hooks
+        )
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
@@ -149,7 +155,6 @@ class Gateway:
         """Makes no spans until its `tracer` is set."""
         self.lag = lag or LoopLag()
         self.activity = Activity(self.folder / "durations.json", monotonic=stopwatch)
-        self.hooks = HookThreads(run, config.server.hook_timeout)
         parts = OpenRun(
             run,
             config,
@@ -163,7 +168,7 @@ class Gateway:
             self.tracing,
             self.activity,
             self.lag,
-            self.hooks,
+            self._hooks,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -255,7 +260,7 @@ class Gateway:
                 except RolloutNeeded as needed:
                     question = needed.question
                 with self.activity.work("rollout", "calling `rollout` of the recipe"):
-                    answer = AnsweredRollout(question, await self.hooks.call(question.answer))
+                    answer = AnsweredRollout(question, await self._hooks.wait_for("hook", question.answer))
 
     def _begin_now(
         self, request: BeginRequest, idempotency_key: str | None, rollout: AnsweredRollout | None = None
@@ -270,7 +275,7 @@ class Gateway:
         """Context of calls of `rollout` or `accept`. Raises `Later` if the recipe fails or has failed, which stops
         training.
         """
-        async with self.hooks.turn:
+        async with self._turn:
             if (failure := self.engine.training.error) is not None:
                 raise self.engine.recipe_failed(failure)
             try:
@@ -333,7 +338,7 @@ class Gateway:
         return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
-        num_waiting = self.swarm.close_groups(request, idempotency_key=idempotency_key)
+        num_waiting = await self._commits.in_slices(self.swarm.close_groups(request, idempotency_key=idempotency_key))
         await self.durable()
         self.changed.notify()  # A group may be closing, without an event.
         return num_waiting
@@ -465,12 +470,19 @@ class Gateway:
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             replay_difference=self.engine.training.replay_difference,
-            abandoned_hooks=self.hooks.abandoned(),
+            abandoned_hooks=self._abandoned_hooks(),
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             loop=views.loop(self.lag.recent()),
             uptime=now - self.began,
         )
+
+    def _abandoned_hooks(self) -> list[str]:
+        """Returns a sentence about each thread of a plug-in that did not end in time. Recipes are made for the whole
+        server, so the default run names their threads.
+        """
+        others = (hooks.VALIDATORS, hooks.IMPORTS) if self.run == DEFAULT_RUN else ()
+        return [sentence for threads in (self._hooks, *others) for sentence in threads.abandoned()]
 
     def _model_weights(self) -> str:
         """Returns the fingerprint of the first weights, or '' before they are loaded or if policies differ in them."""
@@ -563,7 +575,7 @@ class Gateway:
                 async with self._turn_of_recipe():
                     if (question := self.swarm.undecided()) is not None:
                         with self.activity.work("accept", "calling `accept` of the recipe"):
-                            reason = await self.hooks.call(question.answer)
+                            reason = await self._hooks.wait_for("hook", question.answer)
                         self.swarm.decide(question, reason)
             except Later as later:  # The journal or the engine has logged it.
                 if self.engine.training.error is None:

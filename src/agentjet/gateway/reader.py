@@ -17,6 +17,7 @@ from typing import Self, TypeVar
 from agentjet.errors import ConfigError, Later, RequestError
 from agentjet.gateway import batch_views, episode_views, views
 from agentjet.protocol import EpisodeForm, EpisodeQuery, Response
+from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Journal, records
 
 Result = TypeVar("Result")
@@ -37,10 +38,11 @@ class Reader:
         durable: Callable[[], Awaitable[None]] | None = None,
         leases: Callable[[], Mapping[str, float]] = dict,
         keep: bool = False,
+        threads: PlugInThreads | None = None,
     ) -> None:
         """`connect` opens the journal read-only, for one read, or with `keep` for many: opening takes longer than a
         short read. `durable` waits until committed changes are on disk. `leases` returns the time at which each live
-        episode expires.
+        episode expires. `threads` call hooks of plug-ins.
         """
         self._connect = connect
         self._keep = keep
@@ -49,6 +51,7 @@ class Reader:
         self._journal: Journal | None = None
         self._durable = durable
         self._leases = leases
+        self._threads = threads or PlugInThreads()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._num_reads = 0
         self._is_closed = False
@@ -99,7 +102,7 @@ class Reader:
     async def group(self, group_id: int) -> bytes:
         """Returns a `GroupView`. Raises `NotFound`."""
         leases = self._leases()
-        return await self._encoded(lambda journal: batch_views.group(journal, group_id, leases))
+        return await self._encoded(lambda journal: batch_views.group(journal, group_id, leases, self._threads))
 
     async def batches(self, before: int | None, limit: int) -> bytes:
         """Returns a `BatchList`."""
@@ -107,7 +110,7 @@ class Reader:
 
     async def batch(self, batch_id: int) -> bytes:
         """Returns a `BatchView`. Raises `NotFound`."""
-        return await self._encoded(lambda journal: batch_views.batch(journal, batch_id))
+        return await self._encoded(lambda journal: batch_views.batch(journal, batch_id, self._threads))
 
     async def _encoded(self, work: Callable[[Journal], Response]) -> bytes:
         """Returns the JSON of the body that `work` returns. Numbers that are not finite are null."""

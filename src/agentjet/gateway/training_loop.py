@@ -32,11 +32,12 @@ from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, Worke
 from agentjet.gateway import observability
 from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
-from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit, HookThreads
+from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
+from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Batch, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId, metrics_prefix, policy_of
@@ -67,7 +68,7 @@ class OpenRun:
     tracing: Tracing
     activity: Activity
     lag: LoopLag
-    hooks: HookThreads
+    hooks: PlugInThreads
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
@@ -132,7 +133,7 @@ class TrainingLoop:
                     await self._step()
                     self.timer.start_sampling()
             except Later as later:  # The journal refuses writes. The batch stays pending; learning it again is safe.
-                await asyncio.sleep(later.retry_after)
+                await self._run.changed.until(lambda: self.stopping, later.retry_after)
             if not (self.stopping or self._is_partial):
                 self._sample()
 
@@ -279,13 +280,7 @@ class TrainingLoop:
 
     async def _record(self, batch: Batch, metrics: dict[str, float], fingerprints: Mapping[str, int]) -> None:
         slices = self._swarm.batches.learned_in_slices(batch, metrics, fingerprints)
-        with self._run.commits.held():
-            try:
-                merged = next(slices)
-                for _ in slices:
-                    await asyncio.sleep(0)
-            finally:  # A cancelled task records the rest at once.
-                deque(slices, maxlen=0)
+        merged = await self._run.commits.in_slices(slices)
         await self._run.commits.durable()
         self._run.metrics.append(batch.id + 1, merged)
         if reason := divergence(merged):

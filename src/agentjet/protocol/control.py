@@ -481,7 +481,8 @@ class StatusResponse(Response):
     replay_difference: str = ""
     """A sentence about a batch that was learned again and led to other weights; empty if there was none."""
     abandoned_hooks: list[str] = Field(default_factory=list)
-    """A sentence about each thread of the gateway in which a hook has not returned within `server.hook_timeout`."""
+    """A sentence about each thread of the gateway in which code of a plug-in has not returned in time. The default run
+    has those of validators and imports."""
     unusable_checkpoints: list[str] = Field(default_factory=list)
     """Renamed folders of checkpoints that are damaged or belong to another run."""
     zero_variance: ZeroVariance | None = None

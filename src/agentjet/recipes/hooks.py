@@ -7,6 +7,7 @@ run continues with the mended recipe. Shapes: M targets.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 import re
@@ -15,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from numbers import Real
@@ -39,6 +40,8 @@ COMPUTED = ("new_", "reference", "sequence_log_ratio")
 LIBRARIES = ("numpy", "torch", "pydantic")
 WAY_OUT = "mend the recipe and start the server again; nothing is lost"
 PACKAGE = __name__.partition(".")[0]
+HOOK_SECONDS = 20.0
+"""Default of `server.hook_timeout`, and the limit where no settings of a server are known."""
 
 
 class HookCall(NamedTuple):
@@ -74,64 +77,96 @@ def overdue(thread: int, limit: str) -> str:
     """Returns a sentence about the hook that a thread calls, which did not return within `limit`."""
     frame, call = sys._current_frames().get(thread), RUNNING.get(thread)
     at = "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    hook = "a hook" if call is None else f"the recipe {call.recipe!r}: `{call.hook}`"
+    hook = "the plug-in" if call is None else f"the recipe {call.recipe!r}: `{call.hook}`"
     return f"{hook} did not return within {limit}; it was at {at}; {WAY_OUT}"
 
 
-def overdue_call(seconds: float, limit: str, *, of: tuple[str, str] | None = None) -> str:
-    """Returns a sentence about a call that has not returned for more than `seconds`, or ''. `of`: recipe and hook."""
+def overdue_call(seconds: float, limit: str) -> str:
+    """Returns a sentence about a call that has not returned for more than `seconds`, or ''."""
     for thread, call in list(RUNNING.items()):
-        if of in (None, (call.recipe, call.hook)) and time.monotonic() - call.since > seconds:
+        if time.monotonic() - call.since > seconds:
             return overdue(thread, limit)
     return ""
 
 
-class PlugInThread(Generic[Result]):
-    """Calls a function of a plug-in in a daemon thread, which is abandoned if the function does not return."""
+class PlugInThreads:
+    """Calls code of plug-ins in daemon threads with a time limit. A thread that does not return in time is abandoned:
+    its result is ignored. It is named until it ends.
+    """
+
+    def __init__(self, seconds: float = HOOK_SECONDS, *, run: str = "", ends: bool = True) -> None:
+        """`seconds` is the limit; that of a run is `server.hook_timeout`. `ends` ends abandoned threads that run
+        Python code.
+        """
+        self._seconds = seconds
+        self._of_run = f" of run {run}" if run else ""
+        self._limit = f"{seconds:g} s{' (server.hook_timeout)' if run else ''}"
+        self._ends = ends
+
+    def call(self, name: str, function: Callable[[], Result]) -> Result:
+        """Returns the result of a function, or raises its error. Raises `RecipeError` after the limit."""
+        with self._limited(name, function) as result:
+            wait([result], self._seconds)
+        return result.result()
+
+    async def wait_for(self, name: str, function: Callable[[], Result]) -> Result:
+        """Waits beside the event loop. The rest as `call`."""
+        with self._limited(name, function) as result:
+            await asyncio.wait([asyncio.wrap_future(result)], timeout=self._seconds)
+        return result.result()
+
+    def stuck(self, name: str) -> str:
+        """Returns a sentence about an abandoned thread of this name that has not ended, or ''."""
+        return next((one.overdue(self._limit) for one in self._abandoned() if one.name == name + self._of_run), "")
+
+    def abandoned(self) -> list[str]:
+        """Returns a sentence about each abandoned thread that has not ended."""
+        now = time.monotonic()
+        return [f"thread {one.name!r}: {one.overdue(f'{now - one.begun:.0f} s')}" for one in self._abandoned()]
+
+    def _abandoned(self) -> list[_PlugInThread[Any]]:
+        alive = (thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread))
+        return [thread for thread in alive if thread.abandoned_by is self]
+
+    @contextmanager
+    def _limited(self, name: str, function: Callable[[], Result]) -> Iterator[Future[Result]]:
+        """Context of the wait for the result of a function in a thread."""
+        thread = _PlugInThread(name + self._of_run, function)
+        overdue = ""
+        try:
+            yield thread.result
+        finally:
+            if not thread.result.done():  # The caller may have been cancelled.
+                overdue = thread.overdue(self._limit)
+                thread.abandon(self, ends=self._ends)
+        if overdue:
+            raise RecipeError(overdue)
+
+
+class _PlugInThread(threading.Thread, Generic[Result]):
+    """A daemon thread that calls a function."""
 
     def __init__(self, name: str, function: Callable[[], Result]) -> None:
         """Starts the thread. It has the context variables of the caller."""
-        self.name = name
+        super().__init__(target=copy_context().run, args=(self._call, function), name=name, daemon=True)
         self.result: Future[Result] = Future()
-        self._begun = time.monotonic()
-        self._is_abandoned = False
+        self.begun = time.monotonic()
+        self.abandoned_by: PlugInThreads | None = None
         self._lock = threading.Lock()
-        arguments = (self._call, function)
-        self._thread = threading.Thread(target=copy_context().run, args=arguments, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since its start."""
-        return time.monotonic() - self._begun
+        self.start()
 
     def overdue(self, limit: str) -> str:
         """See the function `overdue`."""
-        return overdue(self._thread.ident or 0, limit)
+        return overdue(self.ident or 0, limit)
 
-    def wait(self, seconds: float) -> Result:
-        """Returns the result, or raises the error of the function. Raises `TimeoutError` with a sentence after
-        `seconds`. Then the caller may abandon the thread.
-        """
-        try:
-            return self.result.result(seconds)
-        except TimeoutError:
-            if self.result.done():  # The error of the function.
-                raise
-        raise TimeoutError(self.overdue(f"{seconds:g} s"))
-
-    def abandon(self) -> None:
-        """Ignores the result, and ends the thread if it runs Python code."""
+    def abandon(self, by: PlugInThreads, *, ends: bool) -> None:
+        """Ignores the result."""
         with self._lock:
-            self._is_abandoned = True
-            if not self.result.done() and self._thread.ident is not None:
+            self.abandoned_by = by
+            if ends and not self.result.done() and self.ident is not None:
                 # An endless loop would take half of the time of all other threads for ever. A thread that waits in C
                 # gets the exception once the wait is over.
-                identity = ctypes.c_ulong(self._thread.ident)
+                identity = ctypes.c_ulong(self.ident)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit))
 
     def _call(self, function: Callable[[], Result]) -> None:
@@ -139,12 +174,18 @@ class PlugInThread(Generic[Result]):
             found = function()
         except BaseException as error:  # Boundary: the waiting thread raises it.
             with self._lock:
-                if not self._is_abandoned:
+                if self.abandoned_by is None:
                     self.result.set_exception(error)
         else:
             with self._lock:
-                if not self._is_abandoned:
+                if self.abandoned_by is None:
                     self.result.set_result(found)
+
+
+VALIDATORS = PlugInThreads()
+"""Threads of the validators of plug-ins, which run while settings are read: `server.hook_timeout` is not known then."""
+IMPORTS = PlugInThreads(60.0, ends=False)
+"""Threads that import plug-ins. Large libraries take long, and would be unusable after half of their import."""
 
 
 def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:

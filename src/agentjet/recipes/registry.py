@@ -14,16 +14,12 @@ from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from agentjet.errors import did_you_mean
+from agentjet.errors import RecipeError, did_you_mean
 from agentjet.recipes import hooks, shelf
 from agentjet.recipes.recipe import Component, Recipe
 
 GROUP = "agentjet.recipes"
 DEFAULT = "grpo"
-IMPORT_SECONDS = 60.0
-"""Limit of the import of a plug-in, which may import large libraries."""
-VALIDATION_SECONDS = 20.0
-"""Limit of the validators of a plug-in."""
 MOST_VALIDATED = 256
 _validated: dict[tuple[type[Recipe], str], Recipe] = {}
 """Recipes of plug-ins by class and parameters. So validators run where a job is set, and not again in the event loop
@@ -69,13 +65,11 @@ def _plug_in(kind: type[Recipe], parameters: Mapping[str, Any]) -> Recipe:
     key = _key(kind, parameters)
     if key is not None and key in _validated:
         return _validated[key]
-    thread = hooks.PlugInThread(f"validators of {kind.__name__}", partial(_made, kind, parameters))
     try:
-        recipe, dumped = thread.wait(VALIDATION_SECONDS)
+        recipe, dumped = hooks.VALIDATORS.call(f"validators of {kind.__name__}", partial(_made, kind, parameters))
     except (ValueError, MemoryError, KeyboardInterrupt):
         raise
-    except TimeoutError as error:
-        thread.abandon()
+    except RecipeError as error:
         raise ValueError(str(error)) from None
     except BaseException as error:  # Boundary: the validators are not ours, and may call `sys.exit`.
         raise ValueError(f"{hooks.place(error)}: {type(error).__name__}: {error}") from error
@@ -138,6 +132,8 @@ def load(path: str, base: type[Part]) -> type[Part]:
         raise _broken(path, error) from error
     except (MemoryError, KeyboardInterrupt):
         raise
+    except RecipeError as error:
+        raise ValueError(f"{path!r} cannot be imported: {error}") from None
     except BaseException as error:  # Boundary: the module is not ours, and may call `sys.exit`.
         raise _broken(path, error) from error
     found = getattr(module, attribute, None)
@@ -152,16 +148,10 @@ def load(path: str, base: type[Part]) -> type[Part]:
 
 
 def _imported(name: str) -> Any:
-    """Returns a module. It is imported in a thread, which is abandoned after `IMPORT_SECONDS`."""
+    """Returns a module. Raises `RecipeError` if its import takes too long."""
     if "__main__" in name.split("."):  # Its import runs a program.
         raise ValueError("it is the program of a package: name the module that has the class")
-    thread = hooks.PlugInThread(f"import {name}", partial(importlib.import_module, name))
-    try:
-        return thread.wait(IMPORT_SECONDS)
-    except TimeoutError:
-        if thread.result.done():
-            raise
-        raise ValueError(f"its import did not end within {IMPORT_SECONDS:g} s") from None
+    return hooks.IMPORTS.call(f"import {name}", partial(importlib.import_module, name))
 
 
 def _broken(path: str, error: BaseException) -> ValueError:

@@ -21,8 +21,6 @@ from agentjet.swarm.state import Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 
 HOOK = "reward_advantages"
-HOOK_SECONDS = 20.0
-"""Limit of the hook of a plug-in. A later request does not call it again while its thread has not ended."""
 
 
 class Advantages(NamedTuple):
@@ -48,9 +46,15 @@ class _Absent:
 
 
 def advantages(
-    recipe: Recipe, batch_id: int, groups: Sequence[Sequence[Episode]], policies: Sequence[str]
+    recipe: Recipe,
+    batch_id: int,
+    groups: Sequence[Sequence[Episode]],
+    policies: Sequence[str],
+    threads: hooks.PlugInThreads,
 ) -> Advantages:
-    """The advantages of the members of groups. `policies` are those that the settings name."""
+    """The advantages of the members of groups. `policies` are those that the settings name. `threads` call the hook of
+    a plug-in.
+    """
     if recipe.only_given:
         return Advantages({}, f"{recipe.name} learns from given answers, without rewards")
     members = [member for group in groups for member in group]
@@ -62,7 +66,7 @@ def advantages(
             facts = _facts(groups, members, policy, policies)
             absent: Any = _Absent()
             batch = TrainingBatch(batch_id, absent, facts)
-            values_ER = _called(recipe, batch)
+            values_ER = _called(recipe, batch, threads)
             if values_ER is None:
                 raise _NeedsCalls
             hooks.check_shape(recipe, HOOK, values_ER, facts.spoke.shape, "each episode and role")
@@ -77,19 +81,17 @@ def advantages(
     return Advantages(found)
 
 
-def _called(recipe: Recipe, batch: TrainingBatch) -> NDArray[np.float64] | None:
-    """Returns the answer of the hook. Raises `RecipeError` if it fails or does not return in time."""
+def _called(recipe: Recipe, batch: TrainingBatch, threads: hooks.PlugInThreads) -> NDArray[np.float64] | None:
+    """Returns the answer of the hook. Raises `RecipeError` if it fails or does not return in time. Then a later request
+    does not call it again while its thread goes on.
+    """
     call = partial(hooks.called, recipe, HOOK, partial(recipe.reward_advantages, batch))
     if not hooks.is_plug_in(type(recipe)):
         return call()
-    if stuck := hooks.overdue_call(HOOK_SECONDS, f"{HOOK_SECONDS:g} s", of=(recipe.name, HOOK)):
+    name = f"{HOOK} of {recipe.name}"
+    if stuck := threads.stuck(name):
         raise RecipeError(stuck)
-    thread = hooks.PlugInThread(f"hook {HOOK}", call)
-    try:
-        return thread.wait(HOOK_SECONDS)
-    except TimeoutError as error:
-        thread.abandon()
-        raise RecipeError(str(error)) from None
+    return threads.call(name, call)
 
 
 def _facts(
