@@ -237,6 +237,14 @@ def passed_through_a_pipe(batch: TrainingBatch) -> TrainingBatch:
     return last.args[0]  # type: ignore[no-any-return]
 
 
+def test_a_large_request_may_be_given_up_after_its_last_part() -> None:
+    """The task that sends it may be cancelled while it waits for the pipe to take that part."""
+    large = asyncio.run(LargeRequest.encoded(Request("load_batch", 1, POLICY, ())))
+    given_up, later = encode(Part(1, -1, b"", True)), encode(Request("cancel", 2, POLICY, ()))
+    received = requests(io.BytesIO(b"".join([*large.parts(), given_up, later])))
+    assert [next(received).op, next(received).op] == ["load_batch", "cancel"]
+
+
 def test_a_batch_that_is_loaded_once_gives_the_same_weights(tiny_folder: Path) -> None:
     """The lock of the way over the pipe: bit by bit the weights of a learner that gets the batches directly."""
     direct = PolicyLearner(make_policy(tiny_folder))

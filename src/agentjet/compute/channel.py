@@ -112,14 +112,16 @@ def requests(stream: BinaryIO) -> Iterator[Request]:
         if not isinstance(message, Part):
             yield message
             continue
+        if message.content < 0:
+            incomplete.pop(message.id, None)  # It may have been given up after its last part.
+            continue
         contents = incomplete.setdefault(message.id, [])
         if message.content == len(contents):
             contents.append(bytearray())
         contents[message.content] += message.body
         if message.is_last:
             del incomplete[message.id]
-            if message.content >= 0:
-                yield pickle.loads(contents[0], buffers=contents[1:])
+            yield pickle.loads(contents[0], buffers=contents[1:])
 
 
 async def read_async(reader: asyncio.StreamReader) -> Any:
