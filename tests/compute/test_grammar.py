@@ -30,9 +30,10 @@ from agentjet.compute.grammars import MAX_GRAMMARS, Grammars
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.rendering import Renderer
+from agentjet.rendering.grammar import write_grammar
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import EVERYTHING, decode_set, encode_set
-from agentjet.types import Constraint, Conversation, Message, PolicyId, SamplingParams
+from agentjet.types import Constraint, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import row_logprobs
 from tests.compute.conftest import make_policy, sampler_of, tokens
@@ -59,7 +60,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def json_grammar(policy: Policy) -> str:
-    return Renderer(policy.info).grammar(Conversation((Message("user", "x"),)), Constraint(schema=SCHEMA))
+    return write_grammar(Constraint(schema=SCHEMA), (), Renderer(policy.info).style)
 
 
 def complete(

@@ -17,6 +17,7 @@ import pytest
 
 from agentjet.errors import InvalidRequest
 from agentjet.rendering import Renderer
+from agentjet.rendering.grammar import write_grammar
 from agentjet.types import Constraint, Conversation, Message, ModelInfo
 from tests.tiny import MARKERS, make_model_info
 from tests.walks import Walker
@@ -66,6 +67,10 @@ def make_model(folder: Path, template: str, tool_format: str, has_markers: bool)
     return Model(model_info, "<think>so</think>" if template == "qwen3" and not has_markers else "")
 
 
+def grammar_of(renderer: Renderer, conversation: Conversation, constraint: Constraint) -> str:
+    return write_grammar(constraint, conversation.tools, renderer.style)
+
+
 class Model:
     """A renderer, and walks through its grammars."""
 
@@ -76,7 +81,7 @@ class Model:
         self._walker = Walker(model_info)
 
     def answers(self, constraint: Constraint, conversation: Conversation = ASKED, hint: str = "") -> Iterator[Message]:
-        grammar = self.renderer.grammar(conversation, constraint)
+        grammar = grammar_of(self.renderer, conversation, constraint)
         for seed in SEEDS:
             walked = self._walker.walk(grammar, seed, hint=self._head + hint)
             yield self.renderer.parse(walked, conversation)
@@ -156,9 +161,9 @@ def test_a_function_that_is_not_strict_is_called_with_any_object(model: Model) -
 
 
 def test_no_constraint_is_no_grammar(model: Model) -> None:
-    assert model.renderer.grammar(ASKED, Constraint()) == ""
-    assert model.renderer.grammar(Conversation(ASKED.messages), Constraint(parallel=False)) == ""
-    assert model.renderer.grammar(ASKED, Constraint(schema_param="text.format")) == ""
+    assert grammar_of(model.renderer, ASKED, Constraint()) == ""
+    assert grammar_of(model.renderer, Conversation(ASKED.messages), Constraint(parallel=False)) == ""
+    assert grammar_of(model.renderer, ASKED, Constraint(schema_param="text.format")) == ""
 
 
 def test_reasoning_comes_first_where_the_template_knows_it(tmp_path: Path) -> None:
@@ -182,20 +187,20 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, sch
     renderer = Renderer(make_model_info(tmp_path, tool_format="hermes"))
     plain = Conversation((Message("user", "x"),))
     with pytest.raises(InvalidRequest, match=f"^text.format: .*{why}") as refused:
-        renderer.grammar(plain, Constraint(schema=schema, schema_param="text.format"))
+        grammar_of(renderer, plain, Constraint(schema=schema, schema_param="text.format"))
     assert refused.value.param == "text.format" and "\n" not in refused.value.message
     bad = Conversation(plain.messages, (TOOLS[0], function("f", schema)))
     with pytest.raises(InvalidRequest) as refused:
-        renderer.grammar(bad, Constraint(strict=frozenset({"f"})))
+        grammar_of(renderer, bad, Constraint(strict=frozenset({"f"})))
     assert refused.value.param == "tools.1.function.parameters" and "'f'" in refused.value.message
 
 
 def test_a_forced_call_that_is_not_strict_follows_what_is_known(tmp_path: Path) -> None:
     renderer = Renderer(make_model_info(tmp_path, tool_format="hermes"))
     loose = Conversation((Message("user", "x"),), (function("f", {**FLAG, "not": {"const": 1}}),))
-    assert '"on"' in renderer.grammar(loose, Constraint(calls="required"))
+    assert '"on"' in grammar_of(renderer, loose, Constraint(calls="required"))
     with pytest.raises(InvalidRequest, match=r'\["not"\]'):
-        renderer.grammar(loose, Constraint(calls="required", strict=frozenset({"f"})))
+        grammar_of(renderer, loose, Constraint(calls="required", strict=frozenset({"f"})))
 
 
 def test_all_schemas_together_are_bounded(tmp_path: Path) -> None:
@@ -204,4 +209,4 @@ def test_all_schemas_together_are_bounded(tmp_path: Path) -> None:
     tools = tuple(function(f"f{i}", long) for i in range(6))
     strict = Constraint(strict=frozenset(f"f{i}" for i in range(6)))
     with pytest.raises(InvalidRequest, match="above the limit of 131072"):
-        renderer.grammar(Conversation((Message("user", "x"),), tools), strict)
+        grammar_of(renderer, Conversation((Message("user", "x"),), tools), strict)

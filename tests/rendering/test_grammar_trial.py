@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from agentjet.errors import InvalidRequest, Later
 from agentjet.rendering.grammar import OutputStyle, write_grammar
-from agentjet.rendering.grammar_trial import GrammarTrials
+from agentjet.rendering.grammar_trial import GrammarTrials, _tried_in_a_fork
 from agentjet.types import ANY_ANSWER, Constraint
 
 pytestmark = pytest.mark.anyio
@@ -84,6 +85,33 @@ async def test_the_grammars_of_one_owner_wait_for_each_other() -> None:
             await asyncio.sleep(0)
         trials.asked[n].set_result({"grammar": f"evil {n}"})
     assert sorted(await asyncio.gather(*evil)) == ["evil", "evil 2", "evil 3"] and trials._of_owner == {}
+
+
+async def test_a_grammar_waits_for_one_of_each_other_owner_at_most() -> None:
+    """Also if an owner asks for more while it waits."""
+    trials = Slow()
+
+    def ask(owner: str, number: int) -> asyncio.Task[str]:
+        return asyncio.create_task(trials.write(owner, Constraint(schema={"const": [owner, number]}), [], PLAIN))
+
+    async def answer(number: int) -> None:
+        while len(trials.asked) <= number:
+            await asyncio.sleep(0)
+        trials.asked[number].set_result({"grammar": str(number)})
+
+    evil, first = [ask("evil", 0), ask("evil", 1)], ask("good", 0)
+    await answer(0)
+    await evil[0]
+    evil.append(ask("evil", 2))
+    await asyncio.sleep(0)
+    other = ask("other", 0)
+    for number in range(1, 5):
+        await answer(number)
+    assert await asyncio.gather(first, other, *evil) == ["1", "3", "0", "2", "4"]
+
+
+def test_a_trial_that_fails_exceeds_no_limit() -> None:
+    assert json.loads(_tried_in_a_fork(b"no pickle")) == {}
 
 
 async def test_a_child_that_ends_is_replaced() -> None:

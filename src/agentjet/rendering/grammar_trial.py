@@ -8,6 +8,7 @@ compiled grammar cannot be passed on: the worker compiles it again, which costs 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import pickle
@@ -16,9 +17,10 @@ import resource
 import signal
 import struct
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 from agentjet.errors import InvalidRequest, Later
 from agentjet.rendering.grammar import OutputStyle, write_grammar
@@ -28,6 +30,8 @@ CPU_SECONDS = 2
 """CPU time in which a grammar must be written and compiled."""
 MEMORY_BYTES = 256 * 2**20
 """Memory that this may take."""
+FAILED, NO_MEMORY = 1, 2
+"""Exit codes of a fork. An allocation that fails outside of Python ends it by a signal."""
 MOST_RESULTS = 64
 SIZE = struct.Struct("!I")
 CONTROL_TOKEN = re.compile(r"<\[\d+\]>")
@@ -39,8 +43,9 @@ class GrammarTrials:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._results: OrderedDict[bytes, str | InvalidRequest] = OrderedDict()
+        """By digest of the schemas, which may have megabytes."""
         self._one_at_a_time = asyncio.Lock()
-        self._of_owner: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._of_owner: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """An owner has one grammar in the queue, so that those of others wait for one of its grammars at most."""
 
     async def write(
@@ -53,23 +58,19 @@ class GrammarTrials:
         if constraint == ANY_ANSWER:
             return ""
         asked = pickle.dumps((constraint, list(tools), style))
-        if asked not in self._results:
-            lock = self._of_owner[owner]
-            try:
-                async with lock, self._one_at_a_time:
-                    if asked not in self._results:
-                        self._keep(asked, await self._try(asked, constraint))
-            finally:
-                if not lock.locked():
-                    self._of_owner.pop(owner, None)
-        result = self._results[asked]
-        self._results.move_to_end(asked)
+        key = hashlib.blake2b(asked).digest()
+        if key not in self._results:
+            async with self._of_owner.setdefault(owner, asyncio.Lock()), self._one_at_a_time:
+                if key not in self._results:
+                    self._keep(key, await self._try(asked, constraint))
+        result = self._results[key]
+        self._results.move_to_end(key)
         if isinstance(result, InvalidRequest):
             raise InvalidRequest(str(result), code=result.code, param=result.param)
         return result
 
-    def _keep(self, asked: bytes, result: str | InvalidRequest) -> None:
-        self._results[asked] = result
+    def _keep(self, key: bytes, result: str | InvalidRequest) -> None:
+        self._results[key] = result
         if len(self._results) > MOST_RESULTS:
             self._results.popitem(last=False)
 
@@ -87,6 +88,10 @@ class GrammarTrials:
         if "grammar" in answer:
             return str(answer["grammar"])
         param = constraint.schema_param if constraint.schema is not None else "tools"
+        if not answer:
+            return InvalidRequest(
+                f"{param}: this JSON schema cannot be compiled.", code="unsupported_schema", param=param
+            )
         if "limit" in answer:
             return InvalidRequest(
                 f"{param}: this JSON schema takes more than {answer['limit']} to compile, the limit: simplify it. "
@@ -143,15 +148,17 @@ def _tried_in_a_fork(asked: bytes) -> bytes:
                 _tried(asked, pipe)
             os._exit(0)
         except MemoryError:
-            os._exit(-signal.SIGABRT & 0x7F)
+            os._exit(NO_MEMORY)
         finally:
-            os._exit(1)
+            os._exit(FAILED)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         answer = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 0:
         return answer
+    if code == FAILED:
+        return b"{}"
     is_time = code in (-signal.SIGXCPU, -signal.SIGKILL)
     limit = f"{CPU_SECONDS} s of CPU time" if is_time else f"{MEMORY_BYTES // 2**20} MiB of memory"
     return json.dumps({"limit": limit}).encode()

@@ -23,10 +23,10 @@ from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.chat_template import MARK, OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
-from agentjet.rendering.grammar import OutputStyle, write_grammar
+from agentjet.rendering.grammar import OutputStyle
 from agentjet.rendering.parser import MARKERS, TOOL_FORMATS, parse_completion
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
-from agentjet.types import Constraint, Conversation, Message, ModelInfo, ToolCall
+from agentjet.types import Conversation, Message, ModelInfo, ToolCall
 
 
 class Renderer:
@@ -234,13 +234,6 @@ class Renderer:
             tool_format=self.model.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
-
-    def grammar(self, conversation: Conversation, constraint: Constraint) -> str:
-        """Returns the grammar of a completion of `conversation`, or "" without constraints.
-
-        Raises `InvalidRequest` with the parameter if a schema is not supported.
-        """
-        return write_grammar(constraint, conversation.tools, self.style)
 
     def _encode(self, rendered: Rendered, bodies: Mapping[int, tuple[bytes, bytes]]) -> bytes:
         texts, marks = self._stripped(rendered), rendered.marks
