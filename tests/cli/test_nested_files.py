@@ -16,7 +16,10 @@ from agentjet.compute.embedded.checkpoint import verified_state
 from agentjet.compute.merging import base_of
 from agentjet.config.loader import read_toml
 from agentjet.errors import CheckpointError, ConfigError
+from agentjet.gateway.activity import Activity
+from agentjet.gateway.checkpoints import Tags
 from agentjet.gateway.engine import _token_ids
+from agentjet.gateway.observability import MetricsFile
 from agentjet.research.campaign.coding_agent import reasons
 from agentjet.research.campaign.llm import anthropic_blocks
 from agentjet.research.campaign.subject_file import read_subject
@@ -49,10 +52,11 @@ RUN = Run("a-run", "one", {})
         ("tokenizer.json", JSON, lambda path: _token_ids(path.parent)),
         ("adapter_config.json", JSON, lambda path: base_of([path.parent])),
         ("state.json", JSON, lambda path: verified_state(path.parent)),
+        ("tags.json", JSON, lambda path: Tags(path).read()),
     ],
     ids=[
         *("tasks", "settings", "space", "subject", "study", "model", "metrics"),
-        *("weights", "short weights", "other weights", "teacher", "adapter", "checkpoint"),
+        *("weights", "short weights", "other weights", "teacher", "adapter", "checkpoint", "tags"),
     ],
 )
 def test_a_file_that_is_nested_too_deeply_is_named(
@@ -62,6 +66,13 @@ def test_a_file_that_is_nested_too_deeply_is_named(
     path.write_text(content)
     with pytest.raises((ConfigError, CheckpointError), match=name if name != "state.json" else "cannot be read"):
         read(path)
+
+
+def test_copies_and_durations_that_are_nested_too_deeply_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(JSON)
+    MetricsFile(path).check_journal(0)
+    assert Activity(path, monotonic=lambda: 0.0).text == ""
 
 
 def test_the_reasons_of_a_coding_agent_are_left_out_if_they_are_nested_too_deeply(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
                 "by_turn",
             )
         given |= dict(zip(turns[role], rewards, strict=False))
-    calls = [call.id for call in journal.call_facts(episode_id)]
+    calls = dict.fromkeys(call.id for call in journal.call_facts(episode_id))
     for name, reward in _without_prefixes(request.by_call).items():
         if name not in calls:
             raise _refused(f"by_call[{name!r}]: the episode has no such call; give the `id` of an answer", "by_call")
