@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentjet.errors import ComputeError
 from agentjet.protocol import EvaluationRequest
 from tests.fakes import RUN, Running, running
 
@@ -94,6 +95,15 @@ async def test_a_stop_ends_the_wait_of_a_best_score(tmp_path: Path) -> None:
         run.compute.may_learn.set()
         await run.gateway.stop_engine()
         await run.until(lambda: not run.gateway.versions._keeping)
+
+
+async def test_a_best_score_whose_checkpoint_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_best": True}) as run:
+        await run.batch()
+        run.compute.fail_save.append(ComputeError("the worker has no room"))
+        await run.gateway.versions.record_evaluation(score(1, 0.5))
+        await run.gateway.versions.close()
+        await run.batch()
 
 
 async def test_a_score_just_before_a_stop_keeps_its_checkpoint(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -294,7 +295,7 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
     refused: list[Later] = []
 
     def refuse(*_: object) -> None:
-        refused.append(Later("full", code="journal_unavailable", status=503, retry_after=0.01))
+        refused.append(Later("full", code="journal_unavailable", status=503, retry_after=3600.0))
         raise refused[-1]
 
     async with running(tmp_path / "d") as run:
@@ -303,7 +304,8 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
             patch.setattr(run.gateway.swarm.batches, "learned_in_slices", refuse)
             await run.fill_batch()
             await run.until(lambda: bool(refused))
-            await run.gateway.stop_engine()
+            async with asyncio.timeout(20):
+                await run.gateway.stop_engine()
         assert (run.gateway.engine.state, versions(run)) == ("offline", [])
         await run.gateway.start_engine()
         await run.until(lambda: run.gateway.swarm.policy_version == 2)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -259,6 +260,19 @@ def trained(data_dir: Path) -> tuple[int, int]:
         ).fetchone()
         assert journal.read_state().counts["trained"] == marked
         return journal.read_state().policy_version, marked
+
+
+async def test_a_refusal_before_the_first_slice_undoes_nothing(tmp_path: Path) -> None:
+    def refused() -> Iterator[None]:
+        yield from ()
+        raise Later("not now", retry_after=0.0)
+
+    async with running(tmp_path / "d") as run:
+        begun = run.gateway.swarm.begin(BeginRequest(task_id="t"))
+        with pytest.raises(Later, match="not now"):
+            await run.gateway._commits.in_slices(refused())
+        await run.gateway.durable()
+        assert run.gateway.swarm.episode(begun.id).status == "live"
 
 
 @pytest.mark.parametrize("failure", ["", "a slice", "cancelled"])

@@ -95,7 +95,8 @@ def test_a_closing_group_survives_everything_but_its_answer(deferring: Make) -> 
         with pytest.raises(Later) as refused:
             world.begin("b")
         assert refused.value.code == "batch_full"
-        world.swarm.close_groups(CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")], not_needed=True))
+        request = CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")], not_needed=True)
+        assert [*world.swarm.close_groups(request)] == [0], "it is not open"
         world.now += 10 * LEASE
         assert world.swarm.reap() == []
         reopen(world)
@@ -167,7 +168,7 @@ def test_an_expired_episode_does_not_wait_for_the_recipe(deferring: Make) -> Non
         world.call(episode, 7)
         world.finish(episode, 1.0)
     client = first.client_id
-    world.swarm.close_groups(CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")]))
+    assert [*world.swarm.close_groups(CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")]))] == [0, 1]
     world.now += LEASE
     assert [episode.id for episode in world.swarm.reap()] == [members[2].id]
     assert states(world) == ["closing"] and world.swarm.queries.groups[0].reason == "short"

@@ -18,7 +18,24 @@ def leave(
 ) -> int:
     names = [GroupName(group=group) for group in groups]
     request = CloseGroupsRequest(client_id=client, groups=names, not_needed=not_needed)
-    return world.swarm.close_groups(request, idempotency_key=key)
+    *_, num_waiting = world.swarm.close_groups(request, idempotency_key=key)
+    return num_waiting
+
+
+def test_each_group_is_closed_in_a_slice_of_its_own(make_world: Make) -> None:
+    """Another member may finish its group between two slices."""
+    world = make_world(batch_size=3, group_size=2)
+    first, other, second, _ = (world.begin(name) for name in "abbc")
+    for episode in (other, second):
+        world.call(episode, 7)
+    world.finish(other, 0.0)
+    names = [GroupName(group=name) for name in "abc"]
+    slices = world.swarm.close_groups(CloseGroupsRequest(groups=names, not_needed=True))
+    assert next(slices) == 0
+    world.finish(second, 1.0)
+    assert [*slices] == [0, 0, 0]
+    assert world.swarm.episode(first.id).status == "aborted" and world.swarm.episode(second.id).status == "finished"
+    assert [group.state for group in world.swarm.queries.groups] == ["complete"]
 
 
 @pytest.mark.parametrize(

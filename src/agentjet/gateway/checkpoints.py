@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, Conflict, InvalidRequest, Later, NotFound, RequestError, nearest_name
+from agentjet.errors import AgentJetError, CheckpointError, Conflict, InvalidRequest, Later, NotFound, nearest_name
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
 from agentjet.types import SOLE_POLICY, CheckpointStamp
 
@@ -282,7 +282,7 @@ class Tags:
             return {str(name): int(version) for name, version in json.loads(self.path.read_bytes()).items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f'{self.path} is damaged ({error}): write the tags again as {{"name": policy version}}, '
                 "or remove the file"
@@ -340,7 +340,7 @@ class PolicyVersions:
             self._store.check_exists(version)
             self._store.tags.write({**self._store.tags.read(), BEST: version})
             self._store.rotate(self._swarm.job.keep_checkpoints)
-        except (CheckpointError, RequestError) as error:
+        except (AgentJetError, OSError) as error:
             log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
 
     async def close(self) -> None:

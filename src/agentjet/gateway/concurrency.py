@@ -195,6 +195,8 @@ class GroupCommit:
         self._under_way: asyncio.Future[None] | None = None
         """Resolved once the committed changes are on disk."""
         self._is_held = False
+        self._one_at_a_time = asyncio.Lock()
+        """Held while changes are made in slices."""
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
         swarm.store.defer_commits(self._soon)
@@ -206,12 +208,27 @@ class GroupCommit:
         if (waiting := self._next or self._under_way) is not None:
             await asyncio.shield(waiting)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context of changes in several turns of the event loop that one commit must have. An error undoes all changes
-        since the last commit.
+    async def in_slices(self, slices: Iterator[Result]) -> Result:
+        """Makes changes in several turns of the event loop that one commit has. Returns the last item.
+
+        An error of the first slice undoes nothing else, so that it may check a request. Another one undoes all changes
+        since the last commit. A cancelled caller makes the rest of the changes at once.
         """
-        assert not self._is_held, "one at a time"
+        async with self._one_at_a_time:
+            found = next(slices)
+            with self._held():
+                try:
+                    await asyncio.sleep(0)
+                    for newest in slices:
+                        found = newest
+                        await asyncio.sleep(0)
+                finally:
+                    deque(slices, maxlen=0)
+        return found
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Context in which nothing is committed. An error undoes all changes since the last commit."""
         self._is_held = True
         try:
             yield
@@ -238,7 +255,7 @@ class GroupCommit:
 
     def _commit(self) -> None:
         if self._is_held or self._under_way is not None or self._next is None:
-            return  # `held` and `_synced` commit at their end.
+            return  # `_held` and `_synced` commit at their end.
         waiting, self._next = self._next, None
         try:
             self._swarm.store.commit()

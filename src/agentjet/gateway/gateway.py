@@ -314,7 +314,8 @@ class Gateway:
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
         committed = self.swarm.demonstrated(request, idempotency_key)
         if committed is None and not request.check_only:
-            committed = self.swarm.demonstrate(request, answered, policy, idempotency_key=idempotency_key)
+            slices = self.swarm.demonstrate(request, answered, policy, idempotency_key=idempotency_key)
+            committed = await self._commits.in_slices(slices)
             self.changed.notify()
             await self.durable()
         return SftResponse(
@@ -338,7 +339,7 @@ class Gateway:
         return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
-        num_waiting = self.swarm.close_groups(request, idempotency_key=idempotency_key)
+        num_waiting = await self._commits.in_slices(self.swarm.close_groups(request, idempotency_key=idempotency_key))
         await self.durable()
         self.changed.notify()  # A group may be closing, without an event.
         return num_waiting

@@ -133,7 +133,7 @@ class TrainingLoop:
                     await self._step()
                     self.timer.start_sampling()
             except Later as later:  # The journal refuses writes. The batch stays pending; learning it again is safe.
-                await asyncio.sleep(later.retry_after)
+                await self._run.changed.until(lambda: self.stopping, later.retry_after)
             if not (self.stopping or self._is_partial):
                 self._sample()
 
@@ -280,13 +280,7 @@ class TrainingLoop:
 
     async def _record(self, batch: Batch, metrics: dict[str, float], fingerprints: Mapping[str, int]) -> None:
         slices = self._swarm.batches.learned_in_slices(batch, metrics, fingerprints)
-        with self._run.commits.held():
-            try:
-                merged = next(slices)
-                for _ in slices:
-                    await asyncio.sleep(0)
-            finally:  # A cancelled task records the rest at once.
-                deque(slices, maxlen=0)
+        merged = await self._run.commits.in_slices(slices)
         await self._run.commits.durable()
         self._run.metrics.append(batch.id + 1, merged)
         if reason := divergence(merged):

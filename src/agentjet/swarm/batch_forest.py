@@ -369,10 +369,8 @@ def is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[
     return all(one == named[0] for one in named)
 
 
-def share_metrics(
-    journal: Journal, batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]
-) -> dict[str, float]:
-    """Shares of the named task sets in the groups, and of groups without variance in a reward.
+def share_metrics(batch: Batch, episodes: Mapping[str, Episode], uniform: Sequence[bool]) -> dict[str, float]:
+    """Shares of the named task sets in the groups, and of groups without variance in a reward, which are `uniform`.
 
     `groups/at_best` is the share of groups in which each reward is the highest of the batch, `reward/max`.
     """
@@ -380,11 +378,9 @@ def share_metrics(
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
     if batch.job.recipe.only_given:
         return {}
-    of_turns = batch.job.recipe.needs_call_rewards
-    members = [[episodes[member] for member in group] for group in batch.groups]
-    equal = [group for group in members if is_uniform(journal, group, policies, of_turns=of_turns)]
-    most = max(member.reward or 0.0 for group in members for member in group)
-    best = sum(group[0].reward == most for group in equal)
+    equal = [group for group, is_equal in zip(batch.groups, uniform, strict=True) if is_equal]
+    most = max(episodes[member].reward or 0.0 for member in batch.episode_ids)
+    best = sum(episodes[group[0]].reward == most for group in equal)
     metrics = {"groups/zero_variance": len(equal) / len(batch.groups), "groups/at_best": best / len(batch.groups)}
     return {**metrics, "reward/max": most, **shares}
 

@@ -161,15 +161,20 @@ class Batches:
     def learned_in_slices(
         self, batch: Batch, metrics: Mapping[str, float], fingerprints: Mapping[str, int] | None = None
     ) -> Iterator[dict[str, float]]:
-        """As `learned`, by `SLICE` members. Yields the metrics after each slice. One commit must have all slices."""
+        """As `learned`, in slices. Yields after each slice, at last the metrics. One commit must have all slices."""
         store = self._store
         if batch.id < store.policy_version:
             yield self._journal.step(batch.id)
             return
         assert store.pending is not None and batch.id == store.pending.id, "batches are learned in order"
+        uniform = []
+        for group in () if batch.job.recipe.only_given else batch.groups:  # Their turns may be many.
+            own, of_turns = [store.episodes[member] for member in group], batch.job.recipe.needs_call_rewards
+            uniform.append(batch_forest.is_uniform(self._journal, own, store.policies, of_turns=of_turns))
+            yield {}
         merged = {
             **batch_forest.episode_metrics([store.episodes[e] for e in batch.episode_ids], store.policies),
-            **batch_forest.share_metrics(self._journal, batch, store.episodes, store.policies),
+            **batch_forest.share_metrics(batch, store.episodes, uniform),
             **batch_forest.loss_metrics(store.state.lost("groups", batch.id), store.state.lost("episodes", batch.id)),
             **self._forest_metrics.get(batch.id, {}),
             **metrics,

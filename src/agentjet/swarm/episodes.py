@@ -262,12 +262,12 @@ class SwarmState:
 
     def demonstrate(
         self, request: SftRequest, answered: Sequence[Answered], policy: str, *, idempotency_key: str | None = None
-    ) -> Committed:
+    ) -> Iterator[Committed | None]:
         """See `demonstrations.compose`. `policy` learns. Raises `Later` (`not_sampling`) for a complete batch, too."""
         if self.batches.ready():
             raise Later("A complete batch is learned first.", code="not_sampling", retry_after=RETRY_SECONDS)
         job = self.job.for_demonstrations(request.lr, policy)
-        return demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
+        yield from demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------
 
@@ -347,23 +347,27 @@ class SwarmState:
             self._mixture.record_end(episode)
         return episode
 
-    def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
-        """Close groups of which the client begins no further episode, or drop those that it does not need.
+    def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> Iterator[int]:
+        """Close groups of which the client begins no further episode, or drop those that it does not need, in slices.
 
-        Returns the number of those that still wait for live members. A repeated request has one effect: a later group
-        of the same name stays open.
+        Yields at last the number of those that still wait for live members. A repeated request has one effect: a later
+        group of the same name stays open. One commit must have all slices.
         """
         scope = f"close/{request.client_id}"
         if self.store.recall(scope, idempotency_key, request) is None:
             now, left = self._clock(), groups.named(self.store, request)
             with self.store.transaction():
                 self.store.remember(scope, idempotency_key, request, "")
-                if request.not_needed:
-                    self._endings.drop_groups(left, "surplus", HAS_STEPS, now)
-                else:
-                    for group in left:
-                        self._endings.leave(group, now)
-        return sum(group.is_left for group in groups.named(self.store, request))
+            for known in left:
+                group = self.store.groups.get(known.id)
+                if group is not None and group.state == "open":  # It may have changed since the slice before.
+                    with self.store.transaction():
+                        if request.not_needed:
+                            self._endings.drop_groups([group], "surplus", HAS_STEPS, now)
+                        else:
+                            self._endings.leave(group, now)
+                yield 0
+        yield sum(group.is_left for group in groups.named(self.store, request))
 
     def undecided(self) -> Undecided | None:
         """The closing group that ended first; None without any."""
