@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agentjet.client.sft import _learned, read_demonstrations
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, Event, SftRequest
+from agentjet.swarm import demonstrations
 from agentjet.swarm.demonstrations import Answered
 from agentjet.types import ModelInfo
 from tests.client.test_real_server import client
@@ -186,10 +188,30 @@ def test_a_complete_batch_is_learned_before_demonstrations(tmp_path: Path) -> No
     request = SftRequest.model_validate({"demonstrations": [{"task_id": "one", **asked("a", "b")}]})
     world.play("g", 0.0, 1.0)
     with pytest.raises(Later) as refused:
-        world.swarm.demonstrate(request, answered, "policy")
+        next(world.swarm.demonstrate(request, answered, "policy"))
     assert refused.value.code == "not_sampling"
     world.swarm.batches.learned(world.swarm.batches.compose(), {})
-    assert world.swarm.demonstrate(request, answered, "policy").batch == 1
+    [committed] = world.swarm.demonstrate(request, answered, "policy")
+    assert committed is not None and committed.batch == 1
+    world.close()
+
+
+def test_demonstrations_are_recorded_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else begins a batch between two of them."""
+    monkeypatch.setattr(demonstrations, "SLICE_TOKENS", 8)
+    world = World(tmp_path, batch_size=1)
+    evaluated = world.begin("e", mode="eval")
+    call = world.call(evaluated, 7, 8)
+    world.abort(evaluated)
+    answered = [Answered(f"t{n}", ((replace(call, id=f"c{n}"), [b"a"] * 2, [b"b"] * 2),)) for n in range(4)]
+    request = SftRequest.model_validate({"demonstrations": [{"task_id": "one", **asked("a", "b")}]})
+    slices = world.swarm.demonstrate(request, answered, "policy")
+    assert next(slices) is None and world.swarm.pending is not None
+    with pytest.raises(Later, match="is learning a batch"):
+        world.begin("g")
+    *between, committed = slices
+    assert between == [None] and committed is not None and committed.batch == 0
+    assert len(world.training(world.swarm.pending).facts.call_turn) == 4
     world.close()
 
 

@@ -314,7 +314,8 @@ class Gateway:
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
         committed = self.swarm.demonstrated(request, idempotency_key)
         if committed is None and not request.check_only:
-            committed = self.swarm.demonstrate(request, answered, policy, idempotency_key=idempotency_key)
+            slices = self.swarm.demonstrate(request, answered, policy, idempotency_key=idempotency_key)
+            committed = await self._commits.in_slices(slices)
             self.changed.notify()
             await self.durable()
         return SftResponse(

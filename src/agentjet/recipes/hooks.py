@@ -112,8 +112,9 @@ class PlugInThreads:
     async def wait_for(self, name: str, function: Callable[[], Result]) -> Result:
         """Waits beside the event loop. The rest as `call`."""
         with self._limited(name, function) as result:
-            await asyncio.wait([asyncio.wrap_future(result)], timeout=self._seconds)
-        return result.result()
+            done = asyncio.wrap_future(result)
+            await asyncio.wait([done], timeout=self._seconds)
+        return await done
 
     def stuck(self, name: str) -> str:
         """Returns a sentence about an abandoned thread of this name that has not ended, or ''."""

@@ -6,7 +6,7 @@ the journal, the training loop and the replay do not distinguish them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ from agentjet.swarm.journal import RecordedCall, encode_call
 from agentjet.swarm.mixture import RETRY_SECONDS
 from agentjet.swarm.state import Batch, Episode, Group, new_episode_id
 from agentjet.swarm.store import Store
+
+SLICE_TOKENS = 16_384
+"""Tokens that are recorded at a time: about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,10 @@ def compose(
     job: JobConfig,
     now: float,
     idempotency_key: str | None,
-) -> Committed:
+) -> Iterator[Committed | None]:
     """Commit demonstrations as the next batch, with the settings `job`, before any of them is learned.
+
+    Works in slices and yields the batch at last. One commit must have all slices.
 
     Raises `Later` (`not_sampling`) while another batch is being learned or an evaluation needs the present version.
     Raises `Conflict` (`training_over`) if `job.max_steps` is reached.
@@ -69,23 +74,27 @@ def compose(
             code="not_sampling",
             retry_after=RETRY_SECONDS,
         )
+    episode_ids = [new_episode_id(now) for _ in answered]
+    groups = tuple((episode_id,) for episode_id in episode_ids)
+    batch = Batch(store.policy_version, groups, job, composed=now, carry=store.state.carry)
     with store.transaction():
-        episodes = [_record(store, request, one, now) for one in answered]
-        batch = Batch(
-            id=store.policy_version,
-            groups=tuple((episode.id,) for episode in episodes),
-            job=job,
-            composed=now,
-            carry=store.state.carry,
-        )
         store.journal.add_batch(batch)
-        store.pending = batch
+        store.pending = batch  # No other batch is composed between the slices.
+    num_tokens = 0
+    for episode_id, one in zip(episode_ids, answered, strict=True):
+        with store.transaction():
+            _record(store, request, one, episode_id, now)
+        num_tokens += sum(len(call.suffix) + len(call.completion) for call, *_ in one.calls)
+        if num_tokens >= SLICE_TOKENS:
+            num_tokens = 0
+            yield None
+    with store.transaction():
         committed = Committed(batch.id, store.journal.last_event())
         store.remember(_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")
-    return committed
+    yield committed
 
 
-def _record(store: Store, request: SftRequest, given: Answered, now: float) -> Episode:
+def _record(store: Store, request: SftRequest, given: Answered, episode_id: str, now: float) -> None:
     """Records a demonstration as an episode that has finished, with its calls."""
     version = store.policy_version
     group = Group(
@@ -93,7 +102,7 @@ def _record(store: Store, request: SftRequest, given: Answered, now: float) -> E
     )
     store.put_group(group)
     episode = Episode(
-        id=new_episode_id(now),
+        id=episode_id,
         seq=store.state.num_episodes + 1,
         client_id=request.client_id,
         task_id=given.task_id,
@@ -114,7 +123,6 @@ def _record(store: Store, request: SftRequest, given: Answered, now: float) -> E
         store.journal.add_call(call, encode_call(call, suffix, completion))
     store.put(episode)
     announce(store, episode)
-    return episode
 
 
 def _scope(request: SftRequest) -> str:

@@ -262,12 +262,12 @@ class SwarmState:
 
     def demonstrate(
         self, request: SftRequest, answered: Sequence[Answered], policy: str, *, idempotency_key: str | None = None
-    ) -> Committed:
+    ) -> Iterator[Committed | None]:
         """See `demonstrations.compose`. `policy` learns. Raises `Later` (`not_sampling`) for a complete batch, too."""
         if self.batches.ready():
             raise Later("A complete batch is learned first.", code="not_sampling", retry_after=RETRY_SECONDS)
         job = self.job.for_demonstrations(request.lr, policy)
-        return demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
+        yield from demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------
 
