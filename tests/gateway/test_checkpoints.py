@@ -145,6 +145,7 @@ async def test_a_journal_that_lost_its_end_is_refused(tmp_path: Path, end: int) 
         if not (tmp_path / "early.sqlite").exists():
             shutil.copy(data / RUN / "journal.sqlite", tmp_path / "early.sqlite")
     shutil.copy(tmp_path / "early.sqlite", data / RUN / "journal.sqlite")
+    (data / RUN / "journal.sqlite-wal").unlink(missing_ok=True)  # SQLite leaves it if a reader closes last.
     with (data / RUN / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')  # A line that was cut off counts for nothing.
     await refused(
