@@ -1,8 +1,8 @@
 """A Chromium for the tests of the page, and a served run beside it.
 
-`browser` is shared by the files of the package, `tab` by the tests of a module; `new_tab` is a test's own. `site` is an
-in-process server with scripted compute. A tab fails its test if the browser reports a failed script, a violation of the
-Content Security Policy, or a request to another origin. The tests need a Chromium (`tests.needs`).
+`browser` and `tab` are shared by the tests of a module, `new_tab` is a test's own. `site` is an in-process server with
+scripted compute. A tab fails its test if the browser reports a failed script, a violation of the Content Security
+Policy, or a request to another origin. The tests need a Chromium (`tests.needs`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.needs("browser"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A headless Chromium, until a test of another package comes: it could not run beside Playwright's event loop."""
+    """A headless Chromium, for one file: no test of another package could run beside Playwright's event loop."""
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=chromium_path(), args=ARGUMENTS)
         yield launched
