@@ -80,6 +80,7 @@ def test_learned_stopped_resumed_killed_and_resumed(model: Path, tmp_path: Path)
     folder = server.folder / "checkpoints" / "step_000001"
     assert (folder / "policy").is_dir() and (folder / "state.json").exists()
     other = make_tokenizer(tmp_path / "other")
+    shutil.copy(model / "config.json", other)
     said = refused(other, data_dir)
     assert str(data_dir) in said and str(model) in said and str(other) in said
 
