@@ -44,5 +44,5 @@ def test_costs_are_those_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_runs_of_a_server_learn_and_replay_after_a_kill(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
-    found = asyncio.run(in_runs(["grpo", "mars"], 12, tmp_path / "data", model))
+    found = asyncio.run(in_runs(["grpo", "mars"], 20, tmp_path / "data", model))
     assert all(row["learned"] and row["equal"] for row in found.values()), found
