@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
+import httpx
 import pytest
 
+from agentjet.protocol import StatusResponse
 from agentjet.swarm.places import KEPT_SECONDS
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
@@ -127,8 +128,10 @@ def drawn(outcome: Outcome) -> ElementTree.Element:
     return ElementTree.fromstring(outcome.values["text/html"])
 
 
-def status(served: Served) -> Any:
-    return served.run.gateway.status()
+def status(served: Served) -> StatusResponse:
+    """Over HTTP: this is not the thread of the server's event loop."""
+    answer = httpx.get(f"{served.url}/swarm/v1/status", headers={"Authorization": f"Bearer {TOKEN}"})
+    return StatusResponse.model_validate(answer.json())
 
 
 def test_the_cells_of_the_page(kernel: Kernel, served: Served) -> None:

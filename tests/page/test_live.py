@@ -60,10 +60,10 @@ def test_tabs_follow_one_stream(new_tab: Tab, site: Site) -> None:
 
 
 def test_paused_and_resumed(new_tab: Tab, site: Site) -> None:
-    page = new_tab.open()
+    page, before = new_tab.open(), version_of(site)
+    expect(page.locator(VERSION)).to_have_text(before)  # A paused page loads nothing.
     page.keyboard.press(".")
     expect(page.locator(".connection")).to_have_text("‖ Paused")
-    before = version_of(site)
     site.do(site.run.batch())
     expect(page.locator(VERSION)).to_have_text(before)
     page.get_by_role("button", name="Resume live updates").click()
