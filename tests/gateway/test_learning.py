@@ -98,7 +98,7 @@ def test_each_policy_has_its_own_rewards() -> None:
         for n in range(30)
     ]
     found = learning(made, policies=("planner", "coder"))
-    assert found.answer == "yes" and found.text.startswith("planner: Yes: +0.03") and "; coder: No sign" in found.text
+    assert found.answer == "yes" and found.text.startswith("planner: Yes: +0.03") and "coder: Not certain" in found.text
     same = [{"reward/mean": 0.1 * n, "a/reward/mean": 0.1 * n, "b/reward/mean": 0.1 * n} for n in range(9)]
     assert learning(same, policies=("a", "b")).text.startswith("Yes: +0.1")
 

@@ -84,7 +84,7 @@ def _judge(rewards: tuple[float, ...], early: tuple[float, ...], fallen: str) ->
     shown = f"{slope:+.2g} a step ({low:+.2g} to {high:+.2g}) over the newest {num}"
     path = f"reward {_mean(early):.2g} at first, {_mean(late):.2g} now"
     answer: Answer = "no"
-    text = f"No sign of it: {shown}; {path}"
+    text = f"Not certain: {shown}; {path}"
     if low > 0 and fallen:
         text = f"No: the training reward rises by {shown}, but {fallen}"
     elif low > 0:
