@@ -154,7 +154,7 @@ async def test_training_episodes_beside_demonstrations(tmp_path: Path) -> None:
         await served.run.episode(1.0)
         await swarm.sft([asked("a", "b")], progress=False)
         assert (await swarm.status()).dropped == {"stale": 1}
-    async with serving(tmp_path / "e", job={"recipe": "sft", "group_size": 1, "min_group_size": 1}) as served:
+    async with serving(tmp_path / "e", job={"recipe": "sft", "group_size": 1}) as served:
         with pytest.raises(Conflict, match=r"agentjet sft or swarm\.sft"):
             await served.run.gateway.begin(BeginRequest(task_id="t"))
         await served.run.gateway.begin(BeginRequest(task_id="t", mode="eval"))

@@ -171,9 +171,7 @@ class DropsByTask(Grpo):
 
 
 def test_the_cap_counts_all_reasons_of_the_recipe_together(make_world: Make) -> None:
-    world = make_world(
-        group_size=1, min_group_size=1, recipe={"name": f"{__name__}:DropsByTask", "max_dropped_groups": 2}
-    )
+    world = make_world(group_size=1, recipe={"name": f"{__name__}:DropsByTask", "max_dropped_groups": 2})
     silent = world.begin("silent")
     world.finish(silent, 1.0)
     assert world.swarm.episode(silent.id).dropped == "no_tokens", "not a reason of the recipe"
@@ -186,7 +184,7 @@ def test_the_cap_counts_all_reasons_of_the_recipe_together(make_world: Make) -> 
 
 @pytest.mark.parametrize("reason", ["Too long a story", "too_few"])
 def test_a_reason_of_a_recipe_is_a_short_name_of_its_own(make_world: Make, reason: str) -> None:
-    world = make_world(group_size=1, min_group_size=1, recipe=f"{__name__}:DropsByTask")
+    world = make_world(group_size=1, recipe=f"{__name__}:DropsByTask")
     with pytest.raises(RecipeError, match=rf"DropsByTask' drops a group for the reason '{reason}'"):
         world.play("a", 1, task_id=reason)
 

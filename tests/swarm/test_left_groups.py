@@ -39,6 +39,20 @@ def test_each_group_is_closed_in_a_slice_of_its_own(make_world: Make) -> None:
 
 
 @pytest.mark.parametrize(
+    ("recipe", "trained"), [("grpo", False), ("rft", True)], ids=["compares members", "takes each alone"]
+)
+def test_the_recipe_decides_the_smallest_group_by_default(make_world: Make, recipe: str, trained: bool) -> None:
+    world = make_world(group_size=3, recipe=recipe)
+    alone = world.begin()
+    world.call(alone, 7)
+    world.finish(alone, 1.0)
+    leave(world, "g")
+    [group] = world.swarm.queries.groups or [None]
+    assert (group is not None and group.state == "complete") is trained
+    assert world.swarm.episode(alone.id).dropped == ("" if trained else "too_few")
+
+
+@pytest.mark.parametrize(
     ("num_finished", "ends", "state", "reason"),
     [
         (3, "aborted before", "complete", "short"),
@@ -79,7 +93,7 @@ def test_a_left_group_closes_with_its_last_live_member(
 
 
 def test_a_repeated_request_has_one_effect(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1, recipe="rft")
+    world = make_world(group_size=3, recipe="rft")
     world.finish(world.begin(), 1.0)
     assert leave(world, "g", key="k") == 0
     world.reopen()
@@ -91,7 +105,7 @@ def test_a_repeated_request_has_one_effect(make_world: Make) -> None:
 
 
 def test_a_left_group_takes_no_member_and_survives_a_restart(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1, recipe="rft")
+    world = make_world(group_size=3, recipe="rft")
     first = world.begin()
     world.call(first, 7)
     leave(world, "g")
@@ -104,14 +118,14 @@ def test_a_left_group_takes_no_member_and_survives_a_restart(make_world: Make) -
 
 
 def test_only_the_groups_of_the_client_are_closed_and_unknown_ones_are_no_error(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1, recipe="rft")
+    world = make_world(group_size=3, recipe="rft")
     world.begin(client_id="other")
     assert leave(world, "g", "never begun") == 0
     assert [group.is_left for group in world.swarm.store.groups.values()] == [False]
 
 
 def test_groups_that_are_not_needed_are_dropped_as_surplus(make_world: Make) -> None:
-    world = make_world(group_size=3, min_group_size=1, recipe="rft")
+    world = make_world(group_size=3, recipe="rft")
     first, second = world.begin(), world.begin()
     world.finish(first, 1.0)
     assert leave(world, "g", not_needed=True) == 0

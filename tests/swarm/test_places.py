@@ -26,7 +26,7 @@ from agentjet.swarm import Episode
 from tests.swarm.world import LEASE, MAX_SECONDS, World
 
 Make = Callable[..., World]
-ONE_EACH = {"recipe": "rft", "group_size": 1, "min_group_size": 1}
+ONE_EACH = {"recipe": "rft", "group_size": 1}
 
 
 def opens(world: World, client: str, *groups: str, **request: object) -> list[Episode]:

@@ -118,8 +118,9 @@ class JobConfig(Section):
     """Number of groups in a batch."""
     group_size: Int64 = Field(8, ge=1)
     """Number of episodes in a group."""
-    min_group_size: Int64 = Field(2, ge=1)
-    """Size from which a group that lost episodes is trained; a smaller one is dropped and counted."""
+    min_group_size: Int64 = Field(0, ge=0)
+    """Size from which a group that lost episodes is trained; a smaller one is dropped and counted. 0: the smallest one
+    that the recipe can train, which is 2 for recipes that compare the episodes of a group, else 1."""
     spare_groups: Int64 = Field(0, ge=0)
     """Extra groups started for each batch. Unused ones end as `surplus`, or go into the next batch if `max_staleness`
     is above 0."""
@@ -202,10 +203,11 @@ class JobConfig(Section):
                 f"task_weights = {self.task_weights}: recipe {self.recipe.name} decides which task set is sampled; "
                 "leave task_weights empty"
             )
-        if self.min_group_size < self.recipe.smallest_group:
+        if 0 < self.min_group_size < self.recipe.smallest_group:
             raise ValueError(
                 f"min_group_size = {self.min_group_size}: recipe {self.recipe.name} compares the episodes of a group, "
-                f"so a smaller one has no training signal; set min_group_size to {self.recipe.smallest_group} or more"
+                "so a smaller one has no training signal; "
+                f"set min_group_size to 0, or to {self.recipe.smallest_group} or more"
             )
         if self.min_group_size > self.group_size:
             raise ValueError(f"min_group_size = {self.min_group_size} is above group_size = {self.group_size}")

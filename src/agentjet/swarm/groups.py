@@ -326,7 +326,7 @@ def close(store: Store, group: Group, now: float) -> None:
     """End a group whose members have all finished. It is dropped with a reason, or the recipe decides."""
     members, full = [store.episodes[member] for member in group.members], size(store, group)
     _count_task(store, members)
-    if len(members) < min(store.job.min_group_size, full):
+    if len(members) < min(store.job.min_group_size or store.job.recipe.smallest_group, full):
         drop(store, group, "too_few", now)
     elif not any(member.num_tokens for member in members):
         drop(store, group, "no_tokens", now)

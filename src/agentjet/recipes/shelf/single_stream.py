@@ -19,7 +19,7 @@ class SingleStream(PolicyGradient):
         and for a role with named rewards the batch's mean of these
 
     Source: arXiv 2509.13232, of which a moving mean replaces the value tracker. Confidence: inspired by.
-    Use: one episode of each task at a time (`group_size = 1`, `min_group_size = 1`), in several epochs over the tasks.
+    Use: one episode of each task at a time (`group_size = 1`), in several epochs over the tasks.
     Cost: as GRPO, and no group waits for its slowest episode.
     """
 
