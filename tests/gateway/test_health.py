@@ -252,6 +252,21 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
             range(1, 5),
         ),
     ),
+    (
+        "reward",
+        Facts(
+            [
+                *(one | {"code/v1/reward_mean": 0.5} for one in SOUND),
+                *same(1, reward__mean=0.01, reward__std=0.1, code__v2__reward_mean=0.01),
+                *fallen(3, code__v2__reward_mean=0.0),
+            ],
+            JOB,
+            range(1, 11),
+        ),
+        "bad",
+        "the agent's code changed to v2: does the new code",
+        Facts(),
+    ),
     ("groups", Facts(fallen(5), JOB), "bad", "In the newest step every reward is 0", Facts(SOUND, JOB)),
     (
         "groups",
@@ -290,6 +305,14 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         Facts(job=JOB, silent=STUCK._replace(unheard=40.0), longest_seconds=50.0),
     ),
     ("episodes", Facts(finished=2, lost=8, reason="Timeout"), "bad", "most often: Timeout", Facts(finished=2, lost=4)),
+    (
+        "episodes",
+        Facts(lost=177, reason="Timeout", failing_code="v2"),
+        "bad",
+        "177 of 177 episodes of this batch ended without a reward; most often among the newest 20, all of code version "
+        "v2: Timeout",
+        Facts(),
+    ),
     (
         "episodes",
         Facts(same(batch__episodes=64.0, episodes__aborted=20.0)),

@@ -322,6 +322,10 @@ def silent(facts: Facts) -> Finding | None:
     return Finding(level, f"{text} {duration(one.seconds)}; {known}: does a tool hang?")
 
 
+REASONS = 20
+"""Newest lost episodes whose reasons are counted."""
+
+
 def episodes(facts: Facts) -> Finding | None:
     """Judges the present batch, which may never end, then the newest batches with it.
 
@@ -336,7 +340,9 @@ def episodes(facts: Facts) -> Finding | None:
     text = f"{gone} of {came + gone} episodes of {where} ended without a reward"
     by = f", all of client {facts.failing_client}" if facts.failing_client else ""
     code = f", all of code version {facts.failing_code}" if facts.failing_code else ""
-    text += f"; most often{by}{code}: {facts.reason}" if gone and facts.reason else ""
+    known = min(facts.num_lost, REASONS)
+    among = f" among the newest {known}" if known != gone else ""
+    text += f"; most often{among}{by}{code}: {facts.reason}" if gone and facts.reason else ""
     level: Level = "ok"
     if exceeds(gone, came + gone, USUAL_FAILING):
         level = "bad" if gone / (came + gone) >= FAILING else "warn"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from agentjet.errors import Later
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.health import CodeCounts, Facts, Refill, ServerFacts, SilentEpisode, health
+from agentjet.gateway.health import REASONS, CodeCounts, Facts, Refill, ServerFacts, SilentEpisode, health
 from agentjet.gateway.reader import Reader
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import CellView, EpisodeQuery, HealthView, WaitingGroupView, WaitingView
@@ -27,8 +27,6 @@ MAX_GROUPS = 200
 """Groups in a view. A batch may have thousands, which no screen shows."""
 MAX_LOST = 200
 """Newest lost episodes that are read to fill cells."""
-REASONS = 20
-"""Newest lost episodes whose reasons are counted."""
 NUMBERS = re.compile(r"\b\w*\d\w*")  # Without \b, its time is quadratic in the length of a word.
 COMPARED = 50
 """Newest finished episodes whose durations are read."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
+from operator import itemgetter
 from statistics import median
 
 from agentjet.gateway.learning import REWARD
@@ -41,7 +42,7 @@ class RewardFall:
     other_answers: tuple[str, ...]
     """Phrases about answers that became unlike those before."""
     new_code: str
-    """A phrase if another version of the agent's code plays since the fall, else ''."""
+    """A phrase if other versions of the agent's code play since the fall than at the highest reward, else ''."""
     is_chance: bool
     """True if chance alone may have made the rewards equal."""
 
@@ -59,12 +60,12 @@ def find_fall(steps: Sequence[Step], batch_size: int) -> RewardFall | None:
     now = known[-1][1][REWARD]
     equal = sum(1 for _ in takewhile(lambda one: _all_equal(one[1], now), reversed(known)))
     before, newest = [step for _, step in known[: len(known) - equal]], [step for _, step in known[-equal:]]
-    highest = max((step[REWARD] for step in before), default=now)
-    if not equal or highest <= now:
+    best = max(before, key=itemgetter(REWARD), default=None)
+    if not equal or best is None or best[REWARD] <= now:
         return None
-    answers, code = tuple(_other_answers(before, newest)), _new_code(before[-1], newest[0])
+    answers, code = tuple(_other_answers(before, newest)), _new_code(best, newest[0])
     is_chance = not answers and _chance(before, newest, batch_size) >= UNLIKELY
-    return RewardFall(highest, now, known[len(before) - 1][0], equal, answers, code, is_chance)
+    return RewardFall(best[REWARD], now, known[len(before) - 1][0], equal, answers, code, is_chance)
 
 
 def _all_equal(step: Step, value: float) -> bool:
