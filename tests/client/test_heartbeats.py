@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -164,6 +165,40 @@ def test_an_agent_that_blocks_its_loop_is_named_once(
     assert len(messages) == blocks
     if blocks:
         assert "dozing_agent" in messages[0] and __file__ in messages[0]
+
+
+@pytest.mark.parametrize("why", ["the machine is busy", "a plain function"])
+def test_a_late_loop_is_no_reason_to_blame_an_agent(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy machine the loop's thread waits for a processor; the thread of a plain function takes long to start."""
+    is_busy = why == "the machine is busy"
+    monkeypatch.setattr(heartbeats, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "PUNCTUAL_SECONDS", PATIENCE)
+    pings, enough = itertools.count(), threading.Event()
+
+    def queued_seconds(native_id: int) -> float:
+        ping = next(pings)
+        if ping > 8 * heartbeats.NUM_LATE:
+            enough.set()
+        return ping * 2 * PATIENCE if is_busy else 0.0
+
+    async def waiting_agent(task: Task, episode: AsyncEpisode) -> float:
+        assert enough.wait(PATIENCE)
+        return 1.0
+
+    class Starting(threading.Thread):
+        def start(self) -> None:
+            assert enough.wait(PATIENCE)
+            super().start()
+
+    monkeypatch.setattr(heartbeats, "queued_seconds", queued_seconds)
+    if not is_busy:
+        monkeypatch.setattr("agentjet.client.threads.threading.Thread", Starting)
+    with Swarm(URL, TOKEN, transport=Server().transport()) as swarm, caplog.at_level(logging.WARNING):
+        swarm.train(waiting_agent if is_busy else lambda task, episode: 1.0, [Task("a")], steps=1, progress=False)
+    assert enough.is_set()
+    assert not [record for record in caplog.records if record.name == heartbeats.__name__]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from agentjet.client.threads import LoopThread
@@ -26,9 +27,11 @@ LEASE_SHARE = 1 / 3
 PING_SECONDS = 1.0
 """Interval between pings of an agents' loop, and the time from which an answer is late."""
 PUNCTUAL_SECONDS = 0.25
-"""Delay of this thread's own timer from which the machine is busy: a late answer then proves nothing."""
+"""Delay of this thread's own timer, or wait of the agents' thread for a processor, from which the machine is busy.
+A late answer then proves nothing.
+"""
 NUM_LATE = 3
-"""Late answers in a row before the warning."""
+"""Late answers in a row, each while an agent's own code runs, before the warning."""
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +69,7 @@ class Heartbeats:
         thread = threading.get_ident()
         if thread not in self._watched:
             self._watched.add(thread)
-            self._loop.submit(_watch(asyncio.get_running_loop(), thread))
+            self._loop.submit(_watch(asyncio.get_running_loop(), thread, threading.get_native_id()))
 
     async def close(self) -> None:
         """End the heartbeats and their thread; idempotent."""
@@ -99,35 +102,45 @@ class Heartbeats:
             self._connection = None
 
 
-async def _watch(loop: asyncio.AbstractEventLoop, thread: int) -> None:
-    """Warn once if `loop`, which runs in `thread`, answers several pings in a row late."""
-    num_late = 0
+async def _watch(loop: asyncio.AbstractEventLoop, thread: int, native_id: int) -> None:
+    """Warn once if `loop`, which runs in `thread`, answers several pings in a row late, each time inside an agent."""
+    num_late, agent = 0, ""
     while num_late < NUM_LATE:
         answered = threading.Event()
         try:
             loop.call_soon_threadsafe(answered.set)
         except RuntimeError:  # The loop is closed.
             return
-        began = time.monotonic()
+        began, queued = time.monotonic(), queued_seconds(native_id)
         await asyncio.sleep(PING_SECONDS)
-        if time.monotonic() - began > PING_SECONDS + PUNCTUAL_SECONDS:
+        delays = time.monotonic() - began - PING_SECONDS, queued_seconds(native_id) - queued
+        if max(delays) > PUNCTUAL_SECONDS:
             continue
-        num_late = 0 if answered.is_set() or not loop.is_running() else num_late + 1
+        agent = "" if answered.is_set() or not loop.is_running() else agent_of(thread)
+        num_late = num_late + 1 if agent else 0
     log.warning(
         "%s blocks the event loop of the client, so the other agents wait: await its slow calls, use "
         "asyncio.to_thread for blocking ones, or make the agent a plain function, which gets a thread",
-        agent_of(thread) or "an agent",
+        agent,
     )
 
 
+def queued_seconds(native_id: int) -> float:
+    """Seconds that a thread of this process has waited for a processor; 0 where the system does not count them."""
+    try:
+        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def agent_of(thread: int) -> str:
-    """The agent that a thread runs now: its function, file and line. Empty if it runs none."""
+    """The agent whose own code a thread runs now: its function, file and line. Empty if it runs none."""
     frame, below = sys._current_frames().get(thread), None
     while frame is not None:
         code = frame.f_code
         if code.co_name == "_call" and frame.f_globals.get("__name__") == "agentjet.client.rollout":
             break
         frame, below = frame.f_back, frame
-    if frame is None or below is None:
-        return ""
+    if frame is None or below is None or below.f_globals.get("__name__", "").startswith("agentjet."):
+        return ""  # Such as the start of a plain function's thread.
     return f"the agent {below.f_code.co_qualname} ({below.f_code.co_filename}:{below.f_lineno})"
