@@ -10,8 +10,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -363,15 +363,21 @@ def test_files_that_change_while_they_are_copied(folder: Path, tmp_path: Path) -
     (folder / "a.txt").write_text("zero")
     (folder / "b.txt").write_text("zero")
 
+    edits = count(1)
+
     def edit(seconds: float) -> None:
-        time.sleep(seconds)
         if pairs:
             first, second = pairs.pop(0)
             (folder / "a.txt").write_text(first)
             (folder / "b.txt").write_text(second)
-        (folder / "restless.txt").write_text(str(time.time_ns()))
+        (folder / "restless.txt").write_text("x" * next(edits))  # Its size differs also within one tick of the clock.
 
-    code = CodeFolder(folder, sleep=edit)
+    def now() -> int:
+        """Each watched file was edited just now, until only the restless one is edited."""
+        newest = max(path.stat().st_ctime_ns for path in folder.iterdir())
+        return newest + (10**9 if folder / "restless.txt" in code.unwatched else 0)
+
+    code = CodeFolder(folder, sleep=edit, now=now)
     copy, listing = code.copy(tmp_path / "copy")
     assert ((copy / "a.txt").read_text(), (copy / "b.txt").read_text()) == ("three", "four")
     assert listing.linked == {folder / "restless.txt": "changed 20 times during one load"}

@@ -54,6 +54,33 @@ def test_a_line_for_each_policy_and_for_each_step_of_every_run(
     assert steps[1][1] == "reward 0.500 (planner 0.500, coder 0.500)"
 
 
+def test_a_step_that_cannot_be_printed_is_logged_and_later_ones_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    printed: list[str] = []
+
+    def failing(line: str) -> None:
+        printed.append(line)
+        if len(printed) < 3:
+            raise BrokenPipeError("closed")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(server_process, "_print", failing)
+        monkeypatch.setattr(server_process, "NEW_RUN_SECONDS", 0.001)
+        async with running(tmp_path / "d") as up:
+            printer = asyncio.create_task(server_process._print_runs(up.runs))
+            for number in range(1, 5):
+                await asyncio.sleep(0.05)
+                await up.batch()
+                await up.until(lambda number=number: len(printed) == number)
+            assert not printer.done()
+            printer.cancel()
+
+    asyncio.run(scenario())
+    assert [line.partition("  ")[0] for line in printed] == ["step 1", "step 2", "step 3", "step 4"]
+    assert caplog.text.count("could not be printed") == 1 and "BrokenPipeError: closed" in caplog.text
+
+
 def test_runs_on_the_command_line(served: Served, tmp_path: Path) -> None:
     admin = ["--url", served.url, "--token", ADMIN]
     assert run("runs", "list", *admin).splitlines() == ["default  sampling, policy version 0"]

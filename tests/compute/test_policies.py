@@ -506,6 +506,36 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
     assert isinstance(answer.error, ComputeError) and answer.ends
 
 
+class Stubborn:
+    """A process that ends once it is killed."""
+
+    def __init__(self) -> None:
+        self.killed = asyncio.Event()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    async def wait(self) -> int:
+        await self.killed.wait()
+        return -9
+
+
+def test_a_message_that_cannot_be_read_ends_the_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise its requests would wait for ever: nothing would read the answers."""
+
+    async def scenario() -> None:
+        process, channel = WorkerProcess(tmp_path / "worker.log", 1.0), Silent()
+        completion = await begun(channel, A)
+        channel._reader.feed_data((4).to_bytes(8, "little") + b"junk")
+        await asyncio.wait_for(process._read_messages(cast(Any, Stubborn()), channel), 10)
+        with pytest.raises(WorkerDied):
+            await completion
+        assert process.has_ended
+
+    asyncio.run(scenario())
+    assert caplog.text.count("a message that cannot be read") == 1
+
+
 class Silent(Channel):
     """A channel that takes every request and answers none."""
 

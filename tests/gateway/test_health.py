@@ -32,6 +32,7 @@ from agentjet.gateway.health import (
 from agentjet.gateway.loop_lag import Gap
 from agentjet.gateway.overview import health_of
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, HealthRuleView, ZeroVariance, flatten
+from agentjet.swarm.queries import Silence
 from bench import alarms
 from tests.fakes import running, saying
 from tests.gateway.test_learning import evaluation
@@ -510,6 +511,15 @@ async def test_a_batch_that_loses_its_episodes_is_bad_before_its_first_step(tmp_
     assert found["episodes"].level == "bad" and "5 of 5" in found["episodes"].text
     assert "; most often, all of client c: ConnectionError: no tool server" in found["episodes"].text
     assert found["engine"].level == found["clients"].level == found["disk"].level == "ok"
+
+
+@pytest.mark.parametrize("lease", [20.0, 120.0])
+def test_the_status_and_the_rule_agree_when_a_client_is_gone(lease: float) -> None:
+    job = JobConfig(lease_seconds=lease)
+    for unheard in (15.0, 25.0, 35.0, 65.0):
+        cause = Silence(unheard, 0.0, 0.0, unheard).cause(job)
+        found = rule(Facts(job=job, silent=STUCK._replace(unheard=unheard), longest_seconds=50.0), "silent")
+        assert found is not None and ("its client is gone" in found.text) == ("its client is gone" in cause), unheard
 
 
 async def test_the_picture_of_the_present_batch(tmp_path: Path) -> None:

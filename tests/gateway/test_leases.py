@@ -17,6 +17,7 @@ from agentjet.errors import Conflict
 from agentjet.gateway import CallChunk, gateway
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.swarm import Episode
+from agentjet.swarm.journal import Slice
 from tests.fakes import Running, running, saying
 
 pytestmark = pytest.mark.anyio
@@ -98,6 +99,28 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
         await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
         assert swarm.queries.recent_episodes(1)[0].id == episode.id
     assert caplog.text.count("leases could not be checked") == 1
+
+
+async def test_the_journal_is_pruned_again_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path / "d") as run:
+        store, real, tries = run.gateway.swarm.store, run.gateway.swarm.store.unneeded, 0
+        await run.until(lambda: not store.is_prune_due)
+
+        def failing() -> list[Slice]:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise AssertionError("a bug")
+            return real()
+
+        monkeypatch.setattr(store, "unneeded", failing)
+        for number in (1, 2):
+            store.is_prune_due = True
+            run.gateway.changed.notify()
+            await run.until(lambda number=number: tries == number and not store.is_prune_due)
+    assert caplog.text.count("the journal could not be pruned") == 1 and "AssertionError: a bug" in caplog.text
 
 
 async def test_no_lease_expires_while_nobody_is_heard(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@
 8. The policies of a run may be mistyped: they can change until its first episode, unless the run is up.
 9. Adapters of two runs on two base models do not get into one worker.
 10. Files of a run directly in the data dir are refused with the way out, and stay.
+11. A journal that takes long to open holds neither the event loop nor the stop of the server.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
 from agentjet.gateway import CallRequest, Gateway
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings
+from agentjet.swarm import Journal
+from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.store import Store
-from agentjet.types import Conversation, Message, PolicyId
+from agentjet.types import JOURNAL, Conversation, Message, PolicyId
 from tests.fakes import RUN, Running, running
 
 pytestmark = pytest.mark.anyio
@@ -186,6 +191,12 @@ async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
         ("a", {"policies": {"solo": {}}}, "run_policies_changed", "planner"),
         ("a", {"job": {"batch_sise": 3}}, "invalid_setting", r"job\.batch_sise"),
         ("b", {"policies": {"Planner": {}}}, "invalid_setting", "policies"),
+        (
+            "b",
+            {"policies": {"solo": {"model": "./no"}}},
+            "invalid_setting",
+            r"policies\.solo\.model = '\./no' is neither",
+        ),
         ("b", {"job": {"optimizers": {"coder": {}}}}, "invalid_setting", r"job\.optimizers\.coder"),
     ],
 )
@@ -285,6 +296,32 @@ async def test_a_run_without_its_folder_can_be_ended(tmp_path: Path) -> None:
         assert again.gateway.swarm.policy_version == 1
 
 
+async def test_the_event_loop_opens_no_journal_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its migration may take long. A server that is stopped in that time leaves the journal to the next one."""
+    threads, entered, may_open = [], threading.Event(), threading.Event()
+    of_file: Any = JournalFile.open
+
+    def open_slowly(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        entered.set()
+        may_open.wait(30)
+        return of_file(*args)
+
+    async with running(tmp_path / "d") as run:
+        monkeypatch.setattr(JournalFile, "open", open_slowly)
+        creating = asyncio.create_task(run.runs.put("other", RunSettings()))
+        await run.until(entered.is_set)
+        await run.batch()
+        stopping = asyncio.create_task(run.runs.drain())
+        await asyncio.sleep(0)
+        may_open.set()
+        with pytest.raises(Later, match="being stopped"):
+            await creating
+        await stopping
+        assert threading.main_thread() not in threads
+        Journal.open(tmp_path / "d" / "runs" / "other" / JOURNAL).close()
+
+
 async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
         raise Later("the disk is full", code="journal_unavailable", status=503, retry_after=1.0)
@@ -309,7 +346,7 @@ async def test_a_failed_run_starts_again_with_a_better_job(tmp_path: Path) -> No
 @pytest.mark.parametrize("is_ended", [False, True])
 async def test_a_run_whose_model_was_mistyped_is_created_again(tmp_path: Path, is_ended: bool) -> None:
     async with running(tmp_path / "d") as run:
-        wrong = {"solo": {"model": "mistyped", "worker": "second"}}
+        wrong = {"solo": {"model": "org/mistyped", "worker": "second"}}
         run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
         with pytest.raises(ConfigError, match="mistyped"):
             await opened(run, policies=wrong)
@@ -330,7 +367,7 @@ async def test_corrected_policies_keep_the_job_of_the_run(tmp_path: Path) -> Non
         job = {"batch_size": 3, "optimizers": {"planer": {"lr": 1e-3}, "coder": {"lr": 1e-4}}}
         run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
         with pytest.raises(ConfigError, match="mistyped"):
-            await opened(run, policies={"planer": {"model": "mistyped", "worker": "second"}, "coder": {}}, job=job)
+            await opened(run, policies={"planer": {"model": "org/mistyped", "worker": "second"}, "coder": {}}, job=job)
         changed = run.of_run("other").gateway.job()
         await run.of_run("other").gateway.replace_job(
             changed.model_copy(update={"job": {**changed.job, "group_size": 7}})
@@ -346,10 +383,12 @@ async def test_adapters_on_two_base_models_are_refused_before_the_run_is_created
         return RunSettings(policies={"solo": {"model": model, "worker": worker, "lora": {"rank": 4}}})
 
     async with running(tmp_path / "d") as run:
-        await run.runs.put("a", on("first"))
-        with pytest.raises(InvalidRequest, match=r"'second'.* has adapters of 'first' for the run 'a'.*solo.worker"):
-            await run.runs.put("b", on("second"))
+        await run.runs.put("a", on("org/first"))
+        with pytest.raises(
+            InvalidRequest, match=r"'org/second'.* has adapters of 'org/first' for the run 'a'.*solo.worker"
+        ):
+            await run.runs.put("b", on("org/second"))
         assert not (tmp_path / "d" / "runs" / "b").exists()
-        await run.runs.put("b", on("second", worker="own"))
+        await run.runs.put("b", on("org/second", worker="own"))
         await run.runs.end("a")
-        await run.runs.put("c", on("second"))
+        await run.runs.put("c", on("org/second"))

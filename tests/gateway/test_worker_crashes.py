@@ -8,6 +8,7 @@
 6. An engine recovers and stops also if its policy cannot be removed from the worker.
 7. A call that the backend cannot serve fails with the reason.
 8. A hook that does not return stops its run with the reason. Its batch is kept, and other runs of the worker recover.
+9. An error in the recovery itself fails the engine with the reason. It can be started again.
 """
 
 from __future__ import annotations
@@ -152,3 +153,18 @@ async def test_a_hook_that_does_not_return_stops_its_run_alone(tmp_path: Path) -
         assert other.gateway.engine.num_workers == 2
         await run.gateway.start_engine()
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
+
+
+async def test_an_error_in_the_recovery_fails_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object, **__: object) -> bool:
+        raise AssertionError("a bug")
+
+    async with running(tmp_path / "d") as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(run.gateway.engine, "_recover", broken)
+            run.compute.die()
+            await run.until(lambda: run.gateway.engine.state == "failed")
+        assert run.gateway.engine.reason == "AssertionError('a bug')"
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        await run.batch()

@@ -113,6 +113,10 @@ def test_rewards_differ_by_colour_and_groups_have_their_tasks_as_names(tab: Tab,
     colours = [one.evaluate("cell => getComputedStyle(cell).backgroundColor") for one in drawn.all()]
     assert len(set(colours)) == 3
     expect(page.locator(".groups .name")).to_have_text("3+4, visit 2")
+    group |= {"state": "closing", "size": 4}
+    page.reload()
+    expect(page.locator(".groups .counts")).to_have_text("3 finished, closing: `accept` of the recipe decides")
+    expect(page.locator(".groups .cell.empty")).to_have_count(0)
 
 
 def test_the_facts_have_the_time_left_and_the_machine(tab: Tab, site: Site) -> None:

@@ -125,3 +125,19 @@ async def test_a_child_that_ends_is_replaced() -> None:
         await trials.write("a", other, [], PLAIN)
     assert await trials.write("a", other, [], PLAIN) == write_grammar(other, [], PLAIN)
     await trials.close()
+
+
+@pytest.mark.parametrize("num_started", [1, 4, 100])
+async def test_no_child_starts_once_the_trials_are_closed(num_started: int) -> None:
+    """The first request may be starting the child, or waiting for its answer; another one waits for its turn."""
+    trials = GrammarTrials()
+    asking = [
+        asyncio.create_task(trials.write(owner, Constraint(schema={"const": owner}), [], PLAIN)) for owner in "ab"
+    ]
+    for _ in range(num_started):
+        await asyncio.sleep(0)
+    await trials.close()
+    assert trials._process is None
+    errors = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(error, Later) for error in errors), errors
+    assert trials._process is None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from agentjet.server import monitoring
-from agentjet.server.monitoring import shorten_logs
+from agentjet.server.monitoring import limit_process_logs, shorten_logs
 
 
 @pytest.mark.parametrize("name", ["serve.log", "logs/worker.log", "logs/worker-2.log", "logs/policy/rank-0.log"])
@@ -28,3 +29,27 @@ def test_a_log_without_end_is_shortened(name: str, tmp_path: Path, monkeypatch: 
     last = [int(line.removeprefix("line ")) for line in lines[1:]]
     assert last == [*range(last[0], 200)] and len(last) >= 10
     assert other.stat().st_size == 2000
+
+
+def test_logs_are_shortened_again_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, with its reason."""
+    checks = []
+
+    def failing(data_dir: Path) -> None:
+        checks.append(data_dir)
+        if len(checks) < 4:
+            raise PermissionError("the folder of logs")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(monitoring, "LOG_CHECK_SECONDS", 0.001)
+        monkeypatch.setattr(monitoring, "shorten_logs", failing)
+        limiter = asyncio.create_task(limit_process_logs(tmp_path))
+        async with asyncio.timeout(30):
+            while len(checks) < 6:
+                await asyncio.sleep(0.001)
+        limiter.cancel()
+
+    asyncio.run(scenario())
+    assert caplog.text.count("could not be shortened") == 1 and "PermissionError: the folder of logs" in caplog.text

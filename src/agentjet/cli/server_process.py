@@ -185,6 +185,18 @@ async def _print_runs(runs: Runs) -> None:
 
 
 async def _print_steps(gateway: Gateway) -> None:
+    logged = ""
+    while not gateway.closing:
+        try:
+            await _print_new_steps(gateway)
+        except Exception as error:  # The boundary: standard output may be closed. A repeated failure is logged once.
+            if repr(error) != logged:
+                log.exception("a step of run %s could not be printed", gateway.run)
+            logged = repr(error)
+            await asyncio.sleep(NEW_RUN_SECONDS)
+
+
+async def _print_new_steps(gateway: Gateway) -> None:
     is_first = True
     async for event in gateway.events(gateway.last_event):
         if event is None or event.kind != "step":

@@ -74,6 +74,8 @@ class CodeFolder:
     unwatched: dict[Path, str] = field(default_factory=dict)
     """Files that are not watched, with the reason: the running script, and files that change all the time."""
     sleep: Callable[[float], None] = time.sleep
+    now: Callable[[], int] = time.time_ns
+    """The clock of the file system."""
 
     def stamp(self) -> Stamp:
         return self.listing().stamp
@@ -99,7 +101,7 @@ class CodeFolder:
             with suppress(FileNotFoundError):
                 root = _write(listing, self.root, place)
                 # A second write within one tick of the clock leaves the stamp as it is: young files are copied again.
-                if self.listing().stamp == listing.stamp and not _is_young(listing):
+                if self.listing().stamp == listing.stamp and not _is_young(listing, self.now()):
                     return root, listing
             changes.update({path for path, _ in before.files.items() ^ listing.files.items()})
             restless = [path for path, count in changes.items() if count >= RESTLESS]
@@ -260,9 +262,9 @@ def _stamps(files: Iterable[Path]) -> Iterator[tuple[Path, tuple[int, int]]]:
             yield path, (status.st_ctime_ns, status.st_size)
 
 
-def _is_young(listing: Listing) -> bool:
+def _is_young(listing: Listing, now: int) -> bool:
     newest = max((changed for changed, _ in listing.files.values()), default=0)
-    return 0 <= time.time_ns() - newest < PAUSE_SECONDS * 1e9
+    return 0 <= now - newest < PAUSE_SECONDS * 1e9
 
 
 def _write(listing: Listing, root: Path, place: Path) -> Path:

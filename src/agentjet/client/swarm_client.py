@@ -447,8 +447,9 @@ class AsyncSwarm:
         """Create a run on the server, open it again, or change its job settings. `of_run` gives its client.
 
         `job` and `policies` are as `[job]` and `[policies]` of a settings file; keys of `job` may be dotted, as in
-        `change_job`. Without `job` the run keeps its settings; a new run has those of the server. Raises
-        `InvalidRequest` for a wrong name or setting, and `Conflict` if the run exists with other policies.
+        `change_job`. Without `job` the run keeps its settings; a new run has those that the server was started
+        with. Settings that `job` does not name get their defaults. Raises `InvalidRequest` for a wrong name or setting,
+        and `Conflict` if the run exists with other policies.
         """
         protocol.check_run_name(name)
         check_finite(job or {})

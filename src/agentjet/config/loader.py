@@ -182,11 +182,15 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentjet"
 
 
-def check_models(config: ServeConfig) -> None:
-    """Raises `ConfigError` for a base model that cannot be loaded. Folders of other machines are not checked."""
+def check_models(config: ServeConfig, *, only_of_policies: bool = False) -> None:
+    """Raises `ConfigError` for a base model that cannot be loaded. Folders of other machines are not checked.
+    `only_of_policies` leaves out `model.name`.
+    """
     for policy in config.policy_names:
         name = config.model_of(policy).name
         of_policy = policy in config.policies and config.policies[policy].model
+        if only_of_policies and not of_policy:
+            continue
         if not config.compute_of(policy).address and CheckpointName.parse(name) is None:
             check_model_name(name, f"policies.{policy}.model =" if of_policy else "model.name =")
 

@@ -25,6 +25,7 @@ from agentjet.config import JobConfig
 from agentjet.errors import (
     AgentJetError,
     CheckpointError,
+    ComputeError,
     ConfigError,
     Conflict,
     HookHung,
@@ -175,8 +176,16 @@ class Engine:
     # ---- supervision ------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Brings the policies up, again after each crash, until stopped."""
+        """Boundary: an error that `_keep_up` does not handle fails the engine."""
         observability.run.set(self._run.name)
+        try:
+            await self._keep_up()
+        except Exception as error:
+            log.exception("the engine failed")
+            await self._fail(error if isinstance(error, AgentJetError) else ComputeError(repr(error)))
+
+    async def _keep_up(self) -> None:
+        """Brings the policies up, again after each crash, until stopped."""
         while not self.training.stopping:
             began = time.monotonic()
             try:

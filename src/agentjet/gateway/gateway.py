@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -605,5 +604,5 @@ class Gateway:
             except Later as later:  # The journal has logged it.
                 store.is_prune_due = True
                 await asyncio.sleep(later.retry_after)
-            except sqlite3.Error:
+            except Exception:  # The boundary: the journal must not grow without end.
                 log.exception("the journal could not be pruned; the next checkpoint tries again")

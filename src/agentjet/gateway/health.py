@@ -24,6 +24,8 @@ from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
+from agentjet.swarm.queries import is_gone
+from agentjet.swarm.store import ABSENT_SECONDS
 from agentjet.types import SOLE_POLICY, EngineState
 
 PAGE = "docs/health.md"
@@ -223,7 +225,6 @@ def graded(share: float, warn: float, bad: float) -> Level:
 
 RESTARTS = 3
 """Starts of the worker that are worth a look."""
-SILENT_SECONDS = 300.0
 
 
 def engine(facts: Facts) -> Finding | None:
@@ -260,7 +261,7 @@ def clients(facts: Facts) -> Finding | None:
     if server is None or server.is_over or server.client_seconds is None:
         return None
     seconds = server.client_seconds
-    if seconds < SILENT_SECONDS:
+    if seconds < ABSENT_SECONDS:
         return Finding("ok", f"a client was seen {seconds:.0f} s ago")
     return Finding("warn", f"no client was seen for {seconds / 60:.0f} minutes: training waits for episodes")
 
@@ -291,8 +292,6 @@ SILENT_LIMITS = ((60.0, 8.0), (300.0, 15.0))
 """Seconds without a call, and multiples of the longest duration, from which an episode is `warn`, and `bad`."""
 SILENT_UNKNOWN = 300.0
 """The same, and at most `warn`, as long as no duration is known."""
-GONE_SECONDS = 30.0
-"""Seconds without a call or a heartbeat from which a client may be gone."""
 FAILING, USUAL_FAILING = 0.3, 0.1
 """Share of lost episodes at which the rule is bad, and the share that is usual."""
 
@@ -304,16 +303,15 @@ def silent(facts: Facts) -> Finding | None:
     if facts.silent is None:
         return None
     one, longest = facts.silent, facts.longest_seconds
-    lease = facts.job.lease_seconds if facts.job is not None else inf
-    is_gone = one.unheard >= max(GONE_SECONDS, lease / 2)
+    client_is_gone = facts.job is not None and is_gone(one.unheard, facts.job.lease_seconds)
     if longest is None:
         level: Level = "warn" if one.seconds >= SILENT_UNKNOWN else "ok"
     else:
         level = graded(one.seconds, *(max(least, times * longest) for least, times in SILENT_LIMITS))
-    if level == "ok" and not is_gone:
+    if level == "ok" and not client_is_gone:
         return Finding("ok", f"the longest time since a call of a live episode is {duration(one.seconds)}")
     text = f"episode {one.id} of task {one.task_id}, client {one.client_id}, has made no call for"
-    if is_gone:
+    if client_is_gone:
         text += f" {duration(one.seconds)}, and sent no heartbeat for {duration(one.unheard)}: its client is gone. The"
         return Finding(
             "warn", f"{text} episode ends without a reward in {duration(one.expires_in)}, and its place is free"

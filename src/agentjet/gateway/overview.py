@@ -229,7 +229,7 @@ def _group_view(one: FillingGroup, failed: Sequence[Episode]) -> WaitingGroupVie
         name=one.group.name,
         task_id=one.members[0].task_id if one.members else "",
         task_set=one.group.task_set,
-        state="complete" if one.group.state == "complete" else "open",
+        state=one.group.state,
         size=one.size,
         cells=cells,
     )

@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from agentjet.compute import Compute
-from agentjet.config import JobConfig, PolicyConfig, ServeConfig, first_mistake, parse_config
+from agentjet.config import JobConfig, PolicyConfig, ServeConfig, check_models, first_mistake, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
@@ -71,7 +71,7 @@ class Runs:
         """Locks of the runs that requests change now."""
         self._closing = False
         _refuse_first_edition(config.server.data_dir)
-        self.default = self._gateway(DEFAULT_RUN, config)
+        self.default = self._gateways[DEFAULT_RUN] = self._new_gateway(config, run=DEFAULT_RUN)
 
     def get(self, name: str) -> Gateway:
         """Returns the gateway of an open run. Raises `NotFound`."""
@@ -108,11 +108,14 @@ class Runs:
             self._check_not_closing()
             known = self._record(name)
             record = known or self._new_record(settings)
-            is_corrected = settings.policies not in ({}, record.policies) and self._is_unused(name)
+            is_corrected = settings.policies not in ({}, record.policies) and await asyncio.to_thread(
+                self._is_unused, name
+            )
+            is_open = name in self._gateways and not is_corrected
             if is_corrected:  # Its policies were perhaps mistyped.
                 record = await asyncio.to_thread(self._with_policies, name, record, settings.policies)
             # It may import a plug-in.
-            job = await asyncio.to_thread(self._checked_job, record, settings, is_open=name in self._gateways)
+            job = await asyncio.to_thread(self._checked_job, record, settings, is_open=is_open)
             self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
             if (known is None or is_corrected) and name in self._gateways:
                 await self._gateways.pop(name).close()
@@ -202,6 +205,8 @@ class Runs:
         try:
             policies, job = settings.policies or record.policies, record.job if settings.job is None else settings.job
             config = self._config_of(policies, job, "request")
+            if not is_open:
+                check_models(config, only_of_policies=True)  # The start of the server has checked `model.name`.
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
         before, after = self._config_of(record.policies, {}).policies, config.policies
@@ -259,10 +264,15 @@ class Runs:
             raise
         self._check_not_closing()
         try:
-            gateway = self._gateway(name, config)
+            # It opens the journal, and may migrate it.
+            gateway = await asyncio.to_thread(self._new_gateway, config, run=name)
         except (ConfigError, Later, OSError) as error:
             self._failed[name] = str(error)
             raise ConfigError(str(error)) from None
+        if self._closing:
+            await gateway.close()
+            self._check_not_closing()
+        self._gateways[name] = gateway
         self._failed.pop(name, None)
         await gateway.start()
 
@@ -281,10 +291,6 @@ class Runs:
         with closing(opened) as journal:
             journal.job_settings()
             journal.batches(journal.read_state().policy_version)
-
-    def _gateway(self, name: str, config: ServeConfig) -> Gateway:
-        gateway = self._gateways[name] = self._new_gateway(config, run=name)
-        return gateway
 
     def _names(self) -> list[str]:
         on_disk = {path.parent.name for file in (RECORD, JOURNAL) for path in self._folder.glob(f"*/{file}")}

@@ -313,7 +313,9 @@ class RunSettings(Request):
     policies: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """As `[policies]` of the settings file. Cannot change once the run was up or has an episode."""
     job: dict[str, Any] | None = None
-    """As `[job]` of the settings file. null keeps those of the run; a new run has those of the server."""
+    """As `[job]` of the settings file. null keeps those of the run; a new run has those of the server's start.
+    Settings that `job` does not name get their defaults.
+    """
 
 
 class RunView(Response):

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from agentjet.protocol.base import Request, Response
 from agentjet.protocol.control import EvaluationView
+from agentjet.types import GroupState
 
 # --- sessions
 
@@ -117,7 +118,9 @@ class WaitingGroupView(Response):
     name: str
     task_id: str
     task_set: str
-    state: Literal["open", "complete"]
+    state: GroupState
+    """`open`, `complete`, or `closing`: all members have ended, and the hook `accept` of the recipe has yet to decide.
+    """
     size: int
     """Number of finished episodes that complete the group. Spare episodes may be more."""
     cells: list[CellView]

@@ -42,6 +42,7 @@ class GrammarTrials:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._is_closed = False
         self._results: OrderedDict[bytes, str | InvalidRequest] = OrderedDict()
         """By digest of the schemas, which may have megabytes."""
         self._one_at_a_time = asyncio.Lock()
@@ -78,12 +79,12 @@ class GrammarTrials:
         try:
             answer = await self._ask(asked)
         except (OSError, asyncio.IncompleteReadError):
-            await self.close()
+            await self._end_process()
             raise Later(
                 "The process that checks grammars ended.", code="grammar_check_failed", status=503, retry_after=1.0
             ) from None
         except BaseException:  # A cancelled trial would leave its answer in the pipe.
-            await self.close()
+            await self._end_process()
             raise
         if "grammar" in answer:
             return str(answer["grammar"])
@@ -102,12 +103,14 @@ class GrammarTrials:
         return InvalidRequest(answer["message"], code=answer["code"], param=answer["param"])
 
     async def _ask(self, asked: bytes) -> dict[str, Any]:
+        self._check_open()
         if self._process is None:
             command = [sys.executable, "-P", "-m", __name__]
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, start_new_session=True
             )
+            self._check_open()  # It was perhaps closed meanwhile.
         sending, receiving = self._process.stdin, self._process.stdout
         assert sending is not None and receiving is not None
         sending.write(SIZE.pack(len(asked)) + asked)
@@ -116,8 +119,18 @@ class GrammarTrials:
         answer: dict[str, Any] = json.loads(await receiving.readexactly(size))
         return answer
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Later("The run was closed during the request.", code="run_closed", status=503, retry_after=1.0)
+
     async def close(self) -> None:
-        """Ends the child process. Idempotent."""
+        """Ends the child process and refuses what waits for it. Idempotent."""
+        self._is_closed = True
+        await self._end_process()
+        async with self._one_at_a_time:  # A trial may be starting the process.
+            await self._end_process()
+
+    async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()

@@ -34,6 +34,8 @@ from agentjet.server.deps import BEARER, VIEWER, Deps, GuardedRoute
 from agentjet.server.error_handlers import PROBLEM
 from agentjet.types import DEFAULT_RUN, EngineState
 
+log = logging.getLogger(__name__)
+
 SECRET_PATTERNS = (
     (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
     (re.compile(r"(aj[ks])-[\w.~-]+"), r"\1-…"),
@@ -61,9 +63,15 @@ async def limit_process_logs(data_dir: Path) -> None:
     """Without end: shortens the logs to which processes write their output. A plug-in that prints without end would
     fill the disk.
     """
+    logged = ""
     while True:
         await asyncio.sleep(LOG_CHECK_SECONDS)
-        await asyncio.to_thread(shorten_logs, data_dir)
+        try:
+            await asyncio.to_thread(shorten_logs, data_dir)
+        except Exception as error:  # The boundary: the next check may succeed. A repeated failure is logged once.
+            if repr(error) != logged:
+                log.exception("logs of processes could not be shortened; retrying every %g s", LOG_CHECK_SECONDS)
+            logged = repr(error)
 
 
 def shorten_logs(data_dir: Path) -> None:

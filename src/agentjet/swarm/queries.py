@@ -22,10 +22,17 @@ from agentjet.types import Call, EpisodeFilter, Message
 
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
-
-
+GONE_SECONDS = 30.0
+"""Seconds without a call or a heartbeat from which a client may be gone."""
 FIRST_STEPS = 10
 """Steps that are the beginning of a run."""
+
+
+def is_gone(unheard: float, lease_seconds: float) -> bool:
+    """True if the client of an episode is gone: it sends several heartbeats within a lease. `unheard` is the number of
+    seconds since a call or a heartbeat.
+    """
+    return unheard >= max(GONE_SECONDS, lease_seconds / 2)
 
 
 class Refill(NamedTuple):
@@ -51,10 +58,10 @@ class Silence(NamedTuple):
     """Since a call or a heartbeat of it."""
 
     def cause(self, job: JobConfig) -> str:
-        """A phrase for the likely cause. A client sends several heartbeats within a lease."""
-        if self.unheard < max(SILENT_SECONDS, job.lease_seconds / 2):
-            return "does a tool hang?"
-        return f"its client is gone: no heartbeat for {duration(self.unheard)}"
+        """A phrase for the likely cause."""
+        if is_gone(self.unheard, job.lease_seconds):
+            return f"its client is gone: no heartbeat for {duration(self.unheard)}"
+        return "does a tool hang?"
 
 
 class Queries:
@@ -299,14 +306,16 @@ class Queries:
             return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
         live = sum(episode.group_id is not None for episode in store.live())
         rewards = ["rewards"] if live else []
-        rewards += ["`accept` of the recipe"] if self.num_groups("closing") else []
+        closing = self.num_groups("closing")
+        rewards += ["`accept` of the recipe"] if closing else []
         refills = groups.missing_members(store, self._leases.epoch, self._clock())
         wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixture.waiting_for():
             wanted += f" of {sets}"
         return (
             f"{wanted}: {self.num_groups('complete')} of {job.batch_size} groups are complete, "
-            f"{self.num_groups('open')} open, {live} episodes live{self._waiting_client()}"
+            f"{self.num_groups('open')} open, {f'{closing} closing, ' if closing else ''}{live} episodes live"
+            f"{self._waiting_client()}"
             f"{self._silent() if names_silent else ''}"
         )
 

@@ -30,8 +30,8 @@ RECENT_STEPS = 50
 PRUNE_EVERY = 2000
 """Episodes after which rows are deleted from the journal without a checkpoint."""
 MAX_CLIENTS_SHOWN = 256
-GONE_SECONDS = 300.0
-"""Seconds after which a client that was not seen does not decide any more when training ends."""
+ABSENT_SECONDS = 300.0
+"""Seconds after which a client that was not seen is absent. It does not decide any more when training ends."""
 KEPT_PER_REASON = 50
 """Transcripts that are kept of the newest episodes that ended for a reason and train nothing."""
 LONGEST_REASON = 80
@@ -396,10 +396,8 @@ class Leases:
 
     def ends_at_version(self) -> int:
         """The last policy version that a present client trains to; 0 if unknown."""
-        known = (
-            version for client, version in self._ends.items() if self._clock() - self.clients[client] < GONE_SECONDS
-        )
-        return max(known, default=0)
+        since = self._clock() - ABSENT_SECONDS
+        return max((version for client, version in self._ends.items() if self.clients[client] > since), default=0)
 
     @contextmanager
     def calling(self, episode: Episode) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -54,6 +55,8 @@ WORKER_VARIABLES = {
 """Environment of a worker. glibc keeps freed memory for the next batch (`policy_host.Heap`): new pages cost a virtual
 machine up to a third of a step.
 """
+
+log = logging.getLogger(__name__)
 
 RESUMING = ("publish", "load", "add", "remove")
 """Requests after which no completion of the policy pauses."""
@@ -199,12 +202,19 @@ class WorkerProcess:
         return self._channel
 
     async def _read_messages(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # The process ended.
+        """Boundary: a message that cannot be read ends the process."""
+        try:
             while True:
                 done = await channel.receive()
                 self._watchdog.reset()
                 if done is not None and done.op in RESUMING:
                     self._unpublished.discard(done.policy)
+        except (asyncio.IncompleteReadError, ConnectionError):  # The process ended.
+            pass
+        except Exception:
+            log.exception("the worker process sent a message that cannot be read; it is killed")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         self._end = self._reason(await process.wait(), channel)
         channel.end(self._end)
         if not self._closing:

@@ -52,11 +52,12 @@ function Cell({ cell, path, scale: [low, high] }) {
 function Row({ group, index, scale }) {
   const { cells, size } = group;
   const shown = cells.slice(0, MAX_CELLS);
-  const free = Math.max(0, Math.min(size, MAX_CELLS) - shown.length);
+  const closing = group.state === "closing"; // It begins no further episode.
+  const free = closing ? 0 : Math.max(0, Math.min(size, MAX_CELLS) - shown.length);
   const counts = Object.entries(KINDS).map(([state, text]) => {
-    const count = state === "empty" ? Math.max(0, size - cells.length) : cells.filter((one) => one.state === state).length;
+    const count = state === "empty" ? !closing && Math.max(0, size - cells.length) : cells.filter((one) => one.state === state).length;
     return count ? `${count} ${text}` : "";
-  }).filter(Boolean).join(", ");
+  }).concat(closing ? "closing: `accept` of the recipe decides" : "").filter(Boolean).join(", ");
   return html`<li class=${`group ${group.state}`}>
     <a class="name" href=${href(`/groups/${group.id}`)}><${Text} value=${groupName(group.name) || group.task_id || `group ${group.id}`} limit=${60} /></a>
     <span class="cells">
