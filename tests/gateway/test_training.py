@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.gateway.engine import MAX_FAILURES
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
 from tests.fakes import RUN, ScriptedCompute, running
@@ -290,6 +291,41 @@ async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
         assert refused
         run.compute.deadly.clear()
         await run.batch()
+
+
+async def test_a_batch_whose_end_was_undone_is_given_up_by_the_next_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        batches, store, crashes = run.gateway.swarm.batches, run.gateway.swarm.store, run.compute
+        set_aside, given_up = batches.quarantine, list[int]()
+
+        def undone_once(batch: Batch, reason: str) -> None:
+            given_up.append(crashes.starts)
+            set_aside(batch, reason)
+            if len(given_up) == 1:
+                store.abandon(OSError("full"))
+
+        monkeypatch.setattr(batches, "quarantine", undone_once)
+        crashes.deadly = {("default", 0)}
+        await run.fill_batch()
+        await run.until(lambda: run.gateway.status().episodes["dropped"] == 4 and len(given_up) == 2)
+        assert given_up[1] == given_up[0] + 1
+
+
+async def test_an_engine_that_cannot_give_a_batch_up_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+
+        def cannot(batch: Batch, reason: str) -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(run.gateway.swarm.batches, "quarantine", cannot)
+        run.compute.deadly = {("default", 0)}
+        await run.fill_batch()
+        await run.until(lambda: run.gateway.engine.state == "failed")
+        assert run.compute.starts == MAX_FAILURES + 1
 
 
 @pytest.mark.parametrize("moment", ["training_batches", "learned_in_slices"])

@@ -259,13 +259,14 @@ def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
     assert [batch.id for batch in batches] == [0, 1, 2]
 
 
-def test_each_group_of_a_learned_batch_is_judged_in_a_slice_of_its_own(world: World) -> None:
+def test_each_group_of_a_learned_batch_and_each_member_has_a_slice_of_its_own(world: World) -> None:
     """A recipe may compare the rewards of thousands of turns."""
     for group in "ab":
         world.play(group, 0.0, 1.0)
     batch = world.swarm.batches.compose()
-    *of_groups, recorded = world.swarm.batches.learned_in_slices(batch, {})
-    assert of_groups == [{}] * len(batch.groups) and recorded["groups/zero_variance"] == 0.0
+    first, second, *recorded = world.swarm.batches.learned_in_slices(batch, {})
+    assert (first, second) == ({}, {}) and recorded[0]["groups/zero_variance"] == 0.0
+    assert len(recorded) == 1 + len(batch.episode_ids)
 
 
 def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:

@@ -30,8 +30,6 @@ from agentjet.types import CheckpointStamp, OperationKind
 
 NOT_FINITE = "batch/not_finite/"
 """Beginning of the metrics that name a metric which was left out, because it was not finite. Their value is 1."""
-SLICE = 128
-"""Members of a learned batch that are recorded at a time: about 10 ms."""
 ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
@@ -161,7 +159,7 @@ class Batches:
     def learned_in_slices(
         self, batch: Batch, metrics: Mapping[str, float], fingerprints: Mapping[str, int] | None = None
     ) -> Iterator[dict[str, float]]:
-        """As `learned`, in slices. Yields after each slice, at last the metrics. One commit must have all slices."""
+        """As `learned`, in slices. Yields at last the metrics: see `GroupCommit.in_slices`."""
         store = self._store
         if batch.id < store.policy_version:
             yield self._journal.step(batch.id)
@@ -192,11 +190,10 @@ class Batches:
             self._mixture.start_batch()
             self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
             store.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
-        members = batch.episode_ids
-        for start in range(0, len(members), SLICE):
+        yield merged
+        for episode_id in batch.episode_ids:
             with store.transaction():
-                for episode_id in members[start : start + SLICE]:
-                    store.put(replace(store.episodes[episode_id], trained_in=batch.id))
+                store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             yield merged
 
     def quarantine(self, batch: Batch, reason: str) -> None:

@@ -76,7 +76,7 @@ class Queries:
         self._mixture = mixture
         self._held = held
         self._clock = clock
-        self._first_group: tuple[int, Sequence[Message], Sequence[Message | None]] | None = None
+        self._first_group: tuple[Sequence[str], Sequence[Message], Sequence[Message | None]] | None = None
 
     @classmethod
     def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
@@ -217,12 +217,12 @@ class Queries:
 
         They are kept until another batch is asked for: each status shows them, and calls may have megabytes.
         """
-        if self._first_group is None or self._first_group[0] != batch.id:
-            members = batch.groups[0]
+        members = batch.groups[0]  # Another batch may have the id of one whose commit was undone.
+        if self._first_group is None or self._first_group[0] != members:
             asked = self._journal.first_call(members[0])
             last = [self._journal.last_call(member) for member in members]
             messages = () if asked is None else asked.ask.messages
-            self._first_group = batch.id, messages, [None if call is None else call.response for call in last]
+            self._first_group = members, messages, [None if call is None else call.response for call in last]
         return self._first_group[1:]
 
     # ---- the run -------------------------------------------------------------------------------------------
