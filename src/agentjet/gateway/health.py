@@ -501,7 +501,7 @@ def _way_back(facts: Facts, step: int) -> str:
 
 
 def truncated(facts: Facts) -> Finding | None:
-    """Names the limit that cut most of the answers: that of the job, or the agents' own.
+    """Names the limit that cut most of the answers: that of the job, the agents' own, or the context.
 
     The agents' own is a choice of their author, so it is only worth a look if besides all rewards are equal.
     """
@@ -519,20 +519,18 @@ def truncated(facts: Facts) -> Finding | None:
 
 def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -> tuple[str, bool]:
     """A phrase for the limit that cut most answers of these steps, and whether the agents' author chose it."""
-    cut, own = (
-        sum(step.get(name, 0.0) for step in steps) for name in ("completion/truncated", "overridden/max_tokens")
+    cut, own, full = (
+        sum(step.get(name, 0.0) for step in steps)
+        for name in ("completion/truncated", "overridden/max_tokens", "completion/context_full")
     )
-    given = f" = {job.max_tokens}" if job is not None else ""
-    if 2 * own <= cut:
-        return f"job.max_tokens{given}", False
-    known = {step["overridden/limit"] for step in steps if "overridden/limit" in step}
-    is_chosen = len(known) == 1
-    limit = (
-        f"max_tokens = {known.pop():.0f} of the agent's own requests"
-        if is_chosen
-        else "limits of the agent's own requests (max_tokens), or at the end of the context"
-    )
-    return f"{limit}, not at job.max_tokens{given}", is_chosen
+    of_job = "job.max_tokens" + (f" = {job.max_tokens}" if job is not None else "")
+    if cut - own - full >= max(own, full):
+        return of_job, False
+    if full >= own:
+        return f"the end of the context (model.context_length), not at {of_job}", False
+    limits = {step.get("overridden/limit", 0.0) for step in steps if step.get("overridden/max_tokens")}
+    limit = f"max_tokens = {max(limits):.0f}" if len(limits) == 1 and all(limits) else "limits (max_tokens)"
+    return f"{limit} of the agent's own requests, not at {of_job}", True
 
 
 def held_out(facts: Facts) -> Finding | None:
