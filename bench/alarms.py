@@ -36,7 +36,7 @@ NAMED = {"rare successes": {"groups"}}
 """Rules that name a kind: most groups with rare successes teach nothing, so that is no false alarm."""
 RISING = ("rising", "solved", "with evaluations", "fast")
 FAST, OWN_LIMIT = 6, 12
-"""Steps within which a fast run, such as the demo, learns what it will, and the smaller limit of its agent in tokens."""
+"""Steps within which a fast run, such as the demo, learns what it will, and the smaller limit of its agent."""
 REWARDS = ("binary", "graded", "0 to 10", "two policies", "zero variance dropped")
 SHAPES = ((8, 8), (4, 8), (8, 4), (16, 4))
 """Batch sizes and group sizes."""

@@ -495,6 +495,13 @@ def test_a_run_without_facts_has_no_findings() -> None:
     assert health(Facts()).rules == [] and health(Facts()).learning.answer == "too_early"
 
 
+def test_an_undone_score_is_not_the_held_out_score() -> None:
+    undone = evaluation(9, 0.1).model_copy(update={"undone": True})
+    found = rule(Facts(evaluations=[evaluation(3, 0.7), undone]), "held_out")
+    assert found is not None and found.text == "held-out score 0.7 at version 3"
+    assert rule(Facts(evaluations=[undone]), "held_out") is None
+
+
 def test_the_worst_policy_is_named_and_metrics_of_clients_are_not_judged() -> None:
     step = {"planner/optim/skipped_steps": 0.0, "coder/optim/skipped_steps": 1.0, "agent/forest/drift": 1.0}
     found = rule(Facts([step] * 5, policies=("planner", "coder")), "gradient")

@@ -23,7 +23,7 @@ from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_me
 from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
-from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
+from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration, newest_held_out
 from agentjet.types import SOLE_POLICY, EngineState
 
 PAGE = "docs/health.md"
@@ -534,12 +534,12 @@ def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -
 
 
 def held_out(facts: Facts) -> Finding | None:
-    last = next((one for one in reversed(facts.evaluations) if one.held_out), None)
-    if last is None:
+    known = newest_held_out(facts.evaluations)
+    if not known:
         return None
     if fallen := held_out_fall(facts.evaluations):
         return Finding("bad", fallen)
-    return Finding("ok", f"held-out score {last.score:.3g} at version {last.policy_version}")
+    return Finding("ok", f"held-out score {known[-1].score:.3g} at version {known[-1].policy_version}")
 
 
 # ---- learning ------------------------------------------------------------------------------------------------------
@@ -645,9 +645,8 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
     if len(values) < 2 * NEWEST or late >= early / 2:
         return Finding("ok", text)
     metric = metrics.get(policy, REWARD)
-    first, latest = (
-        tuple(step[metric] for step in of if metric in step) for of in (facts.first or facts.steps, facts.steps)
-    )
+    first = tuple(step[metric] for step in facts.first or facts.steps if metric in step)
+    latest = tuple(step[metric] for step in facts.steps if metric in step)
     # A fast policy rises within the first steps, so few of them are the start.
     start, now = first[:START], latest[START:][-2 * NEWEST :]
     if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
