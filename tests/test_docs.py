@@ -222,8 +222,15 @@ def test_tree_in_the_readme_is_the_tree() -> None:
         name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()
     }
     folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert packages == {*folders, "page", "errors.py", "types.py", "section.py"}
+    assert packages == {*folders, "page", *(path.name for path in SOURCE.glob("[!_]*.py"))}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
+
+
+def test_numbers_in_the_readme_are_those_of_their_pages() -> None:
+    text, models = README.read_text(encoding="utf-8"), (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    classes = re.findall(r"^\| \w+ \| `\w+` \|", models, re.MULTILINE)
+    assert f"{len(classes)} architectures as tiny random models" in text
+    assert f"| {len(registry.built_in())} recipes, one file each" in text
 
 
 def sentences(text: str) -> Iterator[str]:

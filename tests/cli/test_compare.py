@@ -182,6 +182,13 @@ def test_only_scores_of_the_same_tasks_are_compared(
         assert words in text
 
 
+def test_an_undone_evaluation_has_no_part_in_the_choice_of_the_compared_tasks() -> None:
+    """Both runs had the older list, but one of them only before its rollback."""
+    undone, newest = views((*SAME, 0.9), (*OTHER, 0.4), held_out=True, begin=0)
+    runs = [[undone.model_copy(update={"undone": True}), newest], views((*SAME, 0.3), held_out=True, begin=-9)]
+    assert compared_tasks(runs) == [newest.tasks]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_best_score_is_one_of_the_newest_held_out_tasks(reverse: bool, tmp_path: Path) -> None:
     lists = [SAME, OTHER][:: -1 if reverse else 1]

@@ -243,6 +243,10 @@ def test_the_embedded_backend(model: Path) -> None:
     worker = "policy: the worker: 153.2 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 8.6) of 48.0 GB usable"
     assert f"problem {worker}: does not fit; train an adapter (model.lora.rank), set model.offload" in text
     assert "vllm" not in text and "ranks" not in text
+    config = settings(model, backend="embedded")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    own_masters = "the worker: 145.6 GB (weights 32.1, gradients 32.1, optimiser 64.2, cache 17.2) of 48.0 GB usable"
+    assert own_masters in lines(config, EIGHT), "weights in float32 are their own masters"
     assert "one is 'embedded'" not in lines(settings(model, backend="embedded", sampler_python=""), EIGHT)
     text = lines(settings(model, backend="embedded", sampler_python="", ranks=2, colocated=True), EIGHT)
     assert "note policy: compute.ranks, compute.colocated: for compute.backend = 'cluster', and this one is" in text

@@ -45,7 +45,7 @@ def connect(server: FakeServer) -> AsyncSwarm:
     ("asked", "sentence"),
     [
         ({"task_id": ""}, "task_id = '': .*at least 1 character"),
-        ({"task_id": "t" * 3000}, "task_id = 't{59}…: .*at most 256 characters"),
+        ({"task_id": "t" * 3000}, "task_id = 't{58}…: .*at most 256 characters"),
         ({"task_id": "t", "mode": "zz"}, "mode = 'zz': .*'train' or 'eval'"),
         ({"task_id": "t", "group": 3}, "group = 3: .*string"),
     ],

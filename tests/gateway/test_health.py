@@ -82,6 +82,8 @@ OWN_LIMIT = {
     "overridden__limit": 12.0,
     "batch__episodes": 64.0,
 }
+TWO_OWN_LIMITS = {name: value for name, value in OWN_LIMIT.items() if name != "overridden__limit"}
+"""Half of the answers each: none is that of most."""
 WEAK_METRICS = {"reward__mean": 0.0625, "reward__std": 0.24, "groups__zero_variance": 0.75}
 RISING = (0.09, 0.33, 0.33, 0.40, 0.59, 0.71, 0.50, 0.60, 0.55, 0.76, 0.70, 0.72)
 SHORT_RUN = [{"policy/entropy": 1.2 - 0.1 * n, "reward/mean": reward} for n, reward in enumerate(RISING)]
@@ -369,10 +371,28 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     (
         "truncated",
-        Facts(same(completion__truncated=0.45, overridden__max_tokens=0.4, batch__episodes=64.0), JOB),
+        Facts(same(completion__truncated=0.45, completion__context_full=0.4, batch__episodes=64.0), JOB),
         "warn",
-        "or at the end of the context, not at job.max_tokens = 256",
-        Facts(),
+        "45% of the answers were cut at the end of the context (model.context_length), not at job.max_tokens = 256",
+        Facts(same(completion__truncated=0.08, completion__context_full=0.08, batch__episodes=64.0), JOB),
+    ),
+    (
+        "truncated",
+        Facts(same(reward__std=0.0, **TWO_OWN_LIMITS), JOB),
+        "warn",
+        "45% of the answers were cut at limits (max_tokens) of the agent's own requests, not at job.max_tokens = 256",
+        Facts(same(reward__std=0.4, **TWO_OWN_LIMITS), JOB),
+    ),
+    (
+        "truncated",
+        Facts(
+            [one | {"overridden/limit": 16.0 + n % 2} for n, one in enumerate(same(reward__std=0.0, **OWN_LIMIT))], JOB
+        ),
+        "warn",
+        "45% of the answers were cut at limits (max_tokens) of the agent's own requests, not at job.max_tokens = 256",
+        Facts(
+            [one | {"overridden/limit": 16.0 + n % 2} for n, one in enumerate(same(reward__std=0.4, **OWN_LIMIT))], JOB
+        ),
     ),
     (
         "refused",
@@ -438,7 +458,11 @@ def test_every_rule_is_tripped_and_explained() -> None:
 
 def test_each_remedy_names_settings_commands_and_files_that_exist() -> None:
     """A remedy that names a setting of the past changes nothing."""
-    settings = {key for key, _ in flatten(JobConfig().model_dump(), "job.")} | {"model.dtype", "model.name"}
+    settings = {key for key, _ in flatten(JobConfig().model_dump(), "job.")} | {
+        "model.dtype",
+        "model.name",
+        "model.context_length",
+    }
     root = Path(__file__).parents[2]
     texts = [*remedies().values()]
     for facts in (case[1] for case in TRIPS):
@@ -486,12 +510,20 @@ def test_the_measured_rates_are_those_of_the_page_and_within_the_bounds() -> Non
 
 
 def test_few_simulated_runs_agree_with_the_measured_rates() -> None:
-    assert all(rate <= 0.1 for rate in alarms.false_alarms("flat", 20).values())
+    for kind in ("flat", "fast"):
+        assert all(rate <= 0.1 for rate in alarms.false_alarms(kind, 20).values())
     assert alarms.power("reward", 10) >= 0.9
 
 
 def test_a_run_without_facts_has_no_findings() -> None:
     assert health(Facts()).rules == [] and health(Facts()).learning.answer == "too_early"
+
+
+def test_an_undone_score_is_not_the_held_out_score() -> None:
+    undone = evaluation(9, 0.1).model_copy(update={"undone": True})
+    found = rule(Facts(evaluations=[evaluation(3, 0.7), undone]), "held_out")
+    assert found is not None and found.text == "held-out score 0.7 at version 3"
+    assert rule(Facts(evaluations=[undone]), "held_out") is None
 
 
 def test_the_worst_policy_is_named_and_metrics_of_clients_are_not_judged() -> None:

@@ -10,6 +10,7 @@
 7. The engine gives up on a batch that kills every worker, and reports it.
 8. With separate samplers and `max_staleness`, calls are let in while a dead learner is replaced.
 9. A version names one batch: a batch that separate samplers may have is not given up, also after a restart.
+10. Each batch records the limit that cut its answers: the job's, the agent's or the context.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
 from agentjet.gateway.engine import MAX_FAILURES
+from agentjet.gateway.health import cutting_limit
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
-from tests.fakes import RUN, ScriptedCompute, running
+from tests.fakes import RUN, ScriptedCompute, running, saying
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +55,25 @@ async def test_a_full_batch_is_learned(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["reward/mean"] == 0.5
     assert {"time/sample", "time/learn", "time/wait", "perf/tokens_per_second"} <= lines[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "is_chosen"),
+    [
+        ({}, "job.max_tokens = 32", False),
+        ({"max_tokens": 5}, "max_tokens = 5 of the agent's own requests, not at job.max_tokens = 32", True),
+        ({"max_tokens": 1000}, "the end of the context (model.context_length), not at job.max_tokens = 32", False),
+    ],
+)
+async def test_the_limit_that_cut_the_answers_is_known(
+    tmp_path: Path, asked: dict[str, int], limit: str, is_chosen: bool
+) -> None:
+    card = replace(make_model_info(tmp_path / "tokenizer"), context_length=100)
+    async with running(tmp_path / "d", saying(lambda prompt: "no end " * 100), card=card) as run:
+        await run.batch(**asked)
+        step = run.gateway.swarm.queries.last_step
+        assert step["completion/truncated"] == 1.0
+        assert cutting_limit([step], run.gateway.swarm.job) == (limit, is_chosen)
 
 
 async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:

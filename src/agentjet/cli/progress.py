@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from agentjet.cli import one_line
 from agentjet.errors import AgentJetError
+from agentjet.types import beginning
 
 if TYPE_CHECKING:
     from agentjet.client import Swarm
@@ -48,7 +49,7 @@ class ProgressLine:
         line = one_line(text if " so far" in text or " left" in text else f"{text}: {duration(elapsed)} so far")
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
-            self._out.write(f"\r\x1b[K{line if len(line) <= width else line[: width - 1] + '…'}")
+            self._out.write(f"\r\x1b[K{beginning(line, width)}")
             self._is_shown = True
         elif now - self._printed >= FILE_SECONDS:
             self._out.write(f"{line}\n")

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, content_hash, hash_of, is_installed
 from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
+from agentjet.types import beginning
 
 MODULE = "agentjet_loaded_{}"
 """Module name of an imported file. The prefix avoids clashes with other modules."""
@@ -62,8 +63,7 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
 def one_line(error: BaseException) -> str:
     """An exception of the user's code in one line: its type, and the first line of its text."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    cut = first if len(first) <= LONGEST_LINE else f"{first[: LONGEST_LINE - 3]}..."
-    return f"{type(error).__name__}: {cut}"
+    return f"{type(error).__name__}: {beginning(first, LONGEST_LINE)}"
 
 
 def source_of(named: str, *, option: str) -> Path:
@@ -76,6 +76,8 @@ def source_of(named: str, *, option: str) -> Path:
         spec = importlib.util.find_spec(place) if place else None
     except ImportError as error:
         raise ConfigError(f"{option} {named}: {error}") from None
+    except (Exception, SystemExit) as error:  # the boundary: its packages are imported, and may raise anything
+        raise ConfigError(f"{option} {place}: {one_line(error)}") from error
     if spec is None or spec.origin is None:
         raise ConfigError(f"{option} {named}: there is no module {place!r}")
     if not spec.has_location:
@@ -169,7 +171,7 @@ class ModuleSource:
         root = _package_folder(self._module, self._file)
         kind = "folder" if root == self._file.parent and self._file.name != "__init__.py" else "package"
         why = f"the {kind} of {self._file.relative_to(root)}"
-        self._folder = CodeFolder(root, frozenset({self._file}) if _is_installed(root) else None, why)
+        self._folder = CodeFolder(root, frozenset({self._file}) if _is_library(root) else None, why)
         if script := _file_of(sys.modules["__main__"]):
             self._folder.unwatched[script.absolute()] = "the running script: start it again after an edit"
         self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
@@ -330,7 +332,7 @@ def _own_files(module: ModuleType) -> dict[str, Path]:
         return {}
     folder = own.parent
     files = {own.name: own}
-    if _is_installed(folder):
+    if _is_library(folder):
         return files
     for name, other in list(sys.modules.items()):
         file = _file_of(other)
@@ -346,7 +348,8 @@ def _file_of(module: ModuleType) -> Path | None:
     return Path(file) if isinstance(file, str) and file.endswith(".py") else None
 
 
-def _is_installed(folder: Path) -> bool:
+def _is_library(folder: Path) -> bool:
+    """True for a folder of Python's or of installed packages. Its files do not belong to the agent beside them."""
     library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     return folder in library or not {"site-packages", "dist-packages"}.isdisjoint(folder.parts)
 
@@ -384,6 +387,6 @@ def error_location(agent: Callable[..., Any], error: BaseException) -> str:
 
 def _is_authors(file: Path, agent: Path | None) -> bool:
     """True for a file of the author; `agent` is that of the agent. Generated code has no file."""
-    if agent is not None and (file == agent or (file.parent == agent.parent and not _is_installed(file.parent))):
+    if agent is not None and (file == agent or (file.parent == agent.parent and not _is_library(file.parent))):
         return True
     return file.is_absolute() and not is_installed(file)

@@ -35,6 +35,7 @@ from agentjet.types import (
     EpisodeStatus,
     Mode,
     Reward,
+    beginning,
     checked_number,
     invalid_reward,
     wrong_reward_name,
@@ -327,7 +328,7 @@ def _joined(texts: Mapping[str, str]) -> str:
     lines = [f"{name}: {text}" for name, text in texts.items() if text]
     share = MAX_REWARD_TEXT // max(1, len(lines)) - 1
     if sum(map(len, lines)) + len(lines) > MAX_REWARD_TEXT:
-        lines = [line if len(line) <= share else f"{line[: share - 1]}…" for line in lines]
+        lines = [beginning(line, share) for line in lines]
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Container, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
@@ -175,9 +176,9 @@ def compared_tasks(runs: Sequence[Sequence[EvaluationView]]) -> list[Tasks]:
 
     It is the list that most of the runs were evaluated on, of several such ones that of the newest evaluation.
     """
-    known = sorted((one for run in runs for one in run if not one.undone), key=lambda one: one.time)
-    newest = {one.tasks: number for number, one in enumerate(known)}
-    num_runs = {tasks: sum(any(one.tasks == tasks for one in run) for run in runs) for tasks in newest}
+    kept = [[one for one in run if not one.undone] for run in runs]
+    newest = {one.tasks: number for number, one in enumerate(sorted(chain(*kept), key=lambda one: one.time))}
+    num_runs = {tasks: sum(any(one.tasks == tasks for one in run) for run in kept) for tasks in newest}
     by_kind = [[tasks for tasks in newest if tasks[0] is held_out] for held_out in (True, False)]
     return [max(lists, key=lambda tasks: (num_runs[tasks], newest[tasks])) for lists in by_kind if lists]
 

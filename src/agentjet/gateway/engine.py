@@ -285,7 +285,10 @@ class Engine:
         await self._add_policies()
         batches, operations = await self._load_newest()
         self._swarm.record_origin()
-        self._swarm.record_control_tokens({name: one.control_tokens for name, one in self.renderers.items()})
+        self._swarm.record_models(
+            {name: one.control_tokens for name, one in self.renderers.items()},
+            {name: one.context_length for name, one in self.renderers.items()},
+        )
         await self.training.catch_up(batches, operations)
 
     async def _add_policies(self) -> None:

@@ -24,7 +24,7 @@ from agentjet.protocol import (
 from agentjet.swarm import Episode, SwarmState
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.records import Page, Step
-from agentjet.types import EngineState, Message, ProcessStatus
+from agentjet.types import EngineState, Message, ProcessStatus, beginning
 
 WAITING_FOR = {
     "offline": "a start of the engine",
@@ -97,7 +97,7 @@ def zero_variance(queries: Queries) -> ZeroVariance | None:
         truncated=queries.last_step.get("completion/truncated", 0.0),
         limit=health.cutting_limit([queries.last_step], facts.job)[0],
         task_id=members[0].task_id,
-        prompt=_shortened(asked[-1].content) if asked else "",
+        prompt=beginning(asked[-1].content, SHOWN_CHARACTERS) if asked else "",
         answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
         rewards_fell=fell is not None and fell.level == "bad",
     )
@@ -139,11 +139,7 @@ def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:
 
 def _answer_text(response: Message) -> str:
     calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
-    return _shortened(" ".join([response.content, *calls]).strip())
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+    return beginning(" ".join([response.content, *calls]).strip(), SHOWN_CHARACTERS)
 
 
 def episode_list(page: Page, leases: Mapping[str, float]) -> EpisodeList:

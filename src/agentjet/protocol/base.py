@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
+from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, beginning
 
 PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
@@ -63,7 +63,7 @@ class Response(BaseModel):
     def __repr__(self) -> str:
         """The fields in one line; cut in the middle of a long one, such as an episode with its tokens."""
         text = super().__repr__()
-        return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}… ({len(text)} characters)"
+        return text if len(text) <= MAX_REPR else f"{beginning(text, MAX_REPR)} ({len(text)} characters)"
 
 
 def duration(seconds: float) -> str:

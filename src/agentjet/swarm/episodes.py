@@ -124,10 +124,11 @@ class SwarmState:
         with self.store.transaction():
             self._journal.record_origin()
 
-    def record_control_tokens(self, names: Mapping[str, Mapping[int, str]]) -> None:
-        """Store the names of control tokens by policy: see `Journal.put_control_tokens`."""
+    def record_models(self, control_tokens: Mapping[str, Mapping[int, str]], contexts: Mapping[str, int]) -> None:
+        """Store the names of control tokens and the contexts by policy, which people's records need without a model."""
         with self.store.transaction():
-            self._journal.put_control_tokens(names)
+            self._journal.put_control_tokens(control_tokens)
+            self._journal.put_context_lengths(contexts)
 
     def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
         """Store the score of a policy version, once per key. Raises `InvalidRequest` for a version not learned yet."""

@@ -275,6 +275,15 @@ class Journal:
         """Store the names of control tokens by policy, so that transcripts can be read without a tokenizer."""
         self.file.set_meta("control_tokens", json.dumps(names, ensure_ascii=False))
 
+    def context_lengths(self) -> dict[str, int]:
+        """The context of each policy in tokens; empty before the policies were up once."""
+        recorded: dict[str, int] = json.loads(self.file.meta("context_lengths", "{}"))
+        return recorded
+
+    def put_context_lengths(self, lengths: Mapping[str, int]) -> None:
+        """Store the context of each policy, so that answers that filled it can be counted without a model."""
+        self.file.set_meta("context_lengths", json.dumps(lengths))
+
     def read_state(self) -> State:
         return _STATE.validate_json(self.file.meta("state", "{}"))
 
