@@ -281,6 +281,6 @@ def test_what_can_no_longer_be_read_is_not_replaced(world: World, recipe: dict[s
     changed = json.loads(body)
     changed["job"]["recipe"] = recipe
     world.journal.file.db.execute("UPDATE batches SET body = ?", (json.dumps(changed),))
-    for read in (world.reopen, lambda: world.journal.newest_batch()):
+    for read in (world.reopen, lambda: world.journal.batches(0)):
         with pytest.raises(ConfigError, match=rf"batch 0 \(recipe '{recipe['name']}'\) cannot be read: .*{sentence}"):
             read()
