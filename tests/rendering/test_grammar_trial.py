@@ -110,6 +110,21 @@ async def test_a_grammar_waits_for_one_of_each_other_owner_at_most() -> None:
     assert await asyncio.gather(first, other, *evil) == ["1", "3", "0", "2", "4"]
 
 
+@pytest.mark.parametrize("answer", [{"grammar": "g"}, {"limit": "2 s"}])
+async def test_the_same_schema_is_tried_once(answer: dict[str, Any]) -> None:
+    """Also for another owner, and if it was refused."""
+    trials, answered = Slow(), []
+    for owner in ("one", "one", "other"):
+        asking = asyncio.create_task(trials.write(owner, Constraint(schema=LARGE), [], PLAIN))
+        await asyncio.sleep(0)
+        if trials.asked and not trials.asked[-1].done():
+            trials.asked[-1].set_result(answer)
+        await asyncio.wait([asking], timeout=5)
+        answered.append(str(asking.exception() or asking.result()))
+    assert len(trials.asked) == 1 and len(set(answered)) == 1
+    assert answered[0] == "g" or "more than 2 s to compile" in answered[0]
+
+
 def test_a_trial_that_fails_exceeds_no_limit() -> None:
     assert json.loads(_tried_in_a_fork(b"no pickle")) == {}
 
