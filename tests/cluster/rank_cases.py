@@ -195,14 +195,14 @@ def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
 
 def fail(group: Group, models: dict[str, Path], cases: list[Case]) -> dict[Case, dict[str, tuple[str, str]]]:
     """The error of an operation that fails on all ranks between two others, and the state after these, by its hook."""
-    job = JobConfig(recipe=Failing(), optimizer=OptimizerConfig(lr=1e-2))
+    job = JobConfig(recipe=Failing(), micro_batch_tokens=20, optimizer=OptimizerConfig(lr=1e-2))
     first, second = (training_batch(recorded_batch(number), number) for number in BEFORE)
     found: dict[Case, dict[str, tuple[str, str]]] = {}
     for kind, sharding in cases:
-        for where in ("", "not finite", "next_state"):
+        for where in ("", "second call", "not finite", "next_state"):
             learner, error = RankLearner(policy_of(kind, models[kind]), group, sharding), ""
             learner.forward_backward(first, LossSpec.of(job))
-            Failing.where = where
+            Failing.where, Failing.calls = where, 0
             try:
                 if where:
                     learner.forward_backward(second, LossSpec.of(job))
