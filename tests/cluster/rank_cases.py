@@ -195,7 +195,7 @@ def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
 
 def fail(group: Group, models: dict[str, Path], cases: list[Case]) -> dict[Case, dict[str, tuple[str, str]]]:
     """The error of an operation that fails on all ranks between two others, and the state after these, by its hook."""
-    job = JobConfig(recipe=Failing(), micro_batch_tokens=20, optimizer=OptimizerConfig(lr=1e-2))
+    job = JobConfig(recipe=Failing(), micro_batch_tokens=60, optimizer=OptimizerConfig(lr=1e-2))
     first, second = (training_batch(recorded_batch(number), number) for number in BEFORE)
     found: dict[Case, dict[str, tuple[str, str]]] = {}
     for kind, sharding in cases:
