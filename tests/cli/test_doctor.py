@@ -145,6 +145,8 @@ def test_only_policies_on_the_gpus_of_this_machine_count_them(model: Path) -> No
     )
     text = lines(config, EIGHT)
     assert "here: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of 8" in text
+    assert "note far: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of the Ray" in text
+    assert "(`ray status`), or none if it has no GPUs; its nodes count as machines like this one" in text
     on_cpu = settings(model, ranks=9)
     on_cpu = on_cpu.model_copy(update={"model": on_cpu.model.model_copy(update={"device": "cpu"})})
     assert "note policy: 9 ranks + 1 samplers: model.device = 'cpu', so CPUs compute" in lines(on_cpu, EIGHT)

@@ -31,7 +31,16 @@ from agentjet.gateway.health import (
 )
 from agentjet.gateway.loop_lag import Gap
 from agentjet.gateway.overview import health_of
-from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, HealthRuleView, ZeroVariance, flatten
+from agentjet.protocol import (
+    AbortRequest,
+    BeginRequest,
+    FinishRequest,
+    HealthRuleView,
+    ZeroVariance,
+    duration,
+    flatten,
+)
+from agentjet.swarm import Episode
 from agentjet.swarm.queries import Silence
 from bench import alarms
 from tests.fakes import running, saying
@@ -515,6 +524,24 @@ def test_few_simulated_runs_agree_with_the_measured_rates() -> None:
     assert alarms.power("reward", 10) >= 0.9
 
 
+@pytest.mark.thorough
+def test_the_worst_measured_rates_are_those_of_the_present_rules() -> None:
+    """`alarms.json` is of an earlier run. Its worst kind, and its weakest rule, are looked at again."""
+    num, rules = 300, json.loads(alarms.RESULT.read_text())["rules"]
+
+    def is_near(rate: float, measured: float) -> bool:
+        """True within four standard deviations and one run."""
+        return abs(rate - measured) <= 4 * (measured * (1 - measured) / num) ** 0.5 + 1 / num
+
+    rates = alarms.false_alarms("fast", num)
+    assert max(rates.values()) <= 0.02
+    assert [name for name, rate in rates.items() if rate > rules[name]["false_alarms"] + 0.01] == []
+    [weakest] = [name for name, one in rules.items() if one["power"] == min(each["power"] for each in rules.values())]
+    assert rules["entropy"]["worst_kind"] == "fast" and weakest == "entropy"
+    assert is_near(rates["entropy"], rules["entropy"]["false_alarms"])
+    assert is_near(alarms.power("entropy", num), rules["entropy"]["power"])
+
+
 def test_a_run_without_facts_has_no_findings() -> None:
     assert health(Facts()).rules == [] and health(Facts()).learning.answer == "too_early"
 
@@ -595,6 +622,48 @@ async def test_an_episode_whose_client_sends_heartbeats_only_is_named(tmp_path: 
         found = {one.name: one for one in (await run.gateway.overview.health()).rules}
     assert found["silent"].level == "warn"
     assert found["silent"].text.startswith(f"episode {live.id} of task a, client c, has made no call for 1 min")
+
+
+async def test_failures_are_named_with_their_refill_their_code_and_the_client_that_is_gone(tmp_path: Path) -> None:
+    """A group lost its members with one version of the code; a mended one finishes; then its client is gone."""
+    async with running(tmp_path, job={"group_size": 3}) as run:
+
+        async def begin(client: str, code: str) -> Episode:
+            asked = BeginRequest(task_id="t", client_id=client, code_version=code, wait=5)
+            return await run.gateway.begin(asked)
+
+        async def finish(client: str, code: str) -> None:
+            begun = await begin(client, code)
+            await run.say(begun.id)
+            await run.gateway.finish(begun.id, FinishRequest(reward=1.0))
+
+        async def found() -> dict[str, HealthRuleView]:
+            return {one.name: one for one in (await run.gateway.overview.health()).rules}
+
+        await finish("old", "v1")
+        assert "refill" not in await found()
+        for _ in range(9):
+            begun = await begin("old", "v1")
+            await run.gateway.abort(begun.id, AbortRequest(reason="no tool server"))
+        run.clock.advance(20)
+        rules, lease = await found(), run.gateway.swarm.job.lease_seconds
+        assert (rules["refill"].level, rules["episodes"].level) == ("warn", "bad")
+        assert "episodes failed (no tool server): 1 group has too few members" in rules["refill"].text
+        assert f"Client old can begin another one; the group closes in {lease - 20:.0f} s" in rules["refill"].text
+        await finish("new", "v2")
+        text = "9 of 11 episodes of this batch ended without a reward; most often, all of client old, all of code"
+        text += " version v1: no tool server. Of the newest code version v2, 0 of 1 did"
+        rule_of_episodes = (await found())["episodes"]
+        assert (rule_of_episodes.level, rule_of_episodes.text) == ("ok", text)
+        live = await begin("new", "v2")
+        assert (await found())["silent"].level == "ok"
+        run.clock.advance(lease / 2)
+        silent = (await found())["silent"]
+        assert silent.level == "warn" and silent.text.startswith(
+            f"episode {live.id} of task t, client new, has made no"
+        )
+        assert "and sent no heartbeat for 1 min: its client is gone" in silent.text
+        assert f"ends without a reward in {duration(lease / 2)}" in silent.text
 
 
 async def test_reasons_are_those_of_earlier_batches_too_and_alike_if_only_numbers_differ(tmp_path: Path) -> None:

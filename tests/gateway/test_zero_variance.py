@@ -89,8 +89,7 @@ async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp
         before = run.gateway.status().zero_variance
     async with running(tmp_path / "d", **kept_nothing) as run:
         queries = run.gateway.swarm.queries
-        members = queries.last_batch.groups[0] if queries.last_batch is not None else ()
-        await run.until(lambda: not any(map(queries.calls, members)))  # The start deletes them.
+        await run.until(lambda: not any(map(queries.calls, queries.first_group)))  # The start deletes them.
         after = run.gateway.status().zero_variance
     assert before is not None and before.prompt and after is not None
     assert after == before.model_copy(

@@ -327,8 +327,10 @@ class Engine:
                 break
             except CheckpointError as error:
                 refused.append(self._quarantine(info, error))
+        stamp = combined_stamp(stamps) if stamps else None
+        await asyncio.to_thread(self._swarm.batches.read_recipes, 0 if stamp is None else stamp.policy_version)
         try:
-            batches = self._swarm.batches.resume(combined_stamp(stamps) if stamps else None)
+            batches = self._swarm.batches.resume(stamp)
         except CheckpointError as error:
             earlier = ", ".join(path.name for path in self._store.unusable())
             found = [f"Unusable checkpoints in {self._store.folder}: {earlier}."] if earlier else []

@@ -79,15 +79,15 @@ def recorded_status(queries: Queries) -> dict[str, Any]:
 def zero_variance(queries: Queries) -> ZeroVariance | None:
     """Returns the report if the newest batches had no reward variance, with the first group of the newest batch."""
     batches = batches_without_variance(queries.recent_steps)
-    newest = queries.last_batch if batches >= REPORTED_BATCHES else None
-    if newest is None:
+    group = queries.first_group if batches >= REPORTED_BATCHES else ()
+    if not group:
         return None
     facts = health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions, first=queries.first_steps())
     if health.is_solved(facts):
         return None
-    members = [queries.episode(episode_id) for episode_id in newest.groups[0]]
+    members = [queries.episode(episode_id) for episode_id in group]
     fell = health.reward(facts)
-    asked, last = queries.first_group_of(newest)
+    asked, last = queries.messages_of_group(group)
     answers = Counter(
         ("" if answer is None else _answer_text(answer), member.reward or 0.0)
         for member, answer in zip(members, last, strict=True)

@@ -216,8 +216,7 @@ class Batches:
             )
 
     def _forget_pending(self) -> None:
-        newest = self._journal.newest_batch()
-        self._store.pending, self._store.state.carry = None, newest.carry if newest is not None else {}
+        self._store.pending, self._store.state.carry = None, self._journal.newest_carry()
 
     def _pending_groups(self) -> list[Group]:
         """The groups of the pending batch as they were before its composition."""
@@ -248,6 +247,13 @@ class Batches:
         """
         self._check_reach(policy_version)
         return self._journal.batches(policy_version)
+
+    def read_recipes(self, policy_version: int) -> None:
+        """Makes the recipes of the batches from a version on. Call it in a thread before `resume`, which then runs no
+        validators of a plug-in in the event loop. Raises `ConfigError`.
+        """
+        with self._journal.reading() as journal:
+            journal.batches(policy_version)
 
     def record_checkpoint(self, stamp: CheckpointStamp) -> None:
         """Record a checkpoint as the one of its version. Call it before the checkpoint's folder takes its name."""

@@ -445,10 +445,15 @@ class Journal:
         rows = self._db.execute(query, (start, 2**62 if stop is None else stop))
         return [self._batch(body) for (body,) in rows]
 
-    def newest_batch(self) -> Batch | None:
-        """The newest batch, learned or not."""
-        body = self._one("SELECT body FROM batches ORDER BY id DESC LIMIT 1")
-        return None if body is None else self._batch(body)
+    def first_group(self, batch_id: int) -> tuple[str, ...]:
+        """The members of a batch's first group; none without the batch. The batch's recipe is not made."""
+        found = self._one("SELECT json_extract(body, '$.groups[0]') FROM batches WHERE id = ?", batch_id)
+        return tuple(json.loads(found or "[]"))
+
+    def newest_carry(self) -> dict[str, float]:
+        """The `carry` of the newest batch, learned or not. The batch's recipe is not made."""
+        found = self._one("SELECT json_extract(body, '$.carry') FROM batches ORDER BY id DESC LIMIT 1")
+        return dict(json.loads(found or "{}"))
 
     def _batch(self, body: str) -> Batch:
         """Raises `ConfigError` if the batch's recipe can no longer be read."""

@@ -14,7 +14,7 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM, policies_of
 from agentjet.swarm.places import Places
-from agentjet.swarm.state import Batch, Episode, Group, JobSettings, OutcomeCounts
+from agentjet.swarm.state import Episode, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
@@ -76,7 +76,7 @@ class Queries:
         self._mixture = mixture
         self._held = held
         self._clock = clock
-        self._first_group: tuple[Sequence[str], Sequence[Message], Sequence[Message | None]] | None = None
+        self._messages: tuple[Sequence[str], Sequence[Message], Sequence[Message | None]] | None = None
 
     @classmethod
     def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
@@ -207,23 +207,21 @@ class Queries:
         return [batch_id + 1 for batch_id in self._store.steps]
 
     @property
-    def last_batch(self) -> Batch | None:
-        """The newest learned batch; None before the first."""
-        version = self._store.policy_version
-        return next(iter(self._journal.batches(version - 1, version)), None)
+    def first_group(self) -> Sequence[str]:
+        """The members of the first group of the newest learned batch; none before the first."""
+        return self._journal.first_group(self._store.policy_version - 1)
 
-    def first_group_of(self, batch: Batch) -> tuple[Sequence[Message], Sequence[Message | None]]:
-        """The first request of the first group of a learned batch, and the last answer of each member, if any.
+    def messages_of_group(self, members: Sequence[str]) -> tuple[Sequence[Message], Sequence[Message | None]]:
+        """The first request of a group of a learned batch, and the last answer of each member, if any.
 
-        They are kept until another batch is asked for: each status shows them, and calls may have megabytes.
+        They are kept until another group is asked for: each status shows them, and calls may have megabytes.
         """
-        members = batch.groups[0]  # Another batch may have the id of one whose commit was undone.
-        if self._first_group is None or self._first_group[0] != members:
+        if self._messages is None or self._messages[0] != members:
             asked = self._journal.first_call(members[0])
             last = [self._journal.last_call(member) for member in members]
             messages = () if asked is None else asked.ask.messages
-            self._first_group = members, messages, [None if call is None else call.response for call in last]
-        return self._first_group[1:]
+            self._messages = members, messages, [None if call is None else call.response for call in last]
+        return self._messages[1:]
 
     # ---- the run -------------------------------------------------------------------------------------------
 
