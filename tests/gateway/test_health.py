@@ -96,6 +96,7 @@ TWO_OWN_LIMITS = {name: value for name, value in OWN_LIMIT.items() if name != "o
 WEAK_METRICS = {"reward__mean": 0.0625, "reward__std": 0.24, "groups__zero_variance": 0.75}
 RISING = (0.09, 0.33, 0.33, 0.40, 0.59, 0.71, 0.50, 0.60, 0.55, 0.76, 0.70, 0.72)
 SHORT_RUN = [{"policy/entropy": 1.2 - 0.1 * n, "reward/mean": reward} for n, reward in enumerate(RISING)]
+RISING_RUN = [{"reward/mean": reward, "batch/episodes": 64.0} for reward in RISING]
 FAST_RUN = (0.021, 0.042, 0.094, 0.201, 0.469, 0.49, 0.146, 0.284, 0.43, 0.343, 0.18, 0.288)
 """A run of the demo whose reward rose within its first steps."""
 
@@ -370,10 +371,14 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     (
         "truncated",
-        Facts(
-            same(reward__std=0.0, **OWN_LIMIT),
-            JOB,
-        ),
+        Facts([one | {"completion/truncated": 0.95} for one in RISING_RUN], JobConfig(max_tokens=24)),
+        "warn",
+        "95% of the answers were cut at job.max_tokens = 24; the reward rose nevertheless, from 0.25 to 0.614",
+        Facts([one | {"completion/truncated": 0.1} for one in RISING_RUN], JobConfig(max_tokens=24)),
+    ),
+    (
+        "truncated",
+        Facts(same(reward__std=0.0, **OWN_LIMIT), JOB),
         "warn",
         "45% of the answers were cut at max_tokens = 12 of the agent's own requests, not at job.max_tokens = 256",
         Facts(same(reward__std=0.4, **OWN_LIMIT), JOB),

@@ -518,6 +518,9 @@ def truncated(facts: Facts) -> Finding | None:
     limit, is_chosen = cutting_limit(judged, facts.job)
     if is_chosen and (len(judged) < NEWEST or any(step.get("reward/std") for step in judged)):
         level = "ok"
+    start, now = _start_and_now(facts, REWARD)
+    if level == "bad" and rise(start, now) >= LIKELY:
+        level, limit = "warn", f"{limit}; the reward rose nevertheless, from {mean(start):.3g} to {mean(now):.3g}"
     return Finding(level, f"{share:.0%} of the answers were cut at {limit}")
 
 
@@ -648,18 +651,24 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
     text = f"the mean entropy of {NEWEST} steps went from {early:.3g} to {late:.3g} nats a token in {len(values)} steps"
     if len(values) < 2 * NEWEST or late >= early / 2:
         return Finding("ok", text)
-    metric = metrics.get(policy, REWARD)
-    first = tuple(step[metric] for step in facts.first or facts.steps if metric in step)
-    latest = tuple(step[metric] for step in facts.steps if metric in step)
-    # A fast policy rises within the first steps, so few of them are the start.
-    start, now = first[:START], latest[START:][-2 * NEWEST :]
+    start, now = _start_and_now(facts, metrics.get(policy, REWARD))
     if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
         return Finding("ok", text)
     return Finding("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
 
 
+def _start_and_now(facts: Facts, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The values of the first steps and of the newest ones. A fast policy rises within a few steps, so the start is
+    short.
+    """
+    first = tuple(step[metric] for step in facts.first or facts.steps if metric in step)
+    latest = tuple(step[metric] for step in facts.steps if metric in step)
+    return first[:START], latest[START:][-2 * NEWEST :]
+
+
 LIKELY, START = 1.0, 3
-"""Standard deviations from which a rise of the reward since its first steps excuses a fall of the entropy."""
+"""Standard deviations from which a rise of the reward since its first steps excuses a fall of the entropy and cut
+answers, and the number of these steps."""
 
 
 # ---- conversations ---------------------------------------------------------------------------------------------------
