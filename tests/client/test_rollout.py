@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.rollout import RolloutQueue, RolloutSpec, wait_until
+from agentjet.client.rollout import RolloutQueue, RolloutSpec, wait_for_first
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import QUIET_SECONDS
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
@@ -483,9 +483,9 @@ def test_tasks_end_although_the_wait_for_them_is_cancelled() -> None:
         raise ValueError(str(seconds))
 
     async def scenario() -> int:
-        inner = wait_until(asyncio.FIRST_EXCEPTION, [slow(), slow(), failing(0)])
+        inner = wait_for_first([slow(), slow(), failing(0)])
         with pytest.raises(ValueError, match=r"0\.05"):
-            await wait_until(asyncio.FIRST_COMPLETED, [inner, failing(0.05)])
+            await wait_for_first([inner, failing(0.05)])
         return len(asyncio.all_tasks())
 
     assert asyncio.run(scenario()) == 1

@@ -352,10 +352,20 @@ class Runner:
                         raise
                 await self._place_ended(spec)
 
+        workers = [asyncio.create_task(work()) for _ in range(concurrency)]
         try:
-            await wait_until(asyncio.FIRST_EXCEPTION, [work() for _ in range(concurrency)])
-        finally:
-            await self._close_open_groups()
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            await self._end(workers)
+            raise
+        ending = asyncio.create_task(self._end(workers))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:  # What runs beside this has ended, too: a second cancellation cuts this short.
+            await ending
+            raise
+        for worker in done:
+            worker.result()
 
     async def _place_ended(self, spec: RolloutSpec) -> None:
         """Record that a spec is not attempted again. Closes its group if that was the last one and members lack: the
@@ -368,8 +378,16 @@ class Runner:
             if visit.lacks_members and self._close_groups is not None:
                 await self._close_groups([spec], False)
 
+    async def _end(self, workers: Sequence[asyncio.Task[None]]) -> None:
+        """End a run: no episode stays live, and the groups that other clients and later runs would wait for are closed.
+        A cancellation ends the waits.
+        """
+        try:
+            await _ended(workers)
+        finally:
+            await self._close_open_groups()
+
     async def _close_open_groups(self) -> None:
-        """At the end of a run: close the groups that other clients and later runs would wait for."""
         left = [spec for spec in self._open.values() if spec.visit.lacks_members]
         self._open.clear()
         if left and self._close_groups is not None:
@@ -405,26 +423,14 @@ class Runner:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
         episode, agent = await self._begin(spec)
         heartbeats = asyncio.wrap_future(episode.keep_alive())
-        episode.watch_loop()
-        where, has_returned = "", False
         try:
-            returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
-            has_returned = True
-            if episode.status == "live":
-                await self._finish(spec, episode, checked_reward(returned, episode.policies))
-            error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
-        except asyncio.CancelledError:
+            error, where = await self._play(spec, episode, agent, heartbeats)
+        except Unreachable:  # The reward may have arrived: do not abort.
+            raise
+        except BaseException:  # The run ends, also while this episode is being finished or aborted.
             if episode.status == "live":
                 await self._abort_on_exit(spec, episode)
             raise
-        except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
-            if has_returned and isinstance(failure, Unreachable):  # The reward may have arrived: do not abort.
-                raise
-            error = f"{abort_reason(failure)}{proxy_hint(failure, episode.base_url)}"
-            where = error_location(agent, failure)
-            if episode.status == "live":
-                with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
-                    await episode.abort(error)
         finally:
             heartbeats.cancel()
             self.live.discard(episode)
@@ -434,6 +440,27 @@ class Runner:
         if episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS):
             return not_needed(episode)
         return _result(episode, error, where)
+
+    async def _play(
+        self, spec: RolloutSpec, episode: AsyncEpisode, agent: Agent, heartbeats: asyncio.Future[bool]
+    ) -> tuple[str, str]:
+        """Run the agent, and end its episode with a reward or by its exception. Returns the error and its location."""
+        episode.watch_loop()
+        has_returned = False
+        try:
+            returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
+            has_returned = True
+            if episode.status == "live":
+                await self._finish(spec, episode, checked_reward(returned, episode.policies))
+            return "" if episode.reward is not None else f"{episode.status} before the agent was done", ""
+        except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
+            if has_returned and isinstance(failure, Unreachable):
+                raise
+            error = f"{abort_reason(failure)}{proxy_hint(failure, episode.base_url)}"
+            if episode.status == "live":
+                with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
+                    await episode.abort(error)
+            return error, error_location(agent, failure)
 
     async def _call_while_live(
         self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Future[bool]
@@ -511,12 +538,11 @@ async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
     return await returned if inspect.isawaitable(returned) else returned
 
 
-async def wait_until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait for `FIRST_COMPLETED` or `FIRST_EXCEPTION`; the others are cancelled and waited for. Raises the first
-    exception."""
+async def wait_for_first(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait until one has ended; the others are cancelled and waited for. Raises the exception of the first."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=when)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await _ended(tasks)
     for task in done:
