@@ -138,17 +138,18 @@ class RolloutQueue:
     """The episodes of a run, in order. One that the server had no room for is put back, and is next of its task set."""
 
     def __init__(
-        self, specs: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str], tasks: Sequence[Task] = ()
+        self, visits: Mapping[str, Iterator[list[RolloutSpec]]], order: Iterator[str], tasks: Sequence[Task] = ()
     ) -> None:
-        """`specs` are by task set; `order` yields the task set of each next episode; `tasks` may be skipped."""
-        self._specs = specs
+        """`visits` are by task set; `order` yields the task set of each next episode; `tasks` may be skipped."""
+        self._unread = visits
         self._order = order
-        self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in specs}
-        self.task_sets = frozenset(specs)
-        self.has_sets = len(specs) > 1
+        self._waiting: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in visits}
+        """Episodes that were made or put back, by task set."""
+        self.task_sets = frozenset(visits)
+        self.has_sets = len(visits) > 1
         """True if a task set without room is passed over."""
-        self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in specs}
-        self._skipped: dict[str, set[str]] = {name: set() for name in specs}
+        self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in visits}
+        self._skipped: dict[str, set[str]] = {name: set() for name in visits}
         """Tasks that the recipe skips at the present policy version, by task set."""
 
     @classmethod
@@ -162,15 +163,15 @@ class RolloutQueue:
         """
         groups = Groups(group_size, spare, base)
 
-        def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
+        def visits(own: Sequence[Task]) -> Iterator[list[RolloutSpec]]:
             visit = None
             for epoch, task in epochs(own, seed):
                 group = groups.visit(task, epoch, visit)
                 visit = group[0].visit
-                yield from group
+                yield group
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
-        by_set = {name: specs([task for task in tasks if task.task_set == name]) for name in task_sets}
+        by_set = {name: visits([task for task in tasks if task.task_set == name]) for name in task_sets}
         order = (task.task_set for _, task in epochs(tasks, seed) for _ in range(group_size + spare))
         return cls(by_set, order, tasks)
 
@@ -178,32 +179,40 @@ class RolloutQueue:
     def once(cls, tasks: Sequence[Task], repeats: int = 1, base: str = "") -> RolloutQueue:
         """Each task `repeats` times, in no group, with seeds from `base` if there is one. All tasks share the room."""
         each = enumerate((task, repeat) for task in tasks for repeat in range(repeats))
-        specs = (
-            RolloutSpec(task, "", index, seed=episode_seed(base, task, repeat) if base else None)
+        visits = (
+            [RolloutSpec(task, "", index, seed=episode_seed(base, task, repeat) if base else None)]
             for index, (task, repeat) in each
         )
-        return cls({"": specs}, itertools.repeat(""))
+        return cls({"": visits}, itertools.repeat(""))
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
-        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full.
+        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full. The
+        members of groups that have begun come first, also those of a full set: it has room for them.
 
         Sets whose tasks are all skipped come last: they are begun nevertheless if no other set has room, so that
         training never stops.
         """
+        if (begun := self._of_begun_group()) is not None:
+            return begun
         closed = {*full, *filter(self.is_skipped, self.task_sets)}
         if closed == self.task_sets:
             closed = {*full}
         task_set = next(name for name in self._order if name not in closed)
-        waiting = self._put_back[task_set]
-        return waiting.popleft() if waiting else next(self._specs[task_set], None)
+        waiting = self._waiting[task_set]
+        waiting.extend(() if waiting else next(self._unread[task_set], ()))
+        return waiting.popleft() if waiting else None
+
+    def _of_begun_group(self) -> RolloutSpec | None:
+        return next((one.popleft() for one in self._waiting.values() if one and one[0].visit.opened.is_set()), None)
 
     def has_other(self, full: Collection[str]) -> bool:
         """True if an episode of a task set outside `full` may be next."""
         return full != self.task_sets
 
     def put_back(self, spec: RolloutSpec) -> None:
-        """Return an episode that the server had no room for."""
-        self._put_back[spec.task.task_set].append(spec)
+        """Return an episode that the server had no room for: its group has not begun, or not any more."""
+        spec.visit.opened.clear()
+        self._waiting[spec.task.task_set].appendleft(spec)
 
     def skip(self, task: Task) -> None:
         """Record that the recipe skips a task at present."""
@@ -478,6 +487,8 @@ class Runner:
             if not working.done():
                 working.cancel()
                 await asyncio.wait([working])
+            if not working.cancelled():
+                working.exception()  # The run may end as the agent fails: asyncio would log the exception.
 
     async def _begin(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
         self._num_beginning += 1

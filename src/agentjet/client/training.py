@@ -177,7 +177,7 @@ class Training:
 
     async def _evaluate(self, held_out: HeldOutEvaluations) -> None:
         held_out.learned(0)
-        await held_out.watch(lambda: self._live.current.version, self._shown.notify)
+        await held_out.watch(self._live.held_out, self._shown.notify)
         self._runner.goal_reached = True
 
 
