@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, content_hash, hash_of, is_installed
+from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, hash_of, is_installed
 from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
 
 MODULE = "agentjet_loaded_{}"
@@ -177,7 +177,7 @@ class ModuleSource:
         self._num_copies = 0
         self._lock = threading.Lock()
         self._loading: Path | None = None
-        """The copy that is being loaded. None after the end of the run, or the use of another version meanwhile."""
+        """The copy that is being loaded. None after the end of the run, and once another version is used."""
         self._first = self._active = _Modules(None, self._own_modules(self._folder.listing(), root))
 
     def stamp(self) -> Stamp:
@@ -206,9 +206,9 @@ class ModuleSource:
         except BaseException:
             self._exchange(before, place)
             raise
-        copied = {path: copy / path.relative_to(self._folder.root) for path in listing.files}
-        version = hash_of({str(path.relative_to(copy)): path.read_bytes() for path in copied.values()})
-        files = {path: content_hash(place) for path, place in copied.items()}
+        contents = {path: (copy / path.relative_to(self._folder.root)).read_bytes() for path in listing.files}
+        version = hash_of({str(path.relative_to(self._folder.root)): content for path, content in contents.items()})
+        files = {path: hash_of({"": content}) for path, content in contents.items()}
         return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._use, loaded))
 
     def close(self) -> None:
