@@ -20,7 +20,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Command, TrainReport
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource, code_version_of
 from agentjet.client.live_reload import LiveReload
-from agentjet.client.report import EpisodeResult
+from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.rollout import AgentFailing, RolloutSpec
 from agentjet.errors import ConfigError, Conflict
 from agentjet.types import Task
@@ -284,8 +284,8 @@ class Live:
         version, agent = await self.reload.begin(spec_of(group, place), request)
         return str(version), agent
 
-    def finish(self, group: str, version: str, place: int = 0) -> None:
-        result = EpisodeResult(group, "", "finished", 0, 1.0, {}, "", "", version, {}, (), 1, "")
+    def finish(self, group: str, version: str, place: int = 0, outcome: Outcome = "finished") -> None:
+        result = EpisodeResult(group, "", outcome, 0, 1.0, {}, "", "", version, {}, (), 1, "")
         self.reload.ended(spec_of(group, place), result, True)
 
 
@@ -323,16 +323,34 @@ def test_an_edit_does_not_wait_for_groups_that_nothing_completes(files: Files, l
     asyncio.run(scenario())
 
 
-def test_an_edit_waits_for_the_end_of_a_held_out_evaluation(files: Files, lazy: Live) -> None:
+def test_a_held_out_evaluation_runs_one_version(files: Files, lazy: Live) -> None:
+    """Groups go on with its version. An edit meanwhile is loaded after it, also by the next evaluation."""
+
     async def scenario() -> None:
         async with lazy.reload.held_out() as version:
             files.write("live_more", "REWARD = 0.75\n")
-            waiting = asyncio.create_task(lazy.begin("a"))
-            for _ in range(50):
-                await lazy.time.sleep(0.2)
-            assert not waiting.done() and version.agent(None, None) == 0.25
-        new, agent = await asyncio.wait_for(waiting, 20)
-        assert new != version.code_version and agent(None, None) == 0.75
+            old, _ = await lazy.begin("a")
+            assert old == version.code_version and version.agent(None, None) == 0.25
+        lazy.finish("a", old)
+        await lazy.begin("a", 1)
+        lazy.finish("a", old, 1)
+        async with lazy.reload.held_out() as edited:
+            assert edited.agent(None, None) == 0.75 and edited.code_version != old
+
+    asyncio.run(scenario())
+
+
+def test_no_version_is_rolled_back_during_a_held_out_evaluation(files: Files, lazy: Live) -> None:
+    async def scenario() -> None:
+        files.write("live_more", "REWARD = 0.75\n")
+        bad, _ = await lazy.begin("a")
+        async with lazy.reload.held_out() as version:
+            for place in range(9):
+                lazy.finish("a", bad, place, "aborted")
+            assert version.agent(None, None) == 0.75
+        lazy.finish("a", bad, 9, "aborted")
+        assert [change.kind for change in lazy.reload.changes] == ["loaded", "rolled back"]
+        assert version.agent(None, None) == 0.25, "it finds the modules of the version before"
 
     asyncio.run(scenario())
 

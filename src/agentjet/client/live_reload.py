@@ -2,7 +2,7 @@
 
 * A group never mixes versions, and no finished episode is lost: each version runs from a copy of its files. The files
   are loaded once the groups that have begun are complete. No group begins until then.
-* Files that cannot be loaded leave the old version in use.
+* Files that cannot be loaded leave the old version in use. During a held-out evaluation the version stays, too.
 * A version whose first episodes all fail is rolled back to the one before it, until the files change again. Its
   failures do not use up the attempts at a task.
 """
@@ -36,8 +36,6 @@ MOST_LOADS = 10
 """Loads in a row of files that change in between."""
 LOAD_SECONDS = 120.0
 """Time limit of a load. Then the run continues with the version before it."""
-HELD_OUT = ""
-"""Name of a held-out evaluation among the groups. Groups have longer names."""
 MIN_TRIAL = 4
 """Fewest episodes that can prove a version bad."""
 
@@ -98,6 +96,8 @@ class LiveReload:
         self._problem = ""
         """The reason for which the files cannot be listed."""
         self._reloading = asyncio.Lock()
+        self._is_evaluating = False
+        """True during a held-out evaluation. The modules of another version would change its score."""
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
 
@@ -136,7 +136,7 @@ class LiveReload:
         if result.outcome == "not_needed" or (last and not spec.spare):
             self._count_done(spec.group)
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
-        if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back:
+        if loaded is not self._versions[0] and is_bad and not (loaded.is_rolled_back or self._is_evaluating):
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
 
     def _count_done(self, group: str) -> None:
@@ -184,7 +184,7 @@ class LiveReload:
 
     async def _reload_if_changed(self, code: AgentSource) -> None:
         async with self._reloading:
-            if not (edited := self._edits(code)):
+            if self._is_evaluating or not (edited := self._edits(code)):
                 return
             if self._open:
                 before = self.current.version.code_version
@@ -204,15 +204,15 @@ class LiveReload:
 
     @asynccontextmanager
     async def held_out(self) -> AsyncIterator[AgentVersion]:
-        """The version for a held-out evaluation. No other version is loaded before the evaluation ends."""
+        """The version for a held-out evaluation. No version is loaded or rolled back before the evaluation ends."""
+        if self._code is not None:  # else an edit could wait for one evaluation after the other
+            await self._reload_if_changed(self._code)
         async with self._reloading:
-            self._open.add(HELD_OUT)
-            self._num_live[HELD_OUT] += 1
+            self._is_evaluating = True
         try:
             yield self.current.version
         finally:
-            self._num_live[HELD_OUT] -= 1
-            self._open.discard(HELD_OUT)
+            self._is_evaluating = False
 
     async def _reload(self, code: AgentSource) -> None:
         before, stamp = self.current.version, self._stamp
