@@ -19,7 +19,8 @@ import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.rollout import RolloutQueue, RolloutSpec, wait_until
+from agentjet.client.rollout import Groups, RolloutQueue, RolloutSpec, wait_for_first
+from agentjet.client.task_stream import StreamQueue, TaskStream
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import QUIET_SECONDS
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
@@ -407,6 +408,27 @@ def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
         assert len(had) > 30 and had == order_of(task_set, undisturbed)[: len(had)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_members_of_a_begun_group_come_first_also_of_a_full_set(stream: bool) -> None:
+    """A worker that was refused for the set, before the group began, takes its members: it completes no other group."""
+    tasks = [Task(f"{name}{number}", task_set=name) for number in range(2) for name in "ab"]
+    queue = RolloutQueue.training(tasks, 3, 0)
+    if stream:
+        queue = StreamQueue(TaskStream(iter(tasks), "tasks"), Groups(3, 0, ""), 0)
+    first = queue.next({"b"})
+    assert first is not None
+    queue.put_back(first)
+    assert queue.next({"b"}) == first
+    first.visit.opened.set()
+    members = [queue.next({"a"}) for _ in range(2)]
+    assert [spec and (spec.group, spec.place) for spec in members] == [(first.group, 1), (first.group, 2)]
+    last = members[1] or first
+    queue.put_back(last)
+    other = queue.next({"a"})
+    assert other is not None and other.task.task_set == "b", "the server has dropped the group"
+    assert queue.next({"b"}) == last
+
+
 def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer()
     with client(server) as swarm:
@@ -483,9 +505,9 @@ def test_tasks_end_although_the_wait_for_them_is_cancelled() -> None:
         raise ValueError(str(seconds))
 
     async def scenario() -> int:
-        inner = wait_until(asyncio.FIRST_EXCEPTION, [slow(), slow(), failing(0)])
+        inner = wait_for_first([slow(), slow(), failing(0)])
         with pytest.raises(ValueError, match=r"0\.05"):
-            await wait_until(asyncio.FIRST_COMPLETED, [inner, failing(0.05)])
+            await wait_for_first([inner, failing(0.05)])
         return len(asyncio.all_tasks())
 
     assert asyncio.run(scenario()) == 1

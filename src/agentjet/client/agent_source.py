@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, content_hash, hash_of, is_installed
+from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, hash_of, is_installed
 from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
 from agentjet.types import beginning
 
@@ -177,7 +177,9 @@ class ModuleSource:
         self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
         self._remove_copies = weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
         self._num_copies = 0
-        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._loading: Path | None = None
+        """The copy that is being loaded. None after the end of the run, and once another version is used."""
         self._first = self._active = _Modules(None, self._own_modules(self._folder.listing(), root))
 
     def stamp(self) -> Stamp:
@@ -189,34 +191,45 @@ class ModuleSource:
     def load(self) -> AgentVersion:
         """Copies the files and imports the agent's module from the copy, with those that it imports.
 
-        After an error the modules from before are restored. Objects of the old modules stay as they are.
+        After an error the modules from before are restored. Objects of the old modules stay as they are. A load that
+        lasts longer than its caller waits, who uses another version then, exchanges no module any more.
         """
         before, place = self._active, self._copies / str(self._num_copies)
         self._num_copies += 1
+        self._loading = place
         copy, listing = self._folder.copy(place)
-        if self._closed.is_set():
-            raise RuntimeError("the run of this source has ended")
         loaded = _Modules(_CopyFinder(self._module, self._file, self._folder.root, copy), {}, listing)
-        self._activate(loaded)
+        if not self._exchange(loaded, place):
+            raise RuntimeError("the run of this source has ended, or uses another version")
         try:
             agent = getattr(importlib.import_module(self._module), self._name)
             if not callable(agent):
                 raise TypeError(f"{self._name} of {self._file} is not a function any more")
         except BaseException:
-            self._activate(before)
+            self._exchange(before, place)
             raise
-        if self._closed.is_set():  # The run ended while the module was being imported.
-            self._activate(self._first)
-        copied = {path: copy / path.relative_to(self._folder.root) for path in listing.files}
-        version = hash_of({str(path.relative_to(copy)): path.read_bytes() for path in copied.values()})
-        files = {path: content_hash(place) for path, place in copied.items()}
-        return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._activate, loaded))
+        contents = {path: (copy / path.relative_to(self._folder.root)).read_bytes() for path in listing.files}
+        version = hash_of({str(path.relative_to(self._folder.root)): content for path, content in contents.items()})
+        files = {path: hash_of({"": content}) for path, content in contents.items()}
+        return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._use, loaded))
 
     def close(self) -> None:
         """Restore the modules from before the first load, and remove the copies."""
-        self._closed.set()
-        self._activate(self._first)
+        self._use(self._first)
         self._remove_copies()
+
+    def _use(self, modules: _Modules) -> None:
+        """Make later imports find these modules. A load that is under way has no effect then."""
+        with self._lock:
+            self._loading = None
+            self._activate(modules)
+
+    def _exchange(self, modules: _Modules, loading: Path) -> bool:
+        """The same within a load; returns False if that has no effect any more."""
+        with self._lock:
+            if is_wanted := self._loading == loading:
+                self._activate(modules)
+            return is_wanted
 
     def _activate(self, modules: _Modules) -> None:
         """Exchange the imported modules of the folder, and the place where later imports look for them."""

@@ -21,9 +21,9 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -45,6 +45,7 @@ from agentjet.errors import (
 )
 from agentjet.protocol import PREFIX, Event, Problem, StatusResponse
 
+T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
@@ -204,6 +205,7 @@ class Connection:
         self.settings = settings
         self.retry = retry
         self.heartbeats = Heartbeats(lambda: Connection(settings, retry=retry, transport=transport))
+        self._going_on: set[asyncio.Task[Any]] = set()
         self._answered = False
         self._pid: int | None = None
         """The process of the first request. A forked process would share its sockets."""
@@ -218,6 +220,9 @@ class Connection:
         )
 
     async def close(self) -> None:
+        for task in self._going_on:
+            task.cancel()
+        await asyncio.gather(*self._going_on, return_exceptions=True)
         await self.heartbeats.close()
         await self._http.aclose()
 
@@ -270,6 +275,17 @@ class Connection:
             if retry.clock() - since + delay > allowed:
                 raise error
             await retry.sleep(delay)
+
+    async def go_on(self, requests: Coroutine[Any, Any, T], seconds: float) -> T | None:
+        """The result of requests, or None after an error or `seconds`. Then, and after a cancellation, they go on until
+        `close`.
+        """
+        task = asyncio.create_task(requests)
+        self._going_on.add(task)
+        task.add_done_callback(self._going_on.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio logs the exception
+        await asyncio.wait([task], timeout=seconds)
+        return None if not task.done() or task.cancelled() or task.exception() else task.result()
 
     async def status(self) -> StatusResponse:
         """The server's present status."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -146,12 +146,17 @@ class HeldOutEvaluations:
         if num_steps % self.every == 0:
             self.due.set()
 
-    async def watch(self, version: Callable[[], AgentVersion], notify: Callable[[str], None]) -> None:
-        """Evaluate whenever one is due; returns when the score no longer improves."""
+    async def watch(
+        self, version: Callable[[], AbstractAsyncContextManager[AgentVersion]], notify: Callable[[str], None]
+    ) -> None:
+        """Evaluate whenever one is due; returns when the score no longer improves. `version` keeps the agent's version
+        during an evaluation.
+        """
         while not self.stalled:
             await self.due.wait()
             self.due.clear()
-            await self.run(version(), notify)
+            async with version() as kept:
+                await self.run(kept, notify)
 
     async def finish(self, version: AgentVersion, policy_version: int, notify: Callable[[str], None]) -> None:
         """Evaluate the last policy version of a run, unless that is done."""

@@ -7,7 +7,6 @@ improves, or on an exception.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from agentjet.client.episode import AsyncEpisode, begin_episode, close_groups
 from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport
-from agentjet.client.rollout import Agent, Groups, RolloutQueue, RolloutSpec, Runner, not_needed, wait_until
+from agentjet.client.rollout import Agent, Groups, RolloutQueue, RolloutSpec, Runner, not_needed, wait_for_first
 from agentjet.client.task_stream import StreamQueue, TaskStream
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import (
@@ -93,7 +92,7 @@ class Training:
         coroutines = [self._runner.run(self._queue, concurrency), self._watch_steps(), self._show_waiting_reason()]
         if held_out is not None:
             coroutines.append(self._evaluate(held_out))
-        await wait_until(asyncio.FIRST_COMPLETED, coroutines)
+        await wait_for_first(coroutines)
         self._live.end()
         if held_out is not None and not held_out.stalled:
             await held_out.finish(self._live.current.version, self._target, self._shown.notify)
@@ -178,7 +177,7 @@ class Training:
 
     async def _evaluate(self, held_out: HeldOutEvaluations) -> None:
         held_out.learned(0)
-        await held_out.watch(lambda: self._live.current.version, self._shown.notify)
+        await held_out.watch(self._live.held_out, self._shown.notify)
         self._runner.goal_reached = True
 
 
