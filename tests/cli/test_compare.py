@@ -13,7 +13,7 @@ import pytest
 from agentjet.cli.checkpoints import roll_back
 from agentjet.cli.runs import read_run
 from agentjet.errors import ConfigError
-from agentjet.gateway.collection import compared_tasks, differing_settings, figures, notes
+from agentjet.gateway.collection import code_notes, compared_tasks, differing_settings, figures, notes
 from agentjet.gateway.learning import held_out_fall
 from agentjet.protocol import EvaluationRequest, EvaluationView
 from tests.cli.test_commands import run
@@ -38,6 +38,17 @@ def test_figures_of_steps(tmp_path: Path) -> None:
     printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert ["reward", "best", "0.500", "0.500"] in [line.split() for line in printed.splitlines()]
     assert ["score", "best", "-", "-"] in [line.split() for line in printed.splitlines()]
+
+
+def test_a_run_whose_code_changed_has_a_note() -> None:
+    both = (
+        {"code/a/reward_mean": 0.1, "code/b/reward_mean": None},
+        {"code/a/reward_mean": None, "code/b/reward_mean": 0.1},
+    )
+    changed = {version: both[version > 8] for version in range(1, 15)}
+    same = {version: {"code/a/reward_mean": 0.1} for version in range(1, 15)}
+    (note,) = code_notes(["old", "new", "plain"], [changed, same, {1: {}}])
+    assert note.startswith("The agent's code changed during old (a at first, b now)")
 
 
 async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
