@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -456,6 +457,35 @@ def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytes
     said = capsys.readouterr().out.splitlines()
     assert set(said[:-1]) == {"waiting for somebody"}
     assert said[-1].startswith("training 1/1")
+
+
+@pytest.mark.parametrize("fault", ["say_later", "be_down"])
+def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second lasts a millisecond, and timers keep their order."""
+    server = FakeServer()
+    retry = Retry(
+        sleep=lambda seconds: asyncio.sleep(seconds / 1000), clock=lambda: 1000 * time.monotonic(), jitter=lambda: 1.0
+    )
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        if len(server.begun) == 2:
+            setattr(server, fault, 16)
+        elif len(server.begun) > 2:  # The run outlasts the return.
+            await asyncio.sleep(0.05)
+        return 0.5
+
+    async def scenario() -> None:
+        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
+            await swarm.train(agent, TASKS, steps=1, concurrency=2)
+
+    asyncio.run(scenario())
+    said = capsys.readouterr().out.splitlines()
+    reason = "restarting" if fault == "say_later" else "no answer from"
+    (named,) = [line for line in said if "repeats its requests" in line]
+    assert named.startswith(reason) and said.index(named) < said.index("the server takes requests again"), said
+    assert said.count("the server takes requests again") == 1
 
 
 @pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (3600.0, 2)])

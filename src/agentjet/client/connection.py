@@ -25,6 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -206,6 +207,8 @@ class Connection:
         self.retry = retry
         self.heartbeats = Heartbeats(lambda: Connection(settings, retry=retry, transport=transport))
         self._going_on: set[asyncio.Task[Any]] = set()
+        self._delayed: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+        """The reason of each task that repeats a request. A cancelled task keeps its entry until it is collected."""
         self._answered = False
         self._pid: int | None = None
         """The process of the first request. A forked process would share its sockets."""
@@ -218,6 +221,11 @@ class Connection:
             trust_env=not settings.is_loopback,
             transport=transport,
         )
+
+    @property
+    def delay_reason(self) -> str:
+        """The reason why a request is being repeated; empty if there is none, or if the server is only busy (429)."""
+        return next((reason for task, reason in list(self._delayed.items()) if not task.done()), "")
 
     async def close(self) -> None:
         for task in self._going_on:
@@ -251,6 +259,8 @@ class Connection:
         patience = retry.patience if patience is None else patience
         headers = {"Idempotency-Key": key or uuid.uuid4().hex} if method == "POST" else {}
         payload = body.model_dump(mode="json") if body is not None else None
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
         address = self.settings.server_url if path.startswith("/runs") else self.settings.url
         error: RequestError | Unreachable
         while True:
@@ -260,6 +270,7 @@ class Connection:
                 )
                 answer = _decoded(response) if response.is_success else None
                 self._answered, answered, num_lost = True, retry.clock(), 0
+                self._delayed.pop(task, None)
                 if response.is_success:
                     return answer
                 error = self._error(response)
@@ -267,12 +278,16 @@ class Connection:
                     raise error
                 since, allowed, delay = started, patience, max(error.retry_after, retry.delay(num_refused))
                 num_refused += 1
+                if error.status != 429:
+                    self._delayed[task] = str(error)
             except httpx.TransportError as problem:
                 error = self._unreachable(problem)
                 allowed = retry.patience if self._answered else retry.first_patience
                 since, delay = answered, retry.delay(num_lost)
                 num_lost += 1
+                self._delayed[task] = str(error)
             if retry.clock() - since + delay > allowed:
+                self._delayed.pop(task, None)
                 raise error
             await retry.sleep(delay)
 

@@ -32,6 +32,8 @@ from agentjet.protocol import (
 )
 from agentjet.types import Task
 
+DELAYED_SECONDS = 5.0
+"""Interval between looks for repeated requests. Shorter delays are not worth a line."""
 QUIET_SECONDS = 30.0
 """Time without a new episode after which the display shows what the server waits for."""
 
@@ -89,7 +91,12 @@ class Training:
         started, held_out = time.monotonic(), self.held_out
         if self.code is not None:
             self._shown.notify(self.code.described())
-        coroutines = [self._runner.run(self._queue, concurrency), self._watch_steps(), self._show_waiting_reason()]
+        coroutines = [
+            self._runner.run(self._queue, concurrency),
+            self._watch_steps(),
+            self._show_waiting_reason(),
+            self._show_delays(),
+        ]
         if held_out is not None:
             coroutines.append(self._evaluate(held_out))
         await wait_for_first(coroutines)
@@ -174,6 +181,20 @@ class Training:
             if not self._runner.live and self._runner.num_begun == num_begun:
                 with suppress(AgentJetError):  # The rollouts raise if the server is away.
                     self._shown.notify(f"waiting for {(await self.connection.status()).waiting_for}")
+
+    async def _show_delays(self) -> None:
+        """Without end: show once why requests are repeated, and their end."""
+        is_shown = False
+        while True:
+            await self.connection.retry.sleep(DELAYED_SECONDS)
+            reason = self.connection.delay_reason
+            if reason and not is_shown:
+                self._shown.notify(
+                    f"{reason.rstrip('.')}. This client repeats its requests until the server takes them."
+                )
+            elif is_shown and not reason:
+                self._shown.notify("the server takes requests again")
+            is_shown = bool(reason)
 
     async def _evaluate(self, held_out: HeldOutEvaluations) -> None:
         held_out.learned(0)
