@@ -184,6 +184,18 @@ class HeldOutEvaluations:
         return bool(self.stop_after) and best_of(self.done[: -self.stop_after]) is best_of(self.done) is not None
 
 
+def trained_held_out(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> str:
+    """Returns a sentence if held-out tasks are also trained on, else ''. Lists may use equal ids for other payloads."""
+    trained = {(task.id, repr(task.payload)) for task in tasks} if eval_tasks else set()
+    num = sum((task.id, repr(task.payload)) in trained for task in eval_tasks)
+    if not num:
+        return ""
+    return (
+        f"{num} of {len(eval_tasks)} held-out tasks are also trained on: their score shows what was memorised, too. "
+        "Leave them out of the training tasks"
+    )
+
+
 def check_held_out(eval_tasks: Sequence[object], every: int, stop_after: int) -> None:
     """Raises `ValueError` for settings of held-out evaluations that contradict each other."""
     check_counts(0, eval_every=every, stop_after=stop_after)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -38,6 +39,8 @@ Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 def _as_number(value: object) -> object:
+    if isinstance(value, float) and not isfinite(value):  # The bounds alone would be the reason for NaN.
+        raise ValueError("NaN and infinity are not finite numbers")
     return float(value) if isinstance(value, bool) else value
 
 
