@@ -261,9 +261,17 @@ class ModuleSource:
                 continue
             file, portions = _file_of(module), getattr(module, "__path__", None)
             places = [file] if file is not None else [Path(place) for place in portions or ()]
-            if any(place.absolute() in moved for place in places):
+            if any(_absolute(place) in moved for place in places):
                 found[name] = module
         return found
+
+
+def _absolute(place: Path) -> Path:
+    """The absolute path of a place; `place` if the working directory, to which it is relative, is gone."""
+    try:
+        return place.absolute()
+    except FileNotFoundError:
+        return place
 
 
 @dataclass(eq=False)
@@ -304,7 +312,7 @@ class _CopyFinder(MetaPathFinder):
         return spec
 
     def _moved(self, place: str) -> str:
-        path = Path(place or ".").absolute()
+        path = _absolute(Path(place or "."))
         moved = self.copy / path.relative_to(self._root) if path.is_relative_to(self._root) else path
         return str(moved) if moved.exists() else place
 
