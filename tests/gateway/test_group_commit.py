@@ -35,7 +35,7 @@ from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, G
 from agentjet.swarm import Episode, Group, Journal
 from agentjet.timeline.tree import ConversationTree
 from tests.fakes import RUN, Running, running
-from tests.swarm.world import World
+from tests.swarm.world import World, refused_commits
 
 pytestmark = pytest.mark.anyio
 
@@ -229,20 +229,8 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
         db, seen = run.gateway._journal.file.db, []
         run.gateway.swarm.store.on_event = lambda event: seen.append(event)
         if write == "commit":
-            real = run.gateway._journal.file.db
-
-            class Refusing:
-                def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
-                    if statement == "COMMIT":
-                        raise sqlite3.OperationalError("database or disk is full")
-                    return real.execute(statement, *args)
-
-                def __getattr__(self, name: str) -> object:
-                    return getattr(real, name)
-
-            run.gateway._journal.file.db = Refusing()  # type: ignore[assignment]
-            results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
-            run.gateway._journal.file.db = real
+            with refused_commits(run.gateway._journal):
+                results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
         else:
 
             async def too_large() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,31 +22,10 @@ from agentjet.errors import Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, GroupName, SftRequest
 from agentjet.swarm.demonstrations import Answered
 from agentjet.swarm.state import State
-from tests.swarm.world import LEASE, MAX_SECONDS, World
+from tests.swarm.world import LEASE, MAX_SECONDS, World, refused_commits
 
 Make = Callable[..., World]
 Change = Callable[[World], Iterator[None]]
-
-
-@contextmanager
-def refused_commits(world: World) -> Iterator[None]:
-    """Context in which the disk refuses commits."""
-    real = world.journal.file.db
-
-    class Full:
-        def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
-            if statement == "COMMIT":
-                raise sqlite3.OperationalError("database or disk is full")
-            return real.execute(statement, *args)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(real, name)
-
-    world.journal.file.db = Full()
-    try:
-        yield
-    finally:
-        world.journal.file.db = real
 
 
 # ---- 1. every change ------------------------------------------------------------------------------------------------
@@ -237,7 +215,7 @@ def test_an_undone_change_leaves_no_trace(make_world: Make, change: Change, job:
         assert next(steps, None) is None and memory(world) != before
         if way == "another change":
             store.abandon(KeyError("bug"))
-        with refused_commits(world), pytest.raises(Later):
+        with refused_commits(world.journal), pytest.raises(Later):
             store.commit()
     assert memory(world) == before and rows(world) == before_rows
     store.commit()
@@ -285,7 +263,7 @@ def test_an_end_whose_commit_was_undone_can_be_repeated(world: World, end: str, 
         ends()
         if way == "another change":
             store.abandon(KeyError("bug"))
-        with refused_commits(world), pytest.raises(Later):
+        with refused_commits(world.journal), pytest.raises(Later):
             store.commit()
         assert world.swarm.queries.silence(world.swarm.episode(episode_id)).seconds == silent
         world.now += 0.5 * LEASE
@@ -300,7 +278,7 @@ def test_an_expiry_that_was_undone_renews_nothing(world: World) -> None:
     for _ in range(2):
         world.now += 1
         assert [episode.id for episode in world.swarm.reap()] == [episode_id]
-        with refused_commits(world), pytest.raises(Later):
+        with refused_commits(world.journal), pytest.raises(Later):
             store.commit()
     world.swarm.reap()
     store.commit()
@@ -312,7 +290,7 @@ def test_begins_that_were_undone_take_no_share(make_world: Make) -> None:
     world.swarm.store.defer_commits(lambda: None)
     for number in range(3):
         world.begin(f"{number}", client_id="a")
-        with refused_commits(world), pytest.raises(Later):
+        with refused_commits(world.journal), pytest.raises(Later):
             world.swarm.store.commit()
     world.swarm.places.refused(BeginRequest(task_id="t", client_id="b"))
     assert world.begin("g", client_id="a").status == "live"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,3 +104,24 @@ class World:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.swarm.queries.events()]
+
+
+@contextmanager
+def refused_commits(journal: Journal) -> Iterator[None]:
+    """Context in which the disk refuses commits."""
+    real = journal.file.db
+
+    class Full:
+        def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
+            if statement == "COMMIT":
+                raise sqlite3.OperationalError("database or disk is full")
+            return real.execute(statement, *args)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+    journal.file.db = Full()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        journal.file.db = real
