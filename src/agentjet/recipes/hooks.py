@@ -100,45 +100,42 @@ class PlugInThreads:
         """
         self._seconds = seconds
         self._of_run = f" of run {run}" if run else ""
-        self._limit = f"{seconds:g} s{' (server.hook_timeout)' if run else ''}"
         self._ends = ends
 
     def call(self, name: str, function: Callable[[], Result]) -> Result:
         """Returns the result of a function, or raises its error. Raises `RecipeError` after the limit."""
-        with self._limited(name, function) as result:
+        with self._limited(name, function, self._seconds) as result:
             wait([result], self._seconds)
         return result.result()
 
-    async def wait_for(self, name: str, function: Callable[[], Result]) -> Result:
-        """Waits beside the event loop. The rest as `call`."""
-        with self._limited(name, function) as result:
+    async def wait_for(self, name: str, function: Callable[[], Result], *, most: float = math.inf) -> Result:
+        """Waits beside the event loop, at most `most` seconds. The rest as `call`."""
+        seconds = min(self._seconds, most)
+        with self._limited(name, function, seconds) as result:
             done = asyncio.wrap_future(result)
-            await asyncio.wait([done], timeout=self._seconds)
+            await asyncio.wait([done], timeout=seconds)
         return await done
-
-    def stuck(self, name: str) -> str:
-        """Returns a sentence about an abandoned thread of this name that has not ended, or ''."""
-        return next((one.overdue(self._limit) for one in self._abandoned() if one.name == name + self._of_run), "")
 
     def abandoned(self) -> list[str]:
         """Returns a sentence about each abandoned thread that has not ended."""
         now = time.monotonic()
-        return [f"thread {one.name!r}: {one.overdue(f'{now - one.begun:.0f} s')}" for one in self._abandoned()]
-
-    def _abandoned(self) -> list[_PlugInThread[Any]]:
-        alive = (thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread))
-        return [thread for thread in alive if thread.abandoned_by is self]
+        alive = [thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread)]
+        own = [thread for thread in alive if thread.abandoned_by is self]
+        return [f"thread {one.name!r}: {one.overdue(f'{now - one.begun:.0f} s')}" for one in own]
 
     @contextmanager
-    def _limited(self, name: str, function: Callable[[], Result]) -> Iterator[Future[Result]]:
+    def _limited(self, name: str, function: Callable[[], Result], seconds: float) -> Iterator[Future[Result]]:
         """Context of the wait for the result of a function in a thread."""
         thread = _PlugInThread(name + self._of_run, function)
+        limit = f"{seconds:g} s"
+        if self._of_run and seconds == self._seconds:
+            limit += " (server.hook_timeout)"
         overdue = ""
         try:
             yield thread.result
         finally:
             if not thread.result.done():  # The caller may have been cancelled.
-                overdue = thread.overdue(self._limit)
+                overdue = thread.overdue(limit)
                 thread.abandon(self, ends=self._ends)
         if overdue:
             raise RecipeError(overdue)
