@@ -14,11 +14,11 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM, policies_of
 from agentjet.swarm.places import Places
-from agentjet.swarm.state import Batch, Episode, Group, JobSettings, OutcomeCounts
+from agentjet.swarm.state import Episode, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
-from agentjet.types import Call, EpisodeFilter, Message
+from agentjet.types import Call, EpisodeFilter
 
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
@@ -76,7 +76,6 @@ class Queries:
         self._mixture = mixture
         self._held = held
         self._clock = clock
-        self._first_group: tuple[int, Sequence[Message], Sequence[Message | None]] | None = None
 
     @classmethod
     def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
@@ -197,33 +196,10 @@ class Queries:
         """Metrics of the newest learned batches, at most 50, the newest last."""
         return [*self._store.steps.values()]
 
-    def first_steps(self) -> Sequence[Mapping[str, float]]:
-        """Metrics of the first learned batches, at most 10, the newest last. Reads the journal."""
-        return self._journal.first_steps(FIRST_STEPS)
-
     @property
     def step_versions(self) -> Sequence[int]:
         """The policy version after each of `recent_steps`. A rollback leaves a gap."""
         return [batch_id + 1 for batch_id in self._store.steps]
-
-    @property
-    def last_batch(self) -> Batch | None:
-        """The newest learned batch; None before the first."""
-        version = self._store.policy_version
-        return next(iter(self._journal.batches(version - 1, version)), None)
-
-    def first_group_of(self, batch: Batch) -> tuple[Sequence[Message], Sequence[Message | None]]:
-        """The first request of the first group of a learned batch, and the last answer of each member, if any.
-
-        They are kept until another batch is asked for: each status shows them, and calls may have megabytes.
-        """
-        if self._first_group is None or self._first_group[0] != batch.id:
-            members = batch.groups[0]
-            asked = self._journal.first_call(members[0])
-            last = [self._journal.last_call(member) for member in members]
-            messages = () if asked is None else asked.ask.messages
-            self._first_group = batch.id, messages, [None if call is None else call.response for call in last]
-        return self._first_group[1:]
 
     # ---- the run -------------------------------------------------------------------------------------------
 
