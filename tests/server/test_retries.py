@@ -1,7 +1,8 @@
 """Answers that did not arrive are not trained. Over real sockets with OpenAI's SDK:
 
 1. A request that is repeated as a retry, or under the same Idempotency-Key, supersedes the recorded answer.
-2. A retry without a recorded answer supersedes nothing, not even the answer of an equal request.
+2. A retry of a request without a recorded answer supersedes nothing, not even the answer of an equal request. The next
+   retry after one that was never answered repeats what that one would have repeated.
 3. An answer whose client left before it was sent is undelivered. One that the agent sends back was delivered.
 4. The tree of an episode shows all this, token by token.
 """
@@ -95,6 +96,33 @@ async def test_a_retry_of_what_was_never_answered_leaves_an_equal_vote_alone(tmp
         assert await orphans(served, episode) == ["", ""]
 
 
+@pytest.mark.parametrize(
+    ("tries", "expected"),
+    [
+        ("answered lost-retry retry", ["retry", ""]),
+        ("answered lost-retry lost-retry retry", ["retry", ""]),
+        ("lost lost-retry retry answered retry", ["", "retry", ""]),
+        ("answered lost lost-retry retry", ["", ""]),
+        ("answered lost retry retry", ["", "retry", ""]),
+    ],
+)
+async def test_a_retry_that_was_never_answered_changes_nothing(tmp_path: Path, tries: str, expected: list[str]) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        for one in tries.split():
+            headers = RETRY if one.endswith("retry") else {}
+            if not one.startswith("lost"):
+                await chat(client, extra_headers=headers)
+                continue
+            served.run.compute.may_sample.clear()
+            with pytest.raises(openai.APITimeoutError):
+                await chat(client, timeout=0.2, extra_headers=headers)
+            await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+            served.run.compute.may_sample.set()
+        assert await orphans(served, episode) == expected
+
+
 async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         served.run.compute.stuck = lambda request, piece: request == 1
@@ -105,6 +133,25 @@ async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path:
         await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
         await served.run.gateway.durable()  # The tree is read from what is on disk.
         assert await orphans(served, episode) == ["undelivered"]
+
+
+async def test_a_retry_of_a_half_recorded_request_leaves_an_equal_vote_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        await chat(client, n=3)
+        swarm = served.run.gateway.swarm
+        for headers, num_calls in (({}, 4), (RETRY, 6)):  # One choice of the first try is recorded, two of its retry.
+            num_asked = len(served.run.compute.asked) + num_calls - swarm.episode(episode["episode_id"]).num_calls
+            served.run.compute.stuck = lambda request, piece: request >= num_asked  # noqa: B023
+            asking = asyncio.create_task(chat(client, n=3, extra_headers=headers))
+            await served.run.until(lambda: swarm.episode(episode["episode_id"]).num_calls == num_calls)  # noqa: B023
+            asking.cancel()
+            await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+        served.run.compute.stuck = lambda request, piece: False
+        await chat(client, n=3, extra_headers=RETRY)
+        await served.run.gateway.durable()
+        assert await orphans(served, episode) == [""] * 3 + ["undelivered"] * 3 + [""] * 3
 
 
 async def test_a_stream_that_ends_early_is_not_heard_unless_it_is_sent_back(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ class ActiveCall:
     """Ids of the recorded calls, one per finished choice."""
     repeats: list[str] | None = None
     """Calls that the choices not recorded yet repeat. None before the first is recorded."""
+    num_unanswered: int = 0
+    """Choices without which a request stays `unanswered`: all of a first try, and those that a retry is to answer."""
     crashed_workers: set[int] = field(default_factory=set)
     """Numbers of the workers that crashed during the call."""
     # `CallPath._prepare` sets the rest.
@@ -106,8 +108,8 @@ class EpisodeCalls:
     next_ordinal: int = 0
     """Ordinals only grow, because two calls with one ordinal would share a seed."""
     unanswered: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Requests that ended without a recorded call, by role and fingerprint. A retry of one repeats no call, and must
-    not supersede the answer to an equal request (a vote).
+    """Choices of requests that ended before they were recorded, by role and fingerprint. A retry of one repeats no
+    call, and must not supersede the answer to an equal request (a vote).
     """
 
 
@@ -195,6 +197,7 @@ class CallPath:
         server, client = self._run.config.server, episode.client_id
         deadline = asyncio.get_running_loop().time() + server.call_timeout
         call = ActiveCall(episode, role, request, ordinal, deadline, self._clock())
+        call.num_unanswered = 0 if request.retry else request.num_answers
         calls.open.append(call)
         self._calls_by_client[client] += 1
         try:
@@ -219,25 +222,30 @@ class CallPath:
         if known := [call_id for call_id in call.recorded if tree.knows(call_id)]:
             with suppress(Later):
                 self._swarm.undelivered(call.episode.id, known)
-        else:
-            calls.unanswered[call.role, call.request.fingerprint] += 1
+        # The loss of a retry adds none: the next retry repeats the same calls.
+        if missing := min(call.num_unanswered, call.request.num_answers - len(known)):
+            calls.unanswered[call.role, call.request.fingerprint] += missing
 
     def _undelivered_calls(self, episode_id: str) -> list[str]:
         calls = self._episodes.get(episode_id, EpisodeCalls())
         return [call_id for call in calls.open for call_id in call.recorded]
 
     def _repeated_calls(self, call: ActiveCall) -> list[str]:
-        """Returns the recorded calls that `call` repeats, at most one per choice, oldest first."""
+        """Returns the recorded calls that `call` repeats, at most one per choice, oldest first. Choices that answer
+        unanswered ones repeat none.
+        """
         if not call.request.retry:
             return []
         fingerprint, calls = call.request.fingerprint, self._episodes.get(call.episode.id, EpisodeCalls())
-        if calls.unanswered[call.role, fingerprint]:
-            calls.unanswered[call.role, fingerprint] -= 1
-            return []
+        num_left = call.request.num_answers
+        if (num := min(calls.unanswered[call.role, fingerprint], num_left)) > 0:
+            calls.unanswered[call.role, fingerprint] -= num
+            call.num_unanswered = num
+            num_left -= num
         known = self._swarm.tree(call.episode.id, call.role).calls
         repeated = {other.retry_of for other in known}
         same = [other.id for other in known if other.ask.fingerprint == fingerprint and other.id not in repeated]
-        return same[-call.request.num_answers :]
+        return same[max(0, len(same) - num_left) :]
 
     # ---- prompt -----------------------------------------------------------------------------------------------------
 
