@@ -147,8 +147,11 @@ async def test_what_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture
         await up.batch()
         up.compute.fail_save = [CheckpointError("No space left on device")]
         await evaluate(up, 0.2)
-        assert "the best one, could not be kept: No space left" in caplog.text
-        assert len(up.gateway.swarm.queries.evaluations()) == 1 and up.gateway.store.tags.read() == {}
+        up.compute.fail_save = [RuntimeError("unexpected")]
+        await evaluate(up, 0.3)
+        for reason in ("No space left", "unexpected"):
+            assert f"the best one, could not be kept: {reason}" in caplog.text
+        assert len(up.gateway.swarm.queries.evaluations()) == 2 and up.gateway.store.tags.read() == {}
         await up.batch()
         late = EvaluationRequest(policy_version=1, score=0.9, num_tasks=1, num_episodes=1)
         await up.gateway.versions.record_evaluation(late)

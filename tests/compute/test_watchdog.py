@@ -3,16 +3,20 @@
 Pinned here:
 1. only a worker that has something to do hangs, and only after the timeout without any sign of work;
 2. a frame, CPU time (its children's included) and waiting for a disk are signs of work;
-3. a gateway that was stopped itself does not take that time for silence.
+3. a gateway that was stopped itself does not take that time for silence;
+4. a system that does not show a process for a while ends neither the watch nor the signs of work.
 The same on a process that was stopped: `test_worker.py`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 
+import psutil
 import pytest
 
+from agentjet.compute.cluster.rank import show_work
 from agentjet.compute.embedded.backend import Watchdog, cpu_seconds_of
 
 TIMEOUT = 100.0
@@ -70,3 +74,21 @@ def test_work_of_a_process() -> None:
     after = cpu_seconds_of(os.getpid())
     assert after is not None and after > before
     assert cpu_seconds_of(2**22 + 1) is None
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(), OSError(errno.EMFILE, "Too many open files")])
+def test_a_process_that_the_system_does_not_show(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(process: psutil.Process) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "status", fail)
+    assert cpu_seconds_of(os.getpid()) is None
+    sent: list[object] = []
+
+    def send(answer: object) -> None:
+        sent.append(answer)
+        if len(sent) == 2:
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        show_work(send, 0.0)

@@ -342,8 +342,10 @@ class PolicyVersions:
             self._store.check_exists(version)
             self._store.tags.write({**self._store.tags.read(), BEST: version})
             self._store.rotate(self._swarm.job.keep_checkpoints)
-        except (AgentJetError, OSError) as error:
-            log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
+        except Exception as error:  # The boundary: no request waits for it, and the close of the run goes on.
+            unknown = None if isinstance(error, AgentJetError | OSError) else error
+            text = "the checkpoint of policy version %d, the best one, could not be kept: %s"
+            log.error(text, version, error, exc_info=unknown)
 
     async def close(self) -> None:
         """Waits until the checkpoint of the best score is kept. Call it after the stop of the engine."""

@@ -241,9 +241,17 @@ def show_work(send: Callable[[Answer], object], interval: float) -> None:
     while True:
         time.sleep(interval)
         used = time.process_time() - time.thread_time()
-        if used - before >= MIN_CPU_SECONDS or process.status() == psutil.STATUS_DISK_SLEEP:
+        if used - before >= MIN_CPU_SECONDS or _may_wait_for_disk(process):
             send(SIGN_OF_WORK)
         before = used
+
+
+def _may_wait_for_disk(process: psutil.Process) -> bool:
+    """True also if the system does not show it: a rank whose signs end would be killed."""
+    try:
+        return bool(process.status() == psutil.STATUS_DISK_SLEEP)
+    except (psutil.Error, OSError):
+        return True
 
 
 def main() -> None:

@@ -98,13 +98,15 @@ class Watchdog:
 
 
 def cpu_seconds_of(pid: int) -> float | None:
-    """Returns the CPU time of a process and its children; None if the process ended or waits for a disk."""
+    """Returns the CPU time of a process and its children; None if the process ended or waits for a disk, and if the
+    system does not show it: `psutil` passes an OSError, for example with too many open files.
+    """
     try:
         process = psutil.Process(pid)
         times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
         if process.status() == psutil.STATUS_DISK_SLEEP:
             return None
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return None
     return float(sum(time.user + time.system for time in times))
 
