@@ -21,7 +21,7 @@ import pytest
 
 from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, Swarm, heartbeats
 from agentjet.client.heartbeats import Heartbeats
-from agentjet.errors import AgentJetError, Conflict, NotFound, Unreachable
+from agentjet.errors import Conflict, NotFound, Unreachable
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer
 
@@ -105,7 +105,7 @@ class Live:
 
     status, lease_seconds = "live", 0.0
 
-    def __init__(self, *errors: AgentJetError) -> None:
+    def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
 
     async def renew(self, connection: object) -> None:
@@ -133,11 +133,12 @@ def beating() -> Iterator[Heartbeats]:
     [
         ([], False),
         ([Unreachable("away"), Unreachable("away")], False),
+        ([OSError(24, "Too many open files"), RuntimeError("unexpected")], False),
         ([NotFound("There is no episode 'ep_1' in this run.")], True),
         ([Unreachable("away"), Conflict("expired", code="episode_expired", status=409)], True),
     ],
 )
-def test_heartbeats_end_with_the_servers_knowledge_of_the_episode(errors: list[AgentJetError], has_ended: bool) -> None:
+def test_heartbeats_end_with_the_servers_knowledge_of_the_episode(errors: list[Exception], has_ended: bool) -> None:
     with beating() as beats:
         assert beats.follow(Live(*errors)).result(PATIENCE) is has_ended
 

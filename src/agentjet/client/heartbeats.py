@@ -79,18 +79,23 @@ class Heartbeats:
             self._watched.clear()
 
     async def _beat(self, episode: Leased) -> bool:
-        if self._connection is None:
-            self._connection = self._connect()
+        logged = ""
         while True:
             await asyncio.sleep(episode.lease_seconds * LEASE_SHARE)
             if episode.status != "live":
                 return False
             try:
+                if self._connection is None:
+                    self._connection = self._connect()
                 await episode.renew(self._connection)
             except (Conflict, NotFound):  # The episode ended, or its run is not served any more.
                 return True
             except AgentJetError:  # The server may be away for a while: the agent's own request raises.
                 pass
+            except Exception as error:  # The boundary: the lease would end. A repeated failure is logged once.
+                if repr(error) != logged:
+                    log.exception("a heartbeat could not be sent; the next one tries again")
+                logged = repr(error)
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
