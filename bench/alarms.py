@@ -36,7 +36,7 @@ NAMED = {"rare successes": {"groups"}}
 """Rules that name a kind: most groups with rare successes teach nothing, so that is no false alarm."""
 RISING = ("rising", "solved", "with evaluations", "fast")
 FAST, OWN_LIMIT = 6, 12
-"""Steps within which a fast run, such as the demo, learns what it will, and the tokens of its agent's own limit."""
+"""Steps within which a fast run, such as the demo, learns what it will, and the smaller limit of its agent."""
 REWARDS = ("binary", "graded", "0 to 10", "two policies", "zero variance dropped")
 SHAPES = ((8, 8), (4, 8), (8, 4), (16, 4))
 """Batch sizes and group sizes."""
@@ -171,7 +171,8 @@ class Run:
         failing, stale = self.of_damage("failing", self.failing), self.of_damage("stale", 0.05)
         is_fast = self.world.kind == "fast"
         cut = rng.binomial(calls, self.of_damage("truncated", 0.97 if is_fast else 0.02)) / calls
-        limits = {"overridden/max_tokens": cut, "overridden/limit": np.full(length, OWN_LIMIT)} if is_fast else {}
+        own_limit = OWN_LIMIT * (1.0 + np.arange(length) % 2)  # Two kinds of calls in turn.
+        limits = {"overridden/max_tokens": cut, "overridden/limit": own_limit} if is_fast else {}
         return limits | {
             "episodes/aborted": rng.negative_binomial(num, 1 - failing).astype(float),
             "groups/dropped_stale": rng.negative_binomial(self.groups, 1 - stale).astype(float),

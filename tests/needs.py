@@ -2,7 +2,7 @@
 
 A test without it is skipped, and the reason has the command that gives it. `AGENTJET_REQUIRE=ray,browser` names what
 must be there: such a test fails instead. No other module of the tests may skip for a missing thing
-(`tests/test_architecture.py`), so a run of the tests says by name what it left out.
+(`tests/test_needs.py`), so a run of the tests says by name what it left out.
 """
 
 from __future__ import annotations

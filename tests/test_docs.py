@@ -5,7 +5,7 @@
 2. Python snippets compile; their imports exist, and their calls on a swarm or episode have valid arguments.
 3. `docs/settings.md` and `docs/recipes.md` are the output of `make docs`; every setting has a description; settings
    named in prose exist.
-4. Every metric of a step in the code has its line in `docs/operations.md`.
+4. Every metric of a step or of Prometheus in the code has its line in `docs/operations.md`.
 5. Links lead somewhere; the table of packages is the enforced one; the tree in the README is the tree.
 6. Reports of the shipped studies are what their journals print.
 7. No sentence of a docstring or page has a banned opening or word.
@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -95,6 +96,7 @@ def test_make_targets_exist(page: Path) -> None:
 
 def test_nothing_installs_the_other_project_of_this_name() -> None:
     """`agentjet` on PyPI is not this project: its extras do not exist."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] == "agentjet-swarm"
     files = [*PAGES, *SOURCE.rglob("*.py"), *(path for path in (ROOT / "examples").rglob("*.y*ml"))]
     past = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"}
     wrong = re.compile(r"install (?:-\S+ )*['\"]?agentjet\b")
@@ -193,6 +195,15 @@ def test_every_metric_of_a_step_is_explained() -> None:
     assert len(named) > 25 and named - explained - {"forest/*"} == set()
 
 
+def test_every_metric_of_prometheus_is_explained() -> None:
+    named = re.findall(r'family\("(\w+)"', (SOURCE / "server" / "monitoring.py").read_text(encoding="utf-8"))
+    table = (
+        (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("## Prometheus")[1].partition("\n## ")[0]
+    )
+    explained = re.findall(r"^\| `agentjet_(\w+)` \|", table, re.MULTILINE)
+    assert len(named) > 10 and sorted(named) == sorted(explained)
+
+
 def test_the_settings_file_of_the_readme_is_valid(tmp_path: Path) -> None:
     [text] = blocks(README, "toml")
     (tmp_path / "job.toml").write_text(text, encoding="utf-8")
@@ -222,8 +233,15 @@ def test_tree_in_the_readme_is_the_tree() -> None:
         name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()
     }
     folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert packages == {*folders, "page", "errors.py", "types.py", "section.py"}
+    assert packages == {*folders, "page", *(path.name for path in SOURCE.glob("[!_]*.py"))}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
+
+
+def test_numbers_in_the_readme_are_those_of_their_pages() -> None:
+    text, models = README.read_text(encoding="utf-8"), (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    classes = re.findall(r"^\| \w+ \| `\w+` \|", models, re.MULTILINE)
+    assert f"{len(classes)} architectures as tiny random models" in text
+    assert f"| {len(registry.built_in())} recipes, one file each" in text
 
 
 def sentences(text: str) -> Iterator[str]:

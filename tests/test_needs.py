@@ -2,7 +2,7 @@
 
 1. A test without what it needs is skipped with the command that gives it; `AGENTJET_REQUIRE` makes it fail.
 2. `AGENTJET_REQUIRE` with an unknown name, and a marker with one, are refused.
-3. `.ci/run` requires names that exist.
+3. `.ci/run` requires names that exist; CONTRIBUTING.md names the others.
 4. No test skips for a missing package or program by another way.
 5. `.ci/run` names every file with a thorough test.
 """
@@ -51,6 +51,15 @@ def test_the_names_in_use_exist() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     listed = set(",".join(re.findall(r"(?:AGENTJET_REQUIRE=|,\}|\},)([a-z,-]+)", script)).split(","))
     assert listed and listed <= NEEDS.keys()
+
+
+def test_the_guide_names_what_ci_never_requires() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    never = sorted(
+        name for name in NEEDS if name != "cpu" and not re.search(rf"AGENTJET_REQUIRE.*[=,}}]{name}\b", script)
+    )
+    [sentence] = re.findall("CI never requires (.*):", (ROOT / "CONTRIBUTING.md").read_text())
+    assert re.findall("`([^`]+)`", sentence) == never
 
 
 def test_no_test_skips_in_another_way() -> None:

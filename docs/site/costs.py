@@ -88,10 +88,11 @@ def tables() -> str:
             "",
             "## Time",
             "",
-            f"Computed for one H100 that learns, then samples, and this job: {BATCHES} batches of {EPISODES} episodes "
-            f"in groups of {GROUP}; {TURNS} turns, each with {CONTEXT} tokens of tool output and {SAMPLED} sampled "
-            f"ones, after a prompt of {PROMPT:,} tokens. That is {LEARNED / 1e6:.0f} million tokens to learn, because "
-            "groups share prompts. Time for tools, compiling and updates comes on top.",
+            "Computed at the speed of one H100 that learns, then samples. It is time only: *Memory* shows which models "
+            f"one GPU can hold, and which need an adapter or several GPUs. The job: {BATCHES} batches of {EPISODES} "
+            f"episodes in groups of {GROUP}; {TURNS} turns, each with {CONTEXT} tokens of tool output and {SAMPLED} "
+            f"sampled ones, after a prompt of {PROMPT:,} tokens. That is {LEARNED / 1e6:.0f} million tokens to learn, "
+            "because groups share prompts. Time for tools, compiling and updates comes on top.",
             "",
             "| model | learned tokens a second | sampled tokens a second | learning | sampling | together |",
             "|---|---|---|---|---|---|",

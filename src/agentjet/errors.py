@@ -6,10 +6,13 @@ this tree: it aborts that agent's episode and is counted.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from math import inf
 
+LIBRARIES = ("numpy", "torch", "pydantic")
+"""Packages whose lines are not the place of a failure: they were called with something wrong."""
 LEAST_SIMILAR = 0.6
 """Smallest share of equal characters of a name that is suggested."""
 
@@ -227,3 +230,19 @@ def install_extra(*extras: str) -> str:
     """Returns the way to install extras of this package, which is not on PyPI: its name there is another project's."""
     named = f"[{','.join(extras)}]"
     return f"pip install '.{named}' in a checkout of AgentJet, or its wheel (make wheel) with {named}"
+
+
+def failure(error: BaseException) -> str:
+    """Returns `FILE:LINE: TYPE: MESSAGE` of an error of a user's code. The line is the innermost that is not of one of
+    `LIBRARIES`.
+    """
+    frames = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
+        and not frame.f_code.co_filename.startswith("<frozen")
+    ]
+    place = frames[-1] if frames else "an unknown line"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}"
+    return f"{place}: {type(error).__name__}: {error}"

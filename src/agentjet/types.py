@@ -147,8 +147,12 @@ def invalid_reward(message: str, param: str) -> InvalidRequest:
 
 def shown(value: object) -> str:
     """The beginning of a wrong value, for a message."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+    return beginning(repr(value), MAX_SHOWN)
+
+
+def beginning(text: str, length: int) -> str:
+    """Returns a text of at most `length` characters: an ellipsis replaces the end of a longer one."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 @dataclass(frozen=True, slots=True)

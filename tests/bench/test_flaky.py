@@ -2,7 +2,7 @@
 
 1. Groups are read from the journal; one with two tasks, or with two payloads of one task, is mixed.
 2. A figure that misses its floor is named.
-3. (thorough) The whole bench, small: a real server trains a flaky agent, and no group mixes tasks.
+3. (thorough) The whole bench, small: a real server trains a flaky agent, and no group mixes tasks or code.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from bench import flaky
+from bench.mixed_code import mixed_code
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,10 @@ def test_the_bench_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert share["failed"] > 0 and results["stalled"] == 0
     assert results["groups"] >= 16 and results["refused"] > 0
     assert results["mixed"] == results["wrongly_refused_or_taken"] == 0
+
+
+@pytest.mark.thorough
+def test_few_edits_of_the_code_mix_no_group(capsys: pytest.CaptureFixture[str]) -> None:
+    found = mixed_code(8)
+    assert (found["edits"], found["mixed_code"]) == (8, 0)
+    assert found["groups"] >= 16 and all(found[way]["states"] > 1 for way in ("reload", "watch"))

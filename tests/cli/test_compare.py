@@ -13,7 +13,7 @@ import pytest
 from agentjet.cli.checkpoints import roll_back
 from agentjet.cli.runs import read_run
 from agentjet.errors import ConfigError
-from agentjet.gateway.collection import compared_tasks, differing_settings, figures, notes
+from agentjet.gateway.collection import code_notes, compared_tasks, differing_settings, figures, notes
 from agentjet.gateway.learning import held_out_fall
 from agentjet.protocol import EvaluationRequest, EvaluationView
 from tests.cli.test_commands import run
@@ -38,6 +38,17 @@ def test_figures_of_steps(tmp_path: Path) -> None:
     printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert ["reward", "best", "0.500", "0.500"] in [line.split() for line in printed.splitlines()]
     assert ["score", "best", "-", "-"] in [line.split() for line in printed.splitlines()]
+
+
+def test_a_run_whose_code_changed_has_a_note() -> None:
+    both = (
+        {"code/a/reward_mean": 0.1, "code/b/reward_mean": None},
+        {"code/a/reward_mean": None, "code/b/reward_mean": 0.1},
+    )
+    changed = {version: both[version > 8] for version in range(1, 15)}
+    same = {version: {"code/a/reward_mean": 0.1} for version in range(1, 15)}
+    (note,) = code_notes(["old", "new", "plain"], [changed, same, {1: {}}])
+    assert note.startswith("The agent's code changed during old (a at first, b now)")
 
 
 async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
@@ -180,6 +191,13 @@ def test_only_scores_of_the_same_tasks_are_compared(
     assert bool(text) == bool(says)
     for words in says:
         assert words in text
+
+
+def test_an_undone_evaluation_has_no_part_in_the_choice_of_the_compared_tasks() -> None:
+    """Both runs had the older list, but one of them only before its rollback."""
+    undone, newest = views((*SAME, 0.9), (*OTHER, 0.4), held_out=True, begin=0)
+    runs = [[undone.model_copy(update={"undone": True}), newest], views((*SAME, 0.3), held_out=True, begin=-9)]
+    assert compared_tasks(runs) == [newest.tasks]
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -145,6 +145,8 @@ def test_only_policies_on_the_gpus_of_this_machine_count_them(model: Path) -> No
     )
     text = lines(config, EIGHT)
     assert "here: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of 8" in text
+    assert "note far: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of the Ray" in text
+    assert "(`ray status`), or none if it has no GPUs; its nodes count as machines like this one" in text
     on_cpu = settings(model, ranks=9)
     on_cpu = on_cpu.model_copy(update={"model": on_cpu.model.model_copy(update={"device": "cpu"})})
     assert "note policy: 9 ranks + 1 samplers: model.device = 'cpu', so CPUs compute" in lines(on_cpu, EIGHT)
@@ -243,6 +245,10 @@ def test_the_embedded_backend(model: Path) -> None:
     worker = "policy: the worker: 153.2 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 8.6) of 48.0 GB usable"
     assert f"problem {worker}: does not fit; train an adapter (model.lora.rank), set model.offload" in text
     assert "vllm" not in text and "ranks" not in text
+    config = settings(model, backend="embedded")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    own_masters = "the worker: 145.6 GB (weights 32.1, gradients 32.1, optimiser 64.2, cache 17.2) of 48.0 GB usable"
+    assert own_masters in lines(config, EIGHT), "weights in float32 are their own masters"
     assert "one is 'embedded'" not in lines(settings(model, backend="embedded", sampler_python=""), EIGHT)
     text = lines(settings(model, backend="embedded", sampler_python="", ranks=2, colocated=True), EIGHT)
     assert "note policy: compute.ranks, compute.colocated: for compute.backend = 'cluster', and this one is" in text

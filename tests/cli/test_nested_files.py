@@ -16,10 +16,8 @@ from agentjet.compute.embedded.checkpoint import verified_state
 from agentjet.compute.merging import base_of
 from agentjet.config.loader import read_toml
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import Tags
 from agentjet.gateway.engine import _token_ids
-from agentjet.gateway.observability import MetricsFile
 from agentjet.research.campaign.coding_agent import reasons
 from agentjet.research.campaign.llm import anthropic_blocks
 from agentjet.research.campaign.subject_file import read_subject
@@ -66,13 +64,6 @@ def test_a_file_that_is_nested_too_deeply_is_named(
     path.write_text(content)
     with pytest.raises((ConfigError, CheckpointError), match=name if name != "state.json" else "cannot be read"):
         read(path)
-
-
-def test_copies_and_durations_that_are_nested_too_deeply_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text(JSON)
-    MetricsFile(path).check_journal(0)
-    assert Activity(path, monotonic=lambda: 0.0).text == ""
 
 
 def test_the_reasons_of_a_coding_agent_are_left_out_if_they_are_nested_too_deeply(tmp_path: Path) -> None:

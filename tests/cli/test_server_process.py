@@ -43,7 +43,7 @@ def test_a_line_for_each_policy_and_for_each_step_of_every_run(
 
     asyncio.run(scenario())
     lines = capsys.readouterr().out.splitlines()
-    [plain] = [line for line in lines if line.startswith("Ready: 0M")]
+    [plain] = [line for line in lines if line.startswith("Ready: ") and " parameters on " in line]
     assert plain.endswith("policy version 0.")
     assert "Ready: policies planner, coder, policy version 0." in lines
     facts = plain.removeprefix("Ready: ").removesuffix(", policy version 0.")

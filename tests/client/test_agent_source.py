@@ -29,3 +29,22 @@ def test_a_package_of_the_current_folder_is_found_after_the_libraries(
     assert source_of("my_tasks_xyz:reward", option="--reward") == tmp_path / "my_tasks_xyz.py"
     assert load_function("my_tasks_xyz:reward", option="--reward")() == 1
     assert callable(load_function("wave:open", option="--reward"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os\nos.absent\n", "AttributeError: module 'os' has no attribute 'absent'"),
+        ("raise SystemExit(3)\n", "SystemExit: 3"),
+        ("import no_such_library\n", "No module named 'no_such_library'"),
+    ],
+)
+def test_a_package_whose_import_fails_is_refused(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a function in a package is found by an import of the package."""
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"--reward .*{message}"):
+        source_of("broken_package.agent:reward", option="--reward")

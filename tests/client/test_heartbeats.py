@@ -190,7 +190,7 @@ def test_a_late_loop_is_no_reason_to_blame_an_agent(
 
     class Starting(threading.Thread):
         def start(self) -> None:
-            assert enough.wait(PATIENCE)
+            assert self.name != "agentjet-agent" or enough.wait(PATIENCE)
             super().start()
 
     monkeypatch.setattr(heartbeats, "queued_seconds", queued_seconds)

@@ -22,7 +22,7 @@ from agentjet.client import (
     Evaluation,
     TrainReport,
 )
-from agentjet.client.evaluation import HeldOutEvaluations
+from agentjet.client.evaluation import HeldOutEvaluations, trained_held_out
 from agentjet.client.report import best_of
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.types import Task
@@ -165,6 +165,19 @@ def test_wrong_settings_are_sentences(options: dict[str, Any], said: str) -> Non
                 await swarm.evaluate(agent, TASKS, record=True)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("held_out", "said"),
+    [
+        ([Task("a", payload=1), Task("c", payload=1)], "1 of 2 held-out tasks are also trained on"),
+        ([Task("a", payload=2), Task("b", payload=1)], ""),
+        ([], ""),
+    ],
+)
+def test_held_out_tasks_that_are_trained_on_are_counted(held_out: list[Task], said: str) -> None:
+    found = trained_held_out([Task("a", payload=1), Task("b", payload=2)], held_out)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_the_server_stores_an_evaluation_once(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from agentjet.client import AsyncSwarm
+from agentjet.client.inputs import listed_tasks
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -45,7 +47,7 @@ def connect(server: FakeServer) -> AsyncSwarm:
     ("asked", "sentence"),
     [
         ({"task_id": ""}, "task_id = '': .*at least 1 character"),
-        ({"task_id": "t" * 3000}, "task_id = 't{59}…: .*at most 256 characters"),
+        ({"task_id": "t" * 3000}, "task_id = 't{58}…: .*at most 256 characters"),
         ({"task_id": "t", "mode": "zz"}, "mode = 'zz': .*'train' or 'eval'"),
         ({"task_id": "t", "group": 3}, "group = 3: .*string"),
     ],
@@ -164,3 +166,14 @@ def test_an_object_may_be_the_agent() -> None:
 def test_a_task_has_an_id(given: Any) -> None:
     with pytest.raises(ValueError, match=r"the task id .* 1 to 256 characters"):
         Task(given)
+
+
+def test_the_identity_of_tasks_keeps_no_second_copy_of_their_payloads() -> None:
+    """It is computed on the loop of the client: the payloads may be images."""
+    tasks = listed_tasks([Task(f"t{number}", payload={"image": "a" * 1_000_000}) for number in range(20)])
+    tracemalloc.start()
+    try:
+        assert tasks.identity.startswith("20 tasks, ")
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()

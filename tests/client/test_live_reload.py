@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 from agentjet.client import AsyncSwarm, Command, TrainReport
-from agentjet.client.agent_source import ModuleSource, code_version_of
-from agentjet.client.rollout import AgentFailing
-from agentjet.errors import ConfigError
+from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource, code_version_of
+from agentjet.client.live_reload import LiveReload
+from agentjet.client.report import EpisodeResult, Outcome
+from agentjet.client.rollout import AgentFailing, RolloutSpec
+from agentjet.errors import ConfigError, Conflict
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -256,6 +258,156 @@ def test_an_edit_that_does_not_load_in_time_is_left_behind(files: Files, monkeyp
     [change] = report.code_changes
     assert (change.kind, change.why) == ("not loaded", "TimeoutError: loading it did not end within 0.6 s")
     assert set(report.rewards) == {0.25}
+
+
+LAZY = "def agent(task, episode):\n    import live_more\n    return live_more.REWARD\n"
+"""An agent that imports its helper at each call."""
+
+
+@dataclass
+class Live:
+    """The versions of a run without a server, in time that does not pass."""
+
+    code: AgentSource
+    first: AgentVersion
+    time: FakeTime = field(default_factory=YieldingTime)
+
+    def __post_init__(self) -> None:
+        self.reload = LiveReload(self.first, self.code, group_size=2, sleep=self.time.sleep, notify=lambda text: None)
+
+    async def begin(self, group: str, place: int = 0) -> tuple[str, Any]:
+        """Begins a member of a group; returns its code version and agent."""
+
+        async def request(code_version: str) -> Any:
+            return code_version
+
+        version, agent = await self.reload.begin(spec_of(group, place), request)
+        return str(version), agent
+
+    def finish(self, group: str, version: str, place: int = 0, outcome: Outcome = "finished") -> None:
+        result = EpisodeResult(group, "", outcome, 0, 1.0, {}, "", "", version, {}, (), 1, "")
+        self.reload.ended(spec_of(group, place), result, True)
+
+
+def spec_of(group: str, place: int) -> RolloutSpec:
+    return RolloutSpec(Task(group), group, 0, place=place)
+
+
+@pytest.fixture
+def lazy(files: Files) -> Iterator[Live]:
+    files.write("live_more", "REWARD = 0.25\n")
+    files.write("live_agent", LAZY)
+    code = ModuleSource(files.agent())
+    yield Live(code, code.load())
+    code.close()
+
+
+def test_an_edit_does_not_wait_for_groups_that_nothing_completes(files: Files, lazy: Live) -> None:
+    """Each worker waits for the reload with an episode of another group, so none begins the group's second member."""
+
+    async def scenario() -> None:
+        old, _ = await lazy.begin("a")
+        files.write("live_more", "REWARD = 0.75\n")
+        waiting = asyncio.create_task(lazy.begin("b"))
+        for _ in range(100):
+            await lazy.time.sleep(0.2)
+        assert not waiting.done(), "the first group has a live episode"
+        began = lazy.time.now
+        lazy.finish("a", old)
+        new, agent = await asyncio.wait_for(waiting, 20)
+        assert new != old and agent(None, None) == 0.75 and lazy.time.now - began < 10
+        with pytest.raises(Conflict, match="members of older code") as raised:
+            await lazy.begin("a", 1)
+        assert raised.value.code == "group_closed"
+
+    asyncio.run(scenario())
+
+
+def test_a_held_out_evaluation_runs_one_version(files: Files, lazy: Live) -> None:
+    """Groups go on with its version. An edit meanwhile is loaded after it, also by the next evaluation."""
+
+    async def scenario() -> None:
+        async with lazy.reload.held_out() as version:
+            files.write("live_more", "REWARD = 0.75\n")
+            old, _ = await lazy.begin("a")
+            assert old == version.code_version and version.agent(None, None) == 0.25
+        lazy.finish("a", old)
+        await lazy.begin("a", 1)
+        lazy.finish("a", old, 1)
+        async with lazy.reload.held_out() as edited:
+            assert edited.agent(None, None) == 0.75 and edited.code_version != old
+
+    asyncio.run(scenario())
+
+
+def test_no_version_is_rolled_back_during_a_held_out_evaluation(files: Files, lazy: Live) -> None:
+    async def scenario() -> None:
+        files.write("live_more", "REWARD = 0.75\n")
+        bad, _ = await lazy.begin("a")
+        async with lazy.reload.held_out() as version:
+            for place in range(9):
+                lazy.finish("a", bad, place, "aborted")
+            assert version.agent(None, None) == 0.75
+        lazy.finish("a", bad, 9, "aborted")
+        assert [change.kind for change in lazy.reload.changes] == ["loaded", "rolled back"]
+        assert version.agent(None, None) == 0.25, "it finds the modules of the version before"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ends", ["well", "by an exception"])
+def test_a_load_that_comes_too_late_changes_no_module(
+    ends: str, files: Files, lazy: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr("agentjet.client.live_reload.LOAD_SECONDS", 0.6)
+    monkeypatch.setattr("builtins.HANG", hang.wait, raising=False)
+
+    async def scenario() -> None:
+        files.write("live_more", "REWARD = 0.75\n")
+        files.write("live_agent", "HANG()\n" + ("1 / 0\n" if ends != "well" else "") + LAZY)
+        old, agent = await lazy.begin("a")
+        [change] = lazy.reload.changes
+        assert (change.kind, old) == ("not loaded", lazy.first.code_version)
+        assert agent(None, None) == 0.25
+        threads = [thread for thread in threading.enumerate() if thread.name == "agentjet-agent"]
+        hang.set()
+        for thread in threads:
+            thread.join(20)
+        assert agent(None, None) == 0.25
+        del sys.modules["live_more"]
+        assert agent(None, None) == 0.25, "it is found in the copy of the old version"
+
+    asyncio.run(scenario())
+
+
+def test_a_part_of_a_source_that_was_loaded_before_another_failed_is_not_used(files: Files, lazy: Live) -> None:
+    """As with a program and its reward function, which is loaded first."""
+
+    class Half:
+        stamp, described = lazy.code.stamp, lazy.code.described
+
+        def load(self) -> AgentVersion:
+            lazy.code.load()
+            raise PermissionError(13, "Permission denied", "secret.txt")
+
+    async def scenario() -> None:
+        live = Live(Half(), lazy.first)
+        files.write("live_more", "REWARD = 0.75\n")
+        old, agent = await live.begin("a")
+        assert [change.kind for change in live.reload.changes] == ["not loaded"]
+        assert (old, agent(None, None)) == (lazy.first.code_version, 0.25)
+
+    asyncio.run(scenario())
+
+
+def test_a_working_directory_that_is_gone_does_not_end_the_run(files: Files, lazy: Live, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    files.write("live_more", "REWARD = 0.75\n")
+    lazy.reload.end()
+    assert [change.why.partition(" changed")[0] for change in lazy.reload.changes] == [str(tmp_path / "live_more.py")]
 
 
 def test_files_that_change_while_they_are_loaded_are_loaded_again(

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,8 @@ import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.rollout import RolloutQueue, RolloutSpec, wait_until
+from agentjet.client.rollout import Groups, RolloutQueue, RolloutSpec, wait_for_first
+from agentjet.client.task_stream import StreamQueue, TaskStream
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import QUIET_SECONDS
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
@@ -407,6 +409,27 @@ def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
         assert len(had) > 30 and had == order_of(task_set, undisturbed)[: len(had)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_members_of_a_begun_group_come_first_also_of_a_full_set(stream: bool) -> None:
+    """A worker that was refused for the set, before the group began, takes its members: it completes no other group."""
+    tasks = [Task(f"{name}{number}", task_set=name) for number in range(2) for name in "ab"]
+    queue = RolloutQueue.training(tasks, 3, 0)
+    if stream:
+        queue = StreamQueue(TaskStream(iter(tasks), "tasks"), Groups(3, 0, ""), 0)
+    first = queue.next({"b"})
+    assert first is not None
+    queue.put_back(first)
+    assert queue.next({"b"}) == first
+    first.visit.opened.set()
+    members = [queue.next({"a"}) for _ in range(2)]
+    assert [spec and (spec.group, spec.place) for spec in members] == [(first.group, 1), (first.group, 2)]
+    last = members[1] or first
+    queue.put_back(last)
+    other = queue.next({"a"})
+    assert other is not None and other.task.task_set == "b", "the server has dropped the group"
+    assert queue.next({"b"}) == last
+
+
 def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer()
     with client(server) as swarm:
@@ -434,6 +457,35 @@ def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytes
     said = capsys.readouterr().out.splitlines()
     assert set(said[:-1]) == {"waiting for somebody"}
     assert said[-1].startswith("training 1/1")
+
+
+@pytest.mark.parametrize("fault", ["say_later", "be_down"])
+def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second lasts a millisecond, and timers keep their order."""
+    server = FakeServer()
+    retry = Retry(
+        sleep=lambda seconds: asyncio.sleep(seconds / 1000), clock=lambda: 1000 * time.monotonic(), jitter=lambda: 1.0
+    )
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        if len(server.begun) == 2:
+            setattr(server, fault, 16)
+        elif len(server.begun) > 2:  # The run outlasts the return.
+            await asyncio.sleep(0.05)
+        return 0.5
+
+    async def scenario() -> None:
+        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
+            await swarm.train(agent, TASKS, steps=1, concurrency=2)
+
+    asyncio.run(scenario())
+    said = capsys.readouterr().out.splitlines()
+    reason = "restarting" if fault == "say_later" else "no answer from"
+    (named,) = [line for line in said if "repeats its requests" in line]
+    assert named.startswith(reason) and said.index(named) < said.index("the server takes requests again"), said
+    assert said.count("the server takes requests again") == 1
 
 
 @pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (3600.0, 2)])
@@ -483,9 +535,9 @@ def test_tasks_end_although_the_wait_for_them_is_cancelled() -> None:
         raise ValueError(str(seconds))
 
     async def scenario() -> int:
-        inner = wait_until(asyncio.FIRST_EXCEPTION, [slow(), slow(), failing(0)])
+        inner = wait_for_first([slow(), slow(), failing(0)])
         with pytest.raises(ValueError, match=r"0\.05"):
-            await wait_until(asyncio.FIRST_COMPLETED, [inner, failing(0.05)])
+            await wait_for_first([inner, failing(0.05)])
         return len(asyncio.all_tasks())
 
     assert asyncio.run(scenario()) == 1

@@ -25,7 +25,6 @@ from agentjet.client.sft import _learned, read_demonstrations
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, Event, SftRequest
-from agentjet.swarm import demonstrations
 from agentjet.swarm.demonstrations import Answered
 from agentjet.types import ModelInfo
 from tests.client.test_real_server import client
@@ -191,14 +190,13 @@ def test_a_complete_batch_is_learned_before_demonstrations(tmp_path: Path) -> No
         next(world.swarm.demonstrate(request, answered, "policy"))
     assert refused.value.code == "not_sampling"
     world.swarm.batches.learned(world.swarm.batches.compose(), {})
-    [committed] = world.swarm.demonstrate(request, answered, "policy")
+    *_, committed = world.swarm.demonstrate(request, answered, "policy")
     assert committed is not None and committed.batch == 1
     world.close()
 
 
-def test_demonstrations_are_recorded_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_demonstration_is_recorded_in_a_slice_of_its_own(tmp_path: Path) -> None:
     """Nothing else begins a batch between two of them."""
-    monkeypatch.setattr(demonstrations, "SLICE_TOKENS", 8)
     world = World(tmp_path, batch_size=1)
     evaluated = world.begin("e", mode="eval")
     call = world.call(evaluated, 7, 8)
@@ -210,7 +208,7 @@ def test_demonstrations_are_recorded_in_slices(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Later, match="is learning a batch"):
         world.begin("g")
     *between, committed = slices
-    assert between == [None] and committed is not None and committed.batch == 0
+    assert between == [None] * 4 and committed is not None and committed.batch == 0
     assert len(world.training(world.swarm.pending).facts.call_turn) == 4
     world.close()
 

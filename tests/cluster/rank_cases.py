@@ -23,10 +23,11 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import LoraConfig, ModelConfig
-from agentjet.errors import CheckpointError, ConfigError
+from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.errors import CheckpointError, ConfigError, RecipeError
 from tests.compute.baseline import Double
 from tests.compute.test_locks import recorded_batch, settings, training_batch
+from tests.compute.test_operations import Failing
 
 Step = tuple[int, int]
 """Number of a batch of `test_locks`, and of an optimiser step of it."""
@@ -38,6 +39,8 @@ OFFLOADED = " offloaded"
 """Ending of a kind with an offloaded optimiser."""
 BEFORE, AFTER = (0, 9), (4, 15)
 """Batches that are learned before a checkpoint, and after it."""
+FAILURES: list[Case] = [("full bfloat16", "gathered"), ("full", "sharded")]
+"""Cases of an operation that fails. Gathered bfloat16 weights have sums of gradients, too."""
 
 
 def policy_of(kind: str, folder: Path) -> Policy:
@@ -190,6 +193,28 @@ def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
     return errors
 
 
+def fail(group: Group, models: dict[str, Path], cases: list[Case]) -> dict[Case, dict[str, tuple[str, str]]]:
+    """The error of an operation that fails on all ranks between two others, and the state after these, by its hook."""
+    job = JobConfig(recipe=Failing(), micro_batch_tokens=60, optimizer=OptimizerConfig(lr=1e-2))
+    first, second = (training_batch(recorded_batch(number), number) for number in BEFORE)
+    found: dict[Case, dict[str, tuple[str, str]]] = {}
+    for kind, sharding in cases:
+        for where in ("", "second call", "not finite", "next_state"):
+            learner, error = RankLearner(policy_of(kind, models[kind]), group, sharding), ""
+            learner.forward_backward(first, LossSpec.of(job))
+            Failing.where, Failing.calls = where, 0
+            try:
+                if where:
+                    learner.forward_backward(second, LossSpec.of(job))
+            except RecipeError as raised:
+                error = str(raised)
+            Failing.where = ""
+            learner.forward_backward(second, LossSpec.of(job))
+            learner.optim_step(job.optimizer, 0)
+            found.setdefault((kind, sharding), {})[where] = error, digest(state_of(learner))
+    return found
+
+
 def publish_adapter(group: Group, model: Path) -> Any:
     """Publish `policy_of("lora")`; returns the publication and the weights in its file, by name."""
     server = WeightsServer("127.0.0.1", b"secret") if group.rank == 0 else None
@@ -210,4 +235,5 @@ def all_work(
         save_and_replay(group, models, folder, replays),
         refuse(group, models, folder),
         publish_adapter(group, models["lora"]),
+        fail(group, models, FAILURES),
     )

@@ -7,12 +7,14 @@
 3. a checkpoint restores equal bits on another number of ranks (4 to 2 to 1), and in the other backend;
 4. an exported folder and the published weights are the policy, adapters folded in; an adapter is published whole, also
    if each rank holds a part of it;
-5. what one rank cannot do fails on all of them, and none waits.
+5. what one rank cannot do fails on all of them, and none waits;
+6. an operation that fails on all ranks changes nothing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +215,19 @@ def test_ranks_publish_the_whole_adapter(two_ranks: tuple[Path, list[Any]], mode
     assert publication.probe_logprobs == pytest.approx([one.logprob for one in probe], abs=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "sharding"), rank_cases.FAILURES)
+def test_an_operation_that_fails_changes_nothing(
+    kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]]
+) -> None:
+    for *_, found in two_ranks[1]:
+        errors, states = zip(*found[kind, sharding].values(), strict=True)
+        hooks = [re.findall("`(token_loss|next_state)`", error) for error in errors]
+        assert hooks == [[], ["token_loss"], ["token_loss"], ["next_state"]]
+        assert len(set(states)) == 1 < len(states)
+
+
 def test_an_error_of_one_rank_is_raised_on_all(two_ranks: tuple[Path, list[Any]]) -> None:
-    first, second = (errors for _, _, errors, _ in two_ranks[1])
+    first, second = (errors for _, _, errors, *_ in two_ranks[1])
     assert first == second
     assert "could not be written" in first[0]
     assert "does not see" in first[1] and "server.data_dir must be on a file system" in first[1]

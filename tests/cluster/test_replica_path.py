@@ -2,25 +2,37 @@
 
 1. An interpreter without AgentJet imports the server's copy, and nothing else of the server's environment.
 2. The processes that a replica starts end with it, whoever is killed, and nothing stays in shared memory.
+3. vLLM's processes make temporary files in the replica's folder, which it removes. The replica keeps its own place.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import venv
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 import agentjet
+from agentjet.compute import cluster
 from agentjet.compute.cluster import guardian
 from agentjet.compute.cluster.backend import REPLICA_PATH
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.errors import ConfigError
+from agentjet.types import ModelInfo
+from tests.tiny import make_model
 
 PROGRAM = """
 import multiprocessing, sys
@@ -101,3 +113,53 @@ def test_nothing_outlives_a_replica(tmp_path: Path, killed: str) -> None:
             time.sleep(0.01)
         assert not alive and not segment.exists()
         assert started.stderr.read() == ""  # It would be the last line of the replica's log.
+
+
+class FakeVllm:
+    """vLLM's modules with the names that the engine imports. Its start notes the environment, and fails."""
+
+    environment: dict[str, str]
+
+    def modules(self) -> dict[str, dict[str, Any]]:
+        return {
+            "distributed": {"get_tensor_model_parallel_rank": int},
+            "model_executor.model_loader.reload": dict.fromkeys(
+                ("finalize_layerwise_reload", "initialize_layerwise_reload"), int
+            ),
+            "v1.core.sched.output": {"SchedulerOutput": object},
+            "v1.core.sched.scheduler": {"Scheduler": object},
+            "v1.sample.logits_processor": {"AdapterLogitsProcessor": object},
+            "engine.arg_utils": {"AsyncEngineArgs": dict},
+            "v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=self.start)},
+            "platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        }
+
+    def start(self, settings: dict[str, Any]) -> Any:
+        self.environment = dict(os.environ)
+        raise RuntimeError("a fake has no engine")
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    fake = FakeVllm()
+    for name, members in fake.modules().items():
+        module = ModuleType(f"vllm.{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield fake
+    for name in ("vllm_engine", "vllm_worker"):  # They have the fakes.
+        sys.modules.pop(f"{cluster.__name__}.{name}", None)
+        vars(cluster).pop(name, None)
+
+
+def test_the_processes_of_vllm_leave_no_temporary_files(tmp_path: Path, vllm: FakeVllm) -> None:
+    model, before = ModelConfig(name=str(make_model(tmp_path / "model")), device="cpu"), tempfile.gettempdir()
+    tempfile.tempdir = None
+    engine = importlib.import_module("agentjet.compute.cluster.vllm_engine").Engine
+    with pytest.raises(ConfigError, match="a fake has no engine"):
+        asyncio.run(
+            engine.start(model, ModelInfo("tiny", "", "", 100, (2,)), SamplerConfig(), ComputeConfig(), tmp_path)
+        )
+    assert vllm.environment["TMPDIR"] == str(tmp_path) != tempfile.gettempdir() == before

@@ -36,6 +36,16 @@ def test_an_unknown_size_and_a_missing_folder(tmp_path: Path) -> None:
     assert found is not None and (found.done, found.total) == (1.0, 0.0)
 
 
+def test_a_hub_that_sends_nothing_is_named(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = DownloadMeter("org/model", tmp_path, clock)
+    clock.advance(9)
+    assert meter.look(lambda: 0.0) is None
+    clock.advance(1)
+    found = meter.look(lambda: 0.0)
+    assert found is not None and found.text == "downloading the model org/model (the hub has sent nothing yet)"
+
+
 def test_a_model_on_the_disk_is_not_reported(tmp_path: Path) -> None:
     reports: list[SlowWork] = []
     for name in (str(tmp_path), "smollm2-135m", "default@40"):

@@ -11,6 +11,10 @@
 7. The same holds if a commit fails with any other error: no waiter hangs or succeeds.
 8. The members of a large batch are recorded in slices, with other requests between them, by one commit. If one slice
    fails, nothing of the batch was recorded. A task that is cancelled records the rest.
+9. Slices share a turn of the loop until their time is over.
+10. If a slice fails, the other changes of the commit are refused as well. All of them can be repeated.
+11. After an undone commit, training and the clients that wait look at the state again.
+12. Another thread reads the calls of an episode only after they are committed.
 """
 
 from __future__ import annotations
@@ -26,9 +30,12 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import Conflict, Later
-from agentjet.protocol import BeginRequest, FinishRequest
-from agentjet.swarm import Episode, Journal, batches
+from agentjet.gateway.concurrency import GroupCommit
+from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName
+from agentjet.swarm import Episode, Group, Journal
+from agentjet.timeline.tree import ConversationTree
 from tests.fakes import RUN, Running, running
+from tests.swarm.world import World
 
 pytestmark = pytest.mark.anyio
 
@@ -279,7 +286,7 @@ async def test_a_refusal_before_the_first_slice_undoes_nothing(tmp_path: Path) -
 async def test_a_batch_is_recorded_in_slices_by_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    monkeypatch.setattr(batches, "SLICE", 2)
+    monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
     async with running(tmp_path / "d", job={"batch_size": 2, "group_size": 4, "checkpoint_every": 0}) as run:
         swarm, other = run.gateway.swarm, await begin(run, "other")
         put, found = swarm.store.put, list[tuple[int, int]]()
@@ -303,3 +310,138 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
         await run.until(lambda: trained(tmp_path / "d") == (1, 8))
         assert set(found) == {(0, 0)} and len(found) == (6 + 8 if failure == "a slice" else 8)
         assert swarm.policy_version == 1 and swarm.queries.status_counts()["trained"] == 8
+
+
+@pytest.mark.parametrize(("seconds", "num_turns"), [(0.004, 13), (0.0001, 0), (0.03, 39)])
+async def test_slices_share_a_turn_until_their_time_is_over(tmp_path: Path, seconds: float, num_turns: int) -> None:
+    now, turns, world = 0.0, 0, World(tmp_path)
+    commits, loop = GroupCommit(world.swarm, monotonic=lambda: now), asyncio.get_running_loop()
+
+    def slices() -> Iterator[int]:
+        nonlocal now
+        for number in range(40):
+            now += seconds
+            yield number
+
+    def count() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(count)
+
+    loop.call_soon(count)
+    assert await commits.in_slices(slices()) == 39
+    assert turns == num_turns
+    await commits.close()
+    world.close()
+
+
+@pytest.mark.parametrize("num_done", [0, 1])
+async def test_a_slice_that_fails_refuses_the_other_changes_and_all_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
+) -> None:
+    async with running(tmp_path / "d", job={"recipe": "rft", "batch_size": 3}) as run:
+        swarm, names = run.gateway.swarm, [GroupName(group=group) for group in "ab"]
+        monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
+        for group in "ab":
+            begun = await run.gateway.begin(BeginRequest(task_id="t", group=group))
+            await run.say(begun.id)
+            await run.gateway.finish(begun.id, FinishRequest(reward=1.0))
+        other = await run.gateway.begin(BeginRequest(task_id="t", group="o", client_id="other"))
+        for _ in range(4):
+            run.clock.now += 0.6 * swarm.job.lease_seconds
+            await run.gateway.heartbeat(other.id)
+        real, left = swarm._endings.leave, list[Group]()
+
+        def leave(group: Group, now: float) -> None:
+            left.append(group)
+            if len(left) == num_done + 1:
+                raise MemoryError("bug")
+            real(group, now)
+
+        monkeypatch.setattr(swarm._endings, "leave", leave)
+
+        async def close() -> int:
+            return await run.gateway.close_groups(CloseGroupsRequest(groups=names), idempotency_key="c")
+
+        async def finish() -> str:
+            return (await run.gateway.finish(other.id, FinishRequest(reward=1.0), idempotency_key="f")).status
+
+        failed, refused = await asyncio.gather(close(), finish(), return_exceptions=True)
+        assert isinstance(failed, MemoryError) and isinstance(refused, Later)
+        assert "Another change in the same commit failed (MemoryError('bug'))" in refused.message
+        assert not swarm.store.file.refusal, "the disk works"
+        run.clock.now += refused.retry_after
+        assert await asyncio.gather(close(), finish()) == [0, "finished"]
+        assert len(left) == num_done + 3, "both groups are closed by the repetition"
+
+
+async def test_a_client_that_waits_gets_the_place_of_a_begin_that_was_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
+    async with running(
+        tmp_path / "d", job={"recipe": "rft", "batch_size": 1, "group_size": 1, "min_group_size": 1}
+    ) as run:
+        real = run.gateway._journal.file.db
+        breaking(run, "the database", sqlite3.OperationalError("database or disk is full"))
+        first = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="first")))
+        waiting = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="second", wait=60)))
+        await turns(1)
+        run.gateway.swarm.places.refresh()
+        with pytest.raises(Later, match="free some space"):
+            await first
+        run.gateway._journal.file.db = real
+        async with asyncio.timeout(20):
+            assert (await waiting).client_id == "second"
+
+
+async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
+    async with running(
+        tmp_path / "d", job={"recipe": "rft", "batch_size": 1, "group_size": 1, "min_group_size": 1}
+    ) as run:
+        swarm = run.gateway.swarm
+        begun = await run.gateway.begin(BeginRequest(task_id="t"))
+        await run.say(begun.id)
+        await run.gateway.durable()
+        disk = SlowDisk(run)
+        finishing = asyncio.create_task(run.gateway.finish(begun.id, FinishRequest(reward=1.0)))
+        await run.until(lambda: disk.asked == 1)
+
+        def slices() -> Iterator[None]:
+            yield None
+            while not finishing.done():
+                yield None
+            yield from [None] * 20  # The training loop finds that it has to wait.
+            raise KeyError("bug")
+
+        monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
+        failing = asyncio.create_task(run.gateway._commits.in_slices(slices()))
+        pinned = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="e", mode="eval", at_version=0)))
+        await run.until(lambda: swarm.store.num_pinned() == 1)
+        disk.lets.release(100)
+        results = await asyncio.gather(failing, pinned, return_exceptions=True)
+        assert [type(result) for result in results] == [KeyError, Later]
+        await run.until(lambda: swarm.policy_version == 1)
+
+
+async def test_calls_are_read_in_a_thread_only_after_they_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        swarm, seen = run.gateway.swarm, list[bool]()
+        episode, read_trees = await run.gateway.begin(BeginRequest(task_id="t")), swarm.read_trees
+
+        def watched(episode_id: str) -> dict[str, ConversationTree]:
+            seen.append(swarm.store.file.has_uncommitted)
+            return read_trees(episode_id)
+
+        monkeypatch.setattr(swarm, "read_trees", watched)
+        with run.gateway._commits._held():
+            asking = asyncio.create_task(run.say(episode.id))
+            await run.until(lambda: swarm.episode(episode.id).num_calls == 1)
+            swarm.store.trees.clear()  # As after another change of this episode was undone.
+            reading = asyncio.create_task(run.gateway._calls.read(episode.id))
+            await asyncio.wait([reading], timeout=0.2)  # Time for a thread that does not wait.
+        call, _ = await asyncio.gather(asking, reading)
+        assert seen == [False] and [known.id for known in swarm.tree(episode.id, "").calls] == [call.id]

@@ -6,6 +6,7 @@
 4. A rise that has ended is called learned, and a flat run is not.
 5. Each policy's own rewards are judged.
 6. A rise is not called learning if the held-out score fell clearly; of whole flat series of scores at most 2 % fall.
+7. Rewards of other code of the agent are not compared; clients with their own code each are one trend.
 """
 
 from __future__ import annotations
@@ -89,6 +90,40 @@ def test_a_plateau_after_a_rise_is_called_learned() -> None:
     assert found.text == "It has learned: reward -2.8 at first, 45 now. The newest 30 steps do not show a further rise"
     fallen = [evaluation(5, 0.6), evaluation(20, 0.3)]
     assert learning(plateau, fallen, first=steps([-3.5, -3.0, -2.0] * 3)).answer == "no"
+
+
+def coded(*runs: tuple[str, int, float]) -> list[dict[str, float]]:
+    """Steps of code versions, separated by commas: their number and their nearly constant reward."""
+    return [
+        {"reward/mean": reward + 0.001 * (n % 3)}
+        | {f"code/{one}/reward_mean": reward for one in versions.split(",") if one}
+        for versions, num, reward in runs
+        for n in range(num)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("played", "answer", "counted"),
+    [
+        ((("a", 10, 0.04), ("b", 10, 15.0)), "no", "changed to b: 10 steps"),
+        ((("a", 10, 0.04), ("a,b", 1, 7.0), ("b", 29, 15.0)), "no", "changed to b: 30 steps"),
+        ((("a", 20, 15.0), ("b", 12, 0.04)), "no", "changed to b: 12 steps"),
+        ((("a", 20, 15.0), ("b", 5, 0.04)), "too_early", "changed to b: 5 steps"),
+        ((("a", 10, 15.0), ("b", 10, 0.04), ("a", 10, 15.0)), "no", "changed to a: 10 steps"),
+        ((("a", 10, 0.04), ("b", 70, 15.0)), "no", "changed: 50 steps or more"),
+        ((("a", 10, 0.04), ("", 10, 15.0)), "no", "changed to one without a name: 10 steps"),
+        ((("", 10, 0.04), ("a", 70, 15.0)), "no", "changed: 50 steps or more"),
+        ((("a", 4, 0.04), ("b", 70, 15.0)), "no", ""),
+        ((("a,b", 10, 0.04), ("a", 2, 0.04), ("b", 2, 0.04), ("a,b", 60, 15.0)), "learned", ""),
+    ],
+)
+def test_rewards_of_other_code_are_not_compared(
+    played: tuple[tuple[str, int, float], ...], answer: str, counted: str
+) -> None:
+    made = coded(*played)
+    found = learning(made[-50:], first=made[:10])
+    assert found.answer == answer and counted in found.text, found.text
+    assert ("the agent's code" in found.text) == bool(counted), found.text
 
 
 def test_each_policy_has_its_own_rewards() -> None:

@@ -3,7 +3,7 @@
 1. The event loop and the other runs go on meanwhile. A hook that returns in time changes nothing else.
 2. After `server.hook_timeout` its run stops with the name of the hook. The status names its thread until that ends.
 3. No finished episode is lost: the group is decided once the engine, or the server, is started again.
-4. Validators are called once for the same parameters, and not in the event loop.
+4. Validators are called once for the same parameters, and not in the event loop, also those of an older batch.
 5. The page's hook delays only the page that needs it. After its limit it is not called again for the same recipe.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,6 +201,40 @@ async def test_a_run_whose_validators_do_not_end_is_shown(tmp_path: Path, monkey
         assert view.state == "failed" and "`validators` did not return within 0.1 s" in view.reason
         assert any("thread 'validators of Waiting'" in one for one in run.gateway.status().abandoned_hooks)
         await run.batch()
+
+
+async def test_the_server_goes_on_while_validators_wait(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        opening = asyncio.create_task(opened(served.run, "validators"))
+        await served.run.until(Waiting.entered.is_set)
+        assert (await served.http.get("/healthz")).status_code == 200
+        await served.run.batch()
+        assert not opening.done()
+        Waiting.released.set()
+        await (await opening).batch()
+
+
+async def test_the_server_goes_on_while_validators_of_an_older_batch_wait(tmp_path: Path) -> None:
+    """Only that batch, which is learned again, names their recipe."""
+    Waiting.released.set()
+    async with running(tmp_path / "d") as run:
+        first = run.gateway.job()
+        other = {**first.job, "recipe": {"name": WAITING, "hook": "validators"}}
+        await run.gateway.replace_job(JobBody(revision=first.revision, job=other))
+        await run.batch()
+        await run.gateway.replace_job(JobBody(revision=run.gateway.job().revision, job=first.job))
+    for path in (run.folder / "checkpoints").glob("*"):
+        shutil.rmtree(path)
+    Waiting.released.clear()
+    Waiting.entered.clear()
+    registry._validated.clear()
+    async with serving(tmp_path / "d", wait_ready=False) as served:
+        await served.run.until(Waiting.entered.is_set)
+        assert (await served.http.get("/healthz")).status_code == 200
+        assert served.run.compute.learned == [] and not Waiting.released.is_set()
+        Waiting.released.set()
+        await served.run.gateway.ready()
+        assert served.run.compute.learned == [0]
 
 
 async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> None:

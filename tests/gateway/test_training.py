@@ -10,6 +10,7 @@
 7. The engine gives up on a batch that kills every worker, and reports it.
 8. With separate samplers and `max_staleness`, calls are let in while a dead learner is replaced.
 9. A version names one batch: a batch that separate samplers may have is not given up, also after a restart.
+10. Each batch records the limit that cut its answers: the job's, the agent's or the context.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from typing import Any
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.gateway.engine import MAX_FAILURES
+from agentjet.gateway.health import cutting_limit
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
-from tests.fakes import RUN, ScriptedCompute, running
+from tests.fakes import RUN, ScriptedCompute, running, saying
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -51,6 +55,25 @@ async def test_a_full_batch_is_learned(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["reward/mean"] == 0.5
     assert {"time/sample", "time/learn", "time/wait", "perf/tokens_per_second"} <= lines[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "is_chosen"),
+    [
+        ({}, "job.max_tokens = 32", False),
+        ({"max_tokens": 5}, "max_tokens = 5 of the agent's own requests, not at job.max_tokens = 32", True),
+        ({"max_tokens": 1000}, "the end of the context (model.context_length), not at job.max_tokens = 32", False),
+    ],
+)
+async def test_the_limit_that_cut_the_answers_is_known(
+    tmp_path: Path, asked: dict[str, int], limit: str, is_chosen: bool
+) -> None:
+    card = replace(make_model_info(tmp_path / "tokenizer"), context_length=100)
+    async with running(tmp_path / "d", saying(lambda prompt: "no end " * 100), card=card) as run:
+        await run.batch(**asked)
+        step = run.gateway.swarm.queries.last_step
+        assert step["completion/truncated"] == 1.0
+        assert cutting_limit([step], run.gateway.swarm.job) == (limit, is_chosen)
 
 
 async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:
@@ -290,6 +313,41 @@ async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
         assert refused
         run.compute.deadly.clear()
         await run.batch()
+
+
+async def test_a_batch_whose_end_was_undone_is_given_up_by_the_next_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        batches, store, crashes = run.gateway.swarm.batches, run.gateway.swarm.store, run.compute
+        set_aside, given_up = batches.quarantine, list[int]()
+
+        def undone_once(batch: Batch, reason: str) -> None:
+            given_up.append(crashes.starts)
+            set_aside(batch, reason)
+            if len(given_up) == 1:
+                store.abandon(OSError("full"))
+
+        monkeypatch.setattr(batches, "quarantine", undone_once)
+        crashes.deadly = {("default", 0)}
+        await run.fill_batch()
+        await run.until(lambda: run.gateway.status().episodes["dropped"] == 4 and len(given_up) == 2)
+        assert given_up[1] == given_up[0] + 1
+
+
+async def test_an_engine_that_cannot_give_a_batch_up_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+
+        def cannot(batch: Batch, reason: str) -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(run.gateway.swarm.batches, "quarantine", cannot)
+        run.compute.deadly = {("default", 0)}
+        await run.fill_batch()
+        await run.until(lambda: run.gateway.engine.state == "failed")
+        assert run.compute.starts == MAX_FAILURES + 1
 
 
 @pytest.mark.parametrize("moment", ["training_batches", "learned_in_slices"])

@@ -10,7 +10,6 @@ import pytest
 from pydantic import model_validator
 
 from agentjet.recipes import hooks
-from agentjet.recipes.hooks import PlugInThreads
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.shelf.grpo import Grpo
@@ -72,16 +71,19 @@ def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
     [
         ("unittest.__main__:X", "it is the program of a package: name the module that has the class"),
         ("tests.plugins.hostile_import:X", "hostile_import.py:5: SystemExit: the import ends the program"),
-        ("tests.plugins.slow_import:X", r"the plug-in did not return within 0.05 s; it was at "),
+        (
+            "tests.plugins.slow_import:X",
+            "'tests.plugins.slow_import:X' cannot be imported: its import did not end within",
+        ),
     ],
 )
 def test_an_import_that_runs_a_program_or_does_not_end(path: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a refusal: nothing else of the process ends, or waits."""
-    monkeypatch.setattr(hooks, "IMPORTS", PlugInThreads(60.0 if "slow" not in path else 0.05, ends=False))
+    monkeypatch.setattr(hooks.IMPORTS, "_seconds", 60.0 if "slow" not in path else 0.05)
     for setting in ({"name": path}, {"loss": {"name": path}}):
         with pytest.raises(ValueError, match="cannot be imported") as refusal:
             make_recipe(setting)
-        assert reason in str(refusal.value)
+        assert reason in str(refusal.value) and "nothing is lost" not in str(refusal.value)
     assert "unittest.__main__" not in sys.modules
     assert threading.current_thread() is threading.main_thread()
 
@@ -115,13 +117,14 @@ class Waiting(PolicyLoss):
     ("setting", "reason"),
     [
         (f"{__name__}:Exiting", r"test_refusals.py:\d+: SystemExit: the validator ends the program"),
-        ({"name": f"{__name__}:Exiting", "ends": False}, r"Exiting': `validators` did not return within 0.05 s"),
+        ({"name": f"{__name__}:Exiting", "ends": False}, r"Exiting': `validators` did not return within 20 s; it was"),
         ({"name": "grpo", "loss": f"{__name__}:Waiting"}, r"the recipe 'grpo': `validators` did not return within"),
     ],
 )
 def test_validators_that_end_the_program_or_do_not_end(
     setting: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "VALIDATORS", PlugInThreads(0.05))
-    with pytest.raises(ValueError, match=reason):
+    monkeypatch.setattr(hooks.VALIDATORS, "_seconds", 0.05)
+    with pytest.raises(ValueError, match=reason) as refusal:
         make_recipe(setting)
+    assert "start the server again" not in str(refusal.value), "a refused job stopped no server"

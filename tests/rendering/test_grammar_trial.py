@@ -110,6 +110,30 @@ async def test_a_grammar_waits_for_one_of_each_other_owner_at_most() -> None:
     assert await asyncio.gather(first, other, *evil) == ["1", "3", "0", "2", "4"]
 
 
+@pytest.mark.parametrize("answer", [{"grammar": "g"}, {"limit": "2 s"}])
+async def test_the_same_schema_is_tried_once(answer: dict[str, Any]) -> None:
+    """Also for another owner, and if it was refused. The result is there while another schema is tried."""
+    trials = Slow()
+
+    def ask(owner: str, schema: dict[str, Any]) -> asyncio.Task[str]:
+        return asyncio.create_task(trials.write(owner, Constraint(schema=schema), [], PLAIN))
+
+    async with asyncio.timeout(10):
+        both = [ask("one", LARGE), ask("other", LARGE)]
+        while not trials.asked:
+            await asyncio.sleep(0)
+        trials.asked[0].set_result(answer)
+        found = await asyncio.gather(*both, return_exceptions=True)
+        evil = ask("evil", {"const": 1})
+        while len(trials.asked) < 2:
+            await asyncio.sleep(0)
+        found += await asyncio.gather(ask("one", LARGE), return_exceptions=True)
+        trials.asked[1].set_result({"grammar": "evil"})
+        assert await evil == "evil" and len(trials.asked) == 2
+    [text] = set(map(str, found))
+    assert len(found) == 3 and (text == "g" or "more than 2 s to compile" in text)
+
+
 def test_a_trial_that_fails_exceeds_no_limit() -> None:
     assert json.loads(_tried_in_a_fork(b"no pickle")) == {}
 

@@ -181,6 +181,16 @@ def test_schemas_that_nest_too_deep(target: Target) -> None:
         assert answer.status_code == 400 and next(iter(more)) in refusal(path, answer)
 
 
+@pytest.mark.parametrize("depth", [201, 5_000, 40_000])
+def test_nesting_beyond_the_limit_has_its_own_code(target: Target, depth: int) -> None:
+    """Also where Python's parser gives up before levels are counted."""
+    for path in ("/v1/chat/completions", f"/swarm/v1/episodes/{target.episode['episode_id']}/finish"):
+        for nested in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            answer = ask(target, path, nested.encode())
+            assert answer.status_code == 400, answer.text
+            assert "nested_too_deep" in answer.text and "200 levels" in answer.text, answer.text
+
+
 def deep(depth: int, kind: str) -> Any:
     value: Any = 1
     for _ in range(depth):

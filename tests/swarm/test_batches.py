@@ -15,7 +15,7 @@ from agentjet.swarm import Batch, batch_forest
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
-from agentjet.types import Call, CheckpointStamp, Message, NewContext, ToolCall
+from agentjet.types import SOLE_POLICY, Call, CheckpointStamp, Message, NewContext, ToolCall
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -236,6 +236,27 @@ def test_calls_that_set_what_the_job_sets_are_counted(make_world: Make) -> None:
     assert metrics["overridden/limit"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("policies", "contexts", "full", "own"),
+    [((), {SOLE_POLICY: 4}, 0.5, 0.25), (("a", "b"), {"a": 4, "b": 9}, 0.25, 0.5), ((), {}, 0.0, 0.75)],
+)
+def test_a_full_context_and_an_agents_own_limit_are_counted_apart(
+    make_world: Make, policies: tuple[str, ...], contexts: dict[str, int], full: float, own: float
+) -> None:
+    """An answer of three tokens ends at the job's limit."""
+    world = make_world(batch_size=1, group_size=4, max_tokens=3, policies=policies)
+    world.swarm.record_models({}, contexts)
+    for number, tokens in enumerate(((7, 8), (7, 8), (7,), (7, 8, 9))):  # The prompt has two tokens.
+        episode = world.begin("g")
+        world.call(episode, *tokens, finish_reason="length", role=policies[number % 2] if policies else "")
+        world.finish(episode, float(number))
+    batch = world.swarm.batches.compose()
+    world.swarm.batches.training_batches(batch)
+    metrics = world.swarm.batches.learned(batch, {})
+    assert (metrics["completion/truncated"], metrics.get("completion/context_full", 0.0)) == (1.0, full)
+    assert metrics["overridden/max_tokens"] == own
+
+
 def test_calls_that_offer_tools_and_omitted_images_are_counted(make_world: Make) -> None:
     world = make_world(batch_size=1, group_size=2)
     offer = NewContext(tools=({"type": "function", "function": {"name": "add", "parameters": {}}},))
@@ -259,13 +280,14 @@ def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
     assert [batch.id for batch in batches] == [0, 1, 2]
 
 
-def test_each_group_of_a_learned_batch_is_judged_in_a_slice_of_its_own(world: World) -> None:
+def test_each_group_of_a_learned_batch_and_each_member_has_a_slice_of_its_own(world: World) -> None:
     """A recipe may compare the rewards of thousands of turns."""
     for group in "ab":
         world.play(group, 0.0, 1.0)
     batch = world.swarm.batches.compose()
-    *of_groups, recorded = world.swarm.batches.learned_in_slices(batch, {})
-    assert of_groups == [{}] * len(batch.groups) and recorded["groups/zero_variance"] == 0.0
+    first, second, *recorded = world.swarm.batches.learned_in_slices(batch, {})
+    assert (first, second) == ({}, {}) and recorded[0]["groups/zero_variance"] == 0.0
+    assert len(recorded) == 1 + len(batch.episode_ids)
 
 
 def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:

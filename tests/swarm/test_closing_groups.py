@@ -96,7 +96,7 @@ def test_a_closing_group_survives_everything_but_its_answer(deferring: Make) -> 
             world.begin("b")
         assert refused.value.code == "batch_full"
         request = CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")], not_needed=True)
-        assert [*world.swarm.close_groups(request)] == [0], "it is not open"
+        assert [*world.swarm.close_groups(request)][-1] == 0, "it is not open"
         world.now += 10 * LEASE
         assert world.swarm.reap() == []
         reopen(world)
@@ -168,7 +168,7 @@ def test_an_expired_episode_does_not_wait_for_the_recipe(deferring: Make) -> Non
         world.call(episode, 7)
         world.finish(episode, 1.0)
     client = first.client_id
-    assert [*world.swarm.close_groups(CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")]))] == [0, 1]
+    assert [*world.swarm.close_groups(CloseGroupsRequest(client_id=client, groups=[GroupName(group="a")]))][-1] == 1
     world.now += LEASE
     assert [episode.id for episode in world.swarm.reap()] == [members[2].id]
     assert states(world) == ["closing"] and world.swarm.queries.groups[0].reason == "short"

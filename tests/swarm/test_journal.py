@@ -279,8 +279,10 @@ def test_what_can_no_longer_be_read_is_not_replaced(world: World, recipe: dict[s
     world.journal.file.set_meta("job_settings", old)
     [(body,)] = world.journal.file.db.execute("SELECT body FROM batches")
     changed = json.loads(body)
-    changed["job"]["recipe"] = recipe
+    changed["job"]["recipe"], changed["carry"] = recipe, {"a": 0.5}
     world.journal.file.db.execute("UPDATE batches SET body = ?", (json.dumps(changed),))
-    for read in (world.reopen, lambda: world.journal.newest_batch()):
+    for read in (world.reopen, lambda: world.journal.batches(0)):
         with pytest.raises(ConfigError, match=rf"batch 0 \(recipe '{recipe['name']}'\) cannot be read: .*{sentence}"):
             read()
+    assert world.journal.first_group(0) == tuple(changed["groups"][0]), "it needs no recipe"
+    assert world.journal.newest_carry() == {"a": 0.5}

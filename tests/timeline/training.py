@@ -26,6 +26,9 @@ class RecordedJournal:
     def calls(self, episode_id: str) -> list[Any]:
         return [recorded for recorded in self.record.calls if recorded[0].episode_id == episode_id]
 
+    def context_lengths(self) -> dict[str, int]:
+        return {}
+
     def undelivered(self, episode_id: str) -> frozenset[str]:
         return frozenset(self.record.undelivered)
 

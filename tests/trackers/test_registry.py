@@ -18,14 +18,29 @@ class Mine:
 
 class Half:
     def begin(self, run): return None
+
+class Raises:
+    def __init__(self):
+        self.x = self.absent
+
+class Ends:
+    def __init__(self):
+        raise SystemExit(3)
 """
+BROKEN = {
+    "needs": "import no_such_library",
+    "raises": "import os\nos.absent",
+    "ends": "raise SystemExit(3)",
+    "typo": "x =",
+}
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of a user."""
     (tmp_path / "my_trackers.py").write_text(MINE)
-    (tmp_path / "my_broken_tracker.py").write_text("import no_such_library\n")
+    for name, source in BROKEN.items():
+        (tmp_path / f"my_{name}.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "my_trackers"
 
@@ -41,18 +56,20 @@ def test_a_class_of_the_user(module: str) -> None:
         ("wandb:", "has no target"),
         ("tensorbord:runs", "no tracker and no module 'tensorbord'; did you mean tensorboard:DIR"),
         ("nowhere:Class", "no tracker and no module 'nowhere'; put its folder on PYTHONPATH"),
+        ("nowhere.deep:Class", "no tracker and no module 'nowhere'; put its folder on PYTHONPATH"),
         ("my_trackers:Missing", "the module 'my_trackers' has no such class; it has "),
+        ("my_trackers:Raises", r"Raises\(\) failed at .*my_trackers.py:12: AttributeError: 'Raises' object has no"),
+        ("my_trackers:Ends", r"Ends\(\) failed at .*my_trackers.py:16: SystemExit: 3"),
+        ("my_needs:Class", "importing 'my_needs' failed at .*my_needs.py:1: ModuleNotFoundError: .*'no_such_library'"),
+        ("my_raises:Class", "importing 'my_raises' failed at .*my_raises.py:2: AttributeError: module 'os' has no att"),
+        ("my_ends:Class", "importing 'my_ends' failed at .*my_ends.py:1: SystemExit: 3"),
+        ("my_typo:Class", "importing 'my_typo' failed at .*my_typo.py:1: SyntaxError: invalid syntax"),
         ("my_trackers:Half", "has no method 'write': a sink has begin, write and end"),
     ],
 )
 def test_a_wrong_target_is_refused(module: str, label: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_sink(label)
-
-
-def test_a_module_of_the_user_that_needs_a_package(module: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        open_sink("my_broken_tracker:Class")
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.package])

@@ -298,6 +298,8 @@ class _Fit:
         need = replace(self._rank(1, "gathered"), cache=cache)
         if self.learning.offload:  # Gradients move after each micro-batch: the device has them in the weights' type.
             need = replace(need, gradients=need.gradients * value_bytes // 4)
+        elif value_bytes == 4:  # The weights are their own masters: moments only.
+            need = replace(need, optimizer=need.optimizer * 8 // 12)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
         adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
         way_out = f"{adapter}{offload}lower sampler.cache_tokens, or set compute.backend = 'cluster'"

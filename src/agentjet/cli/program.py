@@ -24,7 +24,6 @@ from agentjet.client.code_copy import (
     SKIPPED,
     CodeFolder,
     Stamp,
-    content_hash,
     has_environment,
     hash_of,
     is_installed,
@@ -222,8 +221,9 @@ class CommandSource:
             copied[folder.root], listing = folder.copy(place / str(number))
             names = [path.relative_to(folder.root) for path in listing.files]
             stamps.append(listing.stamp)
-            contents |= {f"{number}/{name}": (copied[folder.root] / name).read_bytes() for name in names}
-            files |= {folder.root / name: content_hash(copied[folder.root] / name) for name in names}
+            read = {name: (copied[folder.root] / name).read_bytes() for name in names}
+            contents |= {f"{number}/{name}": content for name, content in read.items()}
+            files |= {folder.root / name: hash_of({"": content}) for name, content in read.items()}
         version = self.line.version(score.code_version, contents)
         command = replace(
             self.command,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from agentjet.cli import one_line
 from agentjet.errors import AgentJetError
+from agentjet.types import beginning
 
 if TYPE_CHECKING:
     from agentjet.client import Swarm
@@ -49,7 +50,7 @@ class ProgressLine:
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             self._is_shown = True
-            self._write(f"\r\x1b[K{line if len(line) <= width else line[: width - 1] + '…'}")
+            self._write(f"\r\x1b[K{beginning(line, width)}")
         elif now - self._printed >= FILE_SECONDS:
             self._printed = now
             self._write(f"{line}\n")

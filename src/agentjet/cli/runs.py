@@ -100,7 +100,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
-    from agentjet.gateway.collection import compared_tasks, differing_settings, notes
+    from agentjet.gateway.collection import code_notes, compared_tasks, differing_settings, notes
 
     if len(runs) < 2:
         raise ConfigError(
@@ -112,7 +112,8 @@ def compare(
     evaluations = [one.evaluations for one in read]
     tasks = compared_tasks(evaluations)
     compared, different = [one.figures(tasks) for one in read], differing_settings([one.settings for one in read])
-    said = notes([str(path) for path in runs], evaluations, tasks)
+    names = [str(path) for path in runs]
+    said = notes(names, evaluations, tasks) + code_notes(names, [one.steps for one in read])
     if as_json:
         found = [{"run": str(path), **one} for path, one in zip(runs, compared, strict=True)]
         typer.echo(json.dumps({"runs": found, "settings": different, "notes": said}, indent=2))

@@ -156,7 +156,8 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
         _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
     for policy, renderer in gateway.engine.renderers.items():
         model = renderer.model
-        size = f"{model.num_parameters / 1e6:.0f}M parameters"
+        millions = model.num_parameters / 1e6
+        size = f"{millions:.0f}M parameters" if millions >= 1 else f"{model.num_parameters:,} parameters"
         facts = f"{size} on {model.device} in {model.dtype}, context {model.context_length}"
         if gateway.policies:
             lora = gateway.config.model_of(policy).lora

@@ -9,7 +9,7 @@ import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text
 from agentjet.errors import ConfigError
-from agentjet.types import DEFAULT_RUN
+from agentjet.types import DEFAULT_RUN, beginning
 
 if TYPE_CHECKING:
     from agentjet.protocol import CodeVersionStatus, HealthView, StatusResponse, TaskSetStatus
@@ -111,8 +111,9 @@ def clients_line(status: StatusResponse) -> str:
     for name, ago in sorted(status.clients.items(), key=lambda client: (-holding.get(client[0], 0), client[1])):
         held = holding.get(name, 0)
         if held or ago <= RECENT_SECONDS:
-            short = name if len(name) <= MAX_CLIENT_NAME else f"{name[:MAX_CLIENT_NAME]}…"
-            shown.append(f"{short} ({f'holds {held}, ' if held else ''}seen {ago:.0f} s ago)")
+            shown.append(
+                f"{beginning(name, MAX_CLIENT_NAME)} ({f'holds {held}, ' if held else ''}seen {ago:.0f} s ago)"
+            )
     line = named(shown, NUM_CLIENTS)
     if rest := len(status.clients) - len(shown):
         line += f"{', ' * bool(line)}{rest} seen over {RECENT_SECONDS // 60} minutes ago"

@@ -26,8 +26,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, content_hash, hash_of, is_installed
+from agentjet.client.code_copy import OURS, CodeFolder, Listing, Stamp, hash_of, is_installed
 from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
+from agentjet.types import beginning
 
 MODULE = "agentjet_loaded_{}"
 """Module name of an imported file. The prefix avoids clashes with other modules."""
@@ -62,8 +63,7 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
 def one_line(error: BaseException) -> str:
     """An exception of the user's code in one line: its type, and the first line of its text."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    cut = first if len(first) <= LONGEST_LINE else f"{first[: LONGEST_LINE - 3]}..."
-    return f"{type(error).__name__}: {cut}"
+    return f"{type(error).__name__}: {beginning(first, LONGEST_LINE)}"
 
 
 def source_of(named: str, *, option: str) -> Path:
@@ -76,6 +76,8 @@ def source_of(named: str, *, option: str) -> Path:
         spec = importlib.util.find_spec(place) if place else None
     except ImportError as error:
         raise ConfigError(f"{option} {named}: {error}") from None
+    except (Exception, SystemExit) as error:  # the boundary: its packages are imported, and may raise anything
+        raise ConfigError(f"{option} {place}: {one_line(error)}") from error
     if spec is None or spec.origin is None:
         raise ConfigError(f"{option} {named}: there is no module {place!r}")
     if not spec.has_location:
@@ -169,13 +171,15 @@ class ModuleSource:
         root = _package_folder(self._module, self._file)
         kind = "folder" if root == self._file.parent and self._file.name != "__init__.py" else "package"
         why = f"the {kind} of {self._file.relative_to(root)}"
-        self._folder = CodeFolder(root, frozenset({self._file}) if _is_installed(root) else None, why)
+        self._folder = CodeFolder(root, frozenset({self._file}) if _is_library(root) else None, why)
         if script := _file_of(sys.modules["__main__"]):
             self._folder.unwatched[script.absolute()] = "the running script: start it again after an edit"
         self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
         self._remove_copies = weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
         self._num_copies = 0
-        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._loading: Path | None = None
+        """The copy that is being loaded. None after the end of the run, and once another version is used."""
         self._first = self._active = _Modules(None, self._own_modules(self._folder.listing(), root))
 
     def stamp(self) -> Stamp:
@@ -187,34 +191,45 @@ class ModuleSource:
     def load(self) -> AgentVersion:
         """Copies the files and imports the agent's module from the copy, with those that it imports.
 
-        After an error the modules from before are restored. Objects of the old modules stay as they are.
+        After an error the modules from before are restored. Objects of the old modules stay as they are. A load that
+        lasts longer than its caller waits, who uses another version then, exchanges no module any more.
         """
         before, place = self._active, self._copies / str(self._num_copies)
         self._num_copies += 1
+        self._loading = place
         copy, listing = self._folder.copy(place)
-        if self._closed.is_set():
-            raise RuntimeError("the run of this source has ended")
         loaded = _Modules(_CopyFinder(self._module, self._file, self._folder.root, copy), {}, listing)
-        self._activate(loaded)
+        if not self._exchange(loaded, place):
+            raise RuntimeError("the run of this source has ended, or uses another version")
         try:
             agent = getattr(importlib.import_module(self._module), self._name)
             if not callable(agent):
                 raise TypeError(f"{self._name} of {self._file} is not a function any more")
         except BaseException:
-            self._activate(before)
+            self._exchange(before, place)
             raise
-        if self._closed.is_set():  # The run ended while the module was being imported.
-            self._activate(self._first)
-        copied = {path: copy / path.relative_to(self._folder.root) for path in listing.files}
-        version = hash_of({str(path.relative_to(copy)): path.read_bytes() for path in copied.values()})
-        files = {path: content_hash(place) for path, place in copied.items()}
-        return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._activate, loaded))
+        contents = {path: (copy / path.relative_to(self._folder.root)).read_bytes() for path in listing.files}
+        version = hash_of({str(path.relative_to(self._folder.root)): content for path, content in contents.items()})
+        files = {path: hash_of({"": content}) for path, content in contents.items()}
+        return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._use, loaded))
 
     def close(self) -> None:
         """Restore the modules from before the first load, and remove the copies."""
-        self._closed.set()
-        self._activate(self._first)
+        self._use(self._first)
         self._remove_copies()
+
+    def _use(self, modules: _Modules) -> None:
+        """Make later imports find these modules. A load that is under way has no effect then."""
+        with self._lock:
+            self._loading = None
+            self._activate(modules)
+
+    def _exchange(self, modules: _Modules, loading: Path) -> bool:
+        """The same within a load; returns False if that has no effect any more."""
+        with self._lock:
+            if is_wanted := self._loading == loading:
+                self._activate(modules)
+            return is_wanted
 
     def _activate(self, modules: _Modules) -> None:
         """Exchange the imported modules of the folder, and the place where later imports look for them."""
@@ -246,9 +261,17 @@ class ModuleSource:
                 continue
             file, portions = _file_of(module), getattr(module, "__path__", None)
             places = [file] if file is not None else [Path(place) for place in portions or ()]
-            if any(place.absolute() in moved for place in places):
+            if any(_absolute(place) in moved for place in places):
                 found[name] = module
         return found
+
+
+def _absolute(place: Path) -> Path:
+    """The absolute path of a place; `place` if the working directory, to which it is relative, is gone."""
+    try:
+        return place.absolute()
+    except FileNotFoundError:
+        return place
 
 
 @dataclass(eq=False)
@@ -289,7 +312,7 @@ class _CopyFinder(MetaPathFinder):
         return spec
 
     def _moved(self, place: str) -> str:
-        path = Path(place or ".").absolute()
+        path = _absolute(Path(place or "."))
         moved = self.copy / path.relative_to(self._root) if path.is_relative_to(self._root) else path
         return str(moved) if moved.exists() else place
 
@@ -330,7 +353,7 @@ def _own_files(module: ModuleType) -> dict[str, Path]:
         return {}
     folder = own.parent
     files = {own.name: own}
-    if _is_installed(folder):
+    if _is_library(folder):
         return files
     for name, other in list(sys.modules.items()):
         file = _file_of(other)
@@ -346,7 +369,8 @@ def _file_of(module: ModuleType) -> Path | None:
     return Path(file) if isinstance(file, str) and file.endswith(".py") else None
 
 
-def _is_installed(folder: Path) -> bool:
+def _is_library(folder: Path) -> bool:
+    """True for a folder of Python's or of installed packages. Its files do not belong to the agent beside them."""
     library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     return folder in library or not {"site-packages", "dist-packages"}.isdisjoint(folder.parts)
 
@@ -384,6 +408,6 @@ def error_location(agent: Callable[..., Any], error: BaseException) -> str:
 
 def _is_authors(file: Path, agent: Path | None) -> bool:
     """True for a file of the author; `agent` is that of the agent. Generated code has no file."""
-    if agent is not None and (file == agent or (file.parent == agent.parent and not _is_installed(file.parent))):
+    if agent is not None and (file == agent or (file.parent == agent.parent and not _is_library(file.parent))):
         return True
     return file.is_absolute() and not is_installed(file)

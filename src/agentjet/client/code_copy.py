@@ -144,7 +144,10 @@ def edits(before: Mapping[Path, str], after: Mapping[Path, str]) -> str:
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path)
     }
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:  # The folder was removed: all paths are shown as they are.
+        here = Path()
     return named(
         [f"{path.relative_to(here) if path.is_relative_to(here) else path} {kind}" for path, kind in kinds.items()]
     )

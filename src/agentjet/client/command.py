@@ -76,41 +76,21 @@ def fill_placeholders(word: str, payload: Any) -> str:
 
 
 def payload_json(task: Task) -> str:
-    """The payload of a task as JSON. Raises `ConfigError` naming the task, and the key of a value that is not JSON."""
+    """The payload of a task as JSON. Raises `ConfigError` naming the task, and the value that is not JSON."""
     try:
-        return json.dumps(task.payload)
+        return json.dumps(task.payload, default=_refuse)
     except RecursionError:
-        why = "payload is nested too deeply"
-    except (TypeError, ValueError):
-        why = _not_json(task.payload, "payload", ()) or "payload is not JSON"
+        why = "it is nested too deeply"
+    except (TypeError, ValueError) as error:
+        why = str(error)
     raise ConfigError(
-        f"task {task.id!r}: {why}. A program gets its task as JSON: give text, numbers, booleans, None, and lists and "
-        "dicts of these; make text of other values with str()"
+        f"task {task.id!r}: its payload is not JSON: {why}. A program gets its task as JSON: give text, numbers, "
+        "booleans, None, and lists and dicts of these; make text of other values with str()"
     )
 
 
-def _not_json(value: Any, name: str, above: tuple[int, ...]) -> str:
-    """The first value that JSON does not have, with its key and type; empty without one. `above` are the ids of the
-    containers that it is in."""
-    if id(value) in above:
-        return f"{name} contains itself"
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str | int | float | None):
-                return f"{name} has the key {shown(key)}, a {_type_of(key)}"
-            if why := _not_json(inner, f"{name}[{key!r}]", (*above, id(value))):
-                return why
-        return ""
-    if isinstance(value, list | tuple):
-        items = (_not_json(inner, f"{name}[{i}]", (*above, id(value))) for i, inner in enumerate(value))
-        return next(filter(None, items), "")
-    is_json = isinstance(value, str | int | float | None)
-    return "" if is_json else f"{name} is {shown(value)}, a {_type_of(value)}"
-
-
-def _type_of(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+def _refuse(value: object) -> None:
+    raise TypeError(f"{shown(value)} is a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +148,7 @@ class Command:
         return self.score
 
     def filled(self, task: Task) -> list[str]:
-        """The command line for a task. Raises `ConfigError` if it names a key that the task does not have, and for a
-        payload that is not JSON."""
-        payload_json(task)
+        """The command line for a task. Raises `ConfigError` if it names a key that the task does not have."""
         return [fill_placeholders(word, task.payload) for word in self.arguments]
 
     async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:

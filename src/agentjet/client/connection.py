@@ -21,10 +21,11 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,7 @@ from agentjet.errors import (
 )
 from agentjet.protocol import PREFIX, Event, Problem, StatusResponse
 
+T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
@@ -204,6 +206,9 @@ class Connection:
         self.settings = settings
         self.retry = retry
         self.heartbeats = Heartbeats(lambda: Connection(settings, retry=retry, transport=transport))
+        self._going_on: set[asyncio.Task[Any]] = set()
+        self._delayed: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+        """The reason of each task that repeats a request. A cancelled task keeps its entry until it is collected."""
         self._answered = False
         self._pid: int | None = None
         """The process of the first request. A forked process would share its sockets."""
@@ -217,7 +222,15 @@ class Connection:
             transport=transport,
         )
 
+    @property
+    def delay_reason(self) -> str:
+        """The reason why a request is being repeated; empty if there is none, or if the server is only busy (429)."""
+        return next((reason for task, reason in list(self._delayed.items()) if not task.done()), "")
+
     async def close(self) -> None:
+        for task in self._going_on:
+            task.cancel()
+        await asyncio.gather(*self._going_on, return_exceptions=True)
         await self.heartbeats.close()
         await self._http.aclose()
 
@@ -246,6 +259,8 @@ class Connection:
         patience = retry.patience if patience is None else patience
         headers = {"Idempotency-Key": key or uuid.uuid4().hex} if method == "POST" else {}
         payload = body.model_dump(mode="json") if body is not None else None
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
         address = self.settings.server_url if path.startswith("/runs") else self.settings.url
         error: RequestError | Unreachable
         while True:
@@ -255,6 +270,7 @@ class Connection:
                 )
                 answer = _decoded(response) if response.is_success else None
                 self._answered, answered, num_lost = True, retry.clock(), 0
+                self._delayed.pop(task, None)
                 if response.is_success:
                     return answer
                 error = self._error(response)
@@ -262,14 +278,29 @@ class Connection:
                     raise error
                 since, allowed, delay = started, patience, max(error.retry_after, retry.delay(num_refused))
                 num_refused += 1
+                if error.status != 429:
+                    self._delayed[task] = str(error)
             except httpx.TransportError as problem:
                 error = self._unreachable(problem)
                 allowed = retry.patience if self._answered else retry.first_patience
                 since, delay = answered, retry.delay(num_lost)
                 num_lost += 1
+                self._delayed[task] = str(error)
             if retry.clock() - since + delay > allowed:
+                self._delayed.pop(task, None)
                 raise error
             await retry.sleep(delay)
+
+    async def go_on(self, requests: Coroutine[Any, Any, T], seconds: float) -> T | None:
+        """The result of requests, or None after an error or `seconds`. Then, and after a cancellation, they go on until
+        `close`.
+        """
+        task = asyncio.create_task(requests)
+        self._going_on.add(task)
+        task.add_done_callback(self._going_on.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio logs the exception
+        await asyncio.wait([task], timeout=seconds)
+        return None if not task.done() or task.cancelled() or task.exception() else task.result()
 
     async def status(self) -> StatusResponse:
         """The server's present status."""

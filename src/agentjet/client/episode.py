@@ -35,6 +35,7 @@ from agentjet.types import (
     EpisodeStatus,
     Mode,
     Reward,
+    beginning,
     checked_number,
     invalid_reward,
     wrong_reward_name,
@@ -327,7 +328,7 @@ def _joined(texts: Mapping[str, str]) -> str:
     lines = [f"{name}: {text}" for name, text in texts.items() if text]
     share = MAX_REWARD_TEXT // max(1, len(lines)) - 1
     if sum(map(len, lines)) + len(lines) > MAX_REWARD_TEXT:
-        lines = [line if len(line) <= share else f"{line[: share - 1]}…" for line in lines]
+        lines = [beginning(line, share) for line in lines]
     return "\n".join(lines)
 
 
@@ -347,7 +348,8 @@ async def begin_episode(
 ) -> AsyncEpisode:
     """Begin an episode. Waits up to `wait` seconds for room, then raises `Later`.
 
-    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`.
+    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`. A server that
+    answers late delays the cancellation by `ABORT_SECONDS` at most; the episode is aborted when it answers.
     """
     key = uuid.uuid4().hex
 
@@ -358,16 +360,17 @@ async def begin_episode(
         )
         return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
 
-    async def abort_begun() -> None:
+    async def abort_begun() -> AsyncEpisode:
         episode = await begin(0.0, 0.0)
-        await episode.abort(UNPLAYED, patience=0.0)
-        on_abort(episode)
+        await episode.abort(UNPLAYED)
+        return episode
 
     try:
         return await begin(min(wait, SERVER_WAIT), wait)
     except asyncio.CancelledError:
         # The server may have begun it just now. The same request again, without waiting, returns it.
-        await wait_for_end(abort_begun(), ABORT_SECONDS)
+        if (episode := await connection.go_on(abort_begun(), ABORT_SECONDS)) is not None:
+            on_abort(episode)
         raise
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -146,12 +146,17 @@ class HeldOutEvaluations:
         if num_steps % self.every == 0:
             self.due.set()
 
-    async def watch(self, version: Callable[[], AgentVersion], notify: Callable[[str], None]) -> None:
-        """Evaluate whenever one is due; returns when the score no longer improves."""
+    async def watch(
+        self, version: Callable[[], AbstractAsyncContextManager[AgentVersion]], notify: Callable[[str], None]
+    ) -> None:
+        """Evaluate whenever one is due; returns when the score no longer improves. `version` keeps the agent's version
+        during an evaluation.
+        """
         while not self.stalled:
             await self.due.wait()
             self.due.clear()
-            await self.run(version(), notify)
+            async with version() as kept:
+                await self.run(kept, notify)
 
     async def finish(self, version: AgentVersion, policy_version: int, notify: Callable[[str], None]) -> None:
         """Evaluate the last policy version of a run, unless that is done."""
@@ -177,6 +182,18 @@ class HeldOutEvaluations:
     def stalled(self) -> bool:
         """True if the last `stop_after` evaluations brought no new best score."""
         return bool(self.stop_after) and best_of(self.done[: -self.stop_after]) is best_of(self.done) is not None
+
+
+def trained_held_out(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> str:
+    """Returns a sentence if held-out tasks are also trained on, else ''. Lists may use equal ids for other payloads."""
+    trained = {(task.id, repr(task.payload)) for task in tasks} if eval_tasks else set()
+    num = sum((task.id, repr(task.payload)) in trained for task in eval_tasks)
+    if not num:
+        return ""
+    return (
+        f"{num} of {len(eval_tasks)} held-out tasks are also trained on: their score shows what was memorised, too. "
+        "Leave them out of the training tasks"
+    )
 
 
 def check_held_out(eval_tasks: Sequence[object], every: int, stop_after: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from agentjet.client.command import Command
+from agentjet.client.command import Command, payload_json
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Task, shown
 
@@ -67,17 +67,9 @@ class TaskList(tuple[Task, ...]):
     @cached_property
     def identity(self) -> str:
         """The number of the tasks, and a hash of their identities and of those payloads that are JSON."""
-        rows = sorted((task.task_set, task.id, _json_or_kind(task.payload)) for task in self)
+        rows = sorted((task.task_set, task.id, payload_digest(task.payload, _kind).hex()) for task in self)
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=4).hexdigest()
         return f"{len(self)} task{'' if len(self) == 1 else 's'}, {digest}"
-
-
-def _json_or_kind(payload: object) -> str:
-    """The payload as JSON, else the name of its class: a pickle may differ from one process to the next."""
-    try:
-        return json.dumps(payload, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        return type(payload).__qualname__
 
 
 def listed_tasks(tasks: Iterable[Task]) -> TaskList:
@@ -91,6 +83,7 @@ def check_commands(agent: object, tasks: Iterable[Task]) -> None:
     """Raises `ConfigError` for a task that a program cannot get. Other agents take any payload."""
     if isinstance(agent, Command):
         for task in tasks:
+            payload_json(task)
             agent.filled(task)
 
 
@@ -165,15 +158,8 @@ class TaskIdentities:
         return task
 
 
-def payload_digest(payload: object) -> bytes:
-    """A digest of a task's content: its JSON with sorted keys, else its pickle. Payloads without either have equal
-    digests if they have the same class.
-    """
-    try:
-        content = json.dumps(payload, sort_keys=True).encode()
-    except (TypeError, ValueError, RecursionError):
-        content = _pickled(payload)
-    return hashlib.blake2b(content, digest_size=16).digest()
+def _kind(payload: object) -> bytes:
+    return type(payload).__qualname__.encode()
 
 
 def _pickled(payload: object) -> bytes:
@@ -183,8 +169,20 @@ def _pickled(payload: object) -> bytes:
     try:
         pickler.dump(payload)
     except Exception:  # the boundary: any class of the user, which may not be made for pickling
-        return type(payload).__qualname__.encode()
+        return _kind(payload)
     return file.getvalue()
+
+
+def payload_digest(payload: object, otherwise: Callable[[object], bytes] = _pickled) -> bytes:
+    """A digest of a task's content: its JSON with sorted keys, else its pickle, else the name of its class.
+
+    `otherwise` replaces the pickle, which may differ from one process to the next.
+    """
+    try:
+        content = json.dumps(payload, sort_keys=True).encode()
+    except (TypeError, ValueError, RecursionError):
+        content = otherwise(payload)
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def check_signature(agent: Callable[..., object], named: str) -> None:

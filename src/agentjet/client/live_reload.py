@@ -2,7 +2,7 @@
 
 * A group never mixes versions, and no finished episode is lost: each version runs from a copy of its files. The files
   are loaded once the groups that have begun are complete. No group begins until then.
-* Files that cannot be loaded leave the old version in use.
+* Files that cannot be loaded leave the old version in use. During a held-out evaluation the version stays, too.
 * A version whose first episodes all fail is rolled back to the one before it, until the files change again. Its
   failures do not use up the attempts at a task.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ SETTLE_SECONDS = 0.2
 """Time that the files must stay unchanged before they are loaded: an editor may be writing them."""
 GROUPS_SECONDS = 600.0
 """Longest wait for the groups that have begun. The server keeps those with a live episode."""
+IDLE_SECONDS = 2.0
+"""Time without an episode of a begun group after which their other members are not waited for: the workers that would
+begin them wait for this load."""
 MOST_LOADS = 10
 """Loads in a row of files that change in between."""
 LOAD_SECONDS = 120.0
@@ -81,6 +85,10 @@ class LiveReload:
         """The version that each group began with."""
         self._open: set[str] = set()
         """Groups that have begun and lack members."""
+        self._left: set[str] = set()
+        """Groups that get no further member, because they would have got one of another version."""
+        self._num_live: Counter[str] = Counter()
+        """Episodes that are being begun or have not ended, by group."""
         self._num_done: Counter[str] = Counter()
         """Members that are not attempted again, by group."""
         self._stamp = first.stamp
@@ -88,6 +96,8 @@ class LiveReload:
         self._problem = ""
         """The reason for which the files cannot be listed."""
         self._reloading = asyncio.Lock()
+        self._is_evaluating = False
+        """True during a held-out evaluation. The modules of another version would change its score."""
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
 
@@ -97,12 +107,16 @@ class LiveReload:
         """Begin an episode with the version its group began with. `request` requests one for a code version."""
         if self._code is not None and spec.group not in self._version_of:
             await self._reload_if_changed(self._code)
+        if spec.group in self._left:
+            raise Conflict(f"Group {spec.group!r} is left with the members of older code.", code="group_closed")
         loaded = self._version_of.setdefault(spec.group, self.current)
+        self._num_live[spec.group] += 1
         if not spec.spare and self._num_done[spec.group] < self._group_size:
             self._open.add(spec.group)
         try:
             return await request(loaded.version.code_version), loaded.version.agent
         except AgentJetError as error:
+            self._num_live[spec.group] -= 1
             if isinstance(error, Conflict) and error.code == "group_closed" and not spec.spare:
                 self._count_done(spec.group)  # The recipe wants fewer episodes.
             else:  # There was no room: the group may begin later, with another version.
@@ -113,6 +127,7 @@ class LiveReload:
         """Record the end of an episode; `last`: it is not attempted again. Rolls back a version that only fails."""
         if self._code is None:
             return
+        self._num_live[spec.group] -= 1
         loaded = self._loaded(result.code_version)
         loaded.num_finished += result.outcome == "finished"
         loaded.num_failed += result.outcome in ("aborted", "expired")
@@ -121,7 +136,7 @@ class LiveReload:
         if result.outcome == "not_needed" or (last and not spec.spare):
             self._count_done(spec.group)
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
-        if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back:
+        if loaded is not self._versions[0] and is_bad and not (loaded.is_rolled_back or self._is_evaluating):
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
 
     def _count_done(self, group: str) -> None:
@@ -169,16 +184,35 @@ class LiveReload:
 
     async def _reload_if_changed(self, code: AgentSource) -> None:
         async with self._reloading:
-            if not (edited := self._edits(code)):
+            if self._is_evaluating or not (edited := self._edits(code)):
                 return
             if self._open:
                 before = self.current.version.code_version
                 self._notify(f"{edited}; code {before} completes the groups it has begun")
-            waited = 0.0
-            while self._open and waited < GROUPS_SECONDS:
-                await self._sleep(SETTLE_SECONDS)
-                waited += SETTLE_SECONDS
+            await self._wait_for_groups()
             await self._reload(code)
+
+    async def _wait_for_groups(self) -> None:
+        """Wait until the groups that have begun are complete. Those that nothing completes are left as they are."""
+        waited = idle = 0.0
+        while self._open and waited < GROUPS_SECONDS and idle < IDLE_SECONDS:
+            await self._sleep(SETTLE_SECONDS)
+            waited += SETTLE_SECONDS
+            idle = 0.0 if any(self._num_live[group] for group in self._open) else idle + SETTLE_SECONDS
+        self._left |= self._open
+        self._open.clear()
+
+    @asynccontextmanager
+    async def held_out(self) -> AsyncIterator[AgentVersion]:
+        """The version for a held-out evaluation. No version is loaded or rolled back before the evaluation ends."""
+        if self._code is not None:  # else an edit could wait for one evaluation after the other
+            await self._reload_if_changed(self._code)
+        async with self._reloading:
+            self._is_evaluating = True
+        try:
+            yield self.current.version
+        finally:
+            self._is_evaluating = False
 
     async def _reload(self, code: AgentSource) -> None:
         before, stamp = self.current.version, self._stamp
@@ -186,9 +220,11 @@ class LiveReload:
             async with asyncio.timeout(LOAD_SECONDS):
                 version = await self._newest(code)
         except asyncio.CancelledError:  # The run ends: the edit was not loaded.
+            before.activate()
             self._stamp = stamp
             raise
         except Exception as error:  # the boundary: an edit that raises must not end the run
+            before.activate()  # A part of the source may be loaded, or still be loading.
             late = f"loading it did not end within {LOAD_SECONDS:g} s"
             self._keep(f"{type(error).__name__}: {str(error) or late}")
             return

@@ -138,17 +138,18 @@ class RolloutQueue:
     """The episodes of a run, in order. One that the server had no room for is put back, and is next of its task set."""
 
     def __init__(
-        self, specs: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str], tasks: Sequence[Task] = ()
+        self, visits: Mapping[str, Iterator[list[RolloutSpec]]], order: Iterator[str], tasks: Sequence[Task] = ()
     ) -> None:
-        """`specs` are by task set; `order` yields the task set of each next episode; `tasks` may be skipped."""
-        self._specs = specs
+        """`visits` are by task set; `order` yields the task set of each next episode; `tasks` may be skipped."""
+        self._unread = visits
         self._order = order
-        self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in specs}
-        self.task_sets = frozenset(specs)
-        self.has_sets = len(specs) > 1
+        self._waiting: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in visits}
+        """Episodes that were made or put back, by task set."""
+        self.task_sets = frozenset(visits)
+        self.has_sets = len(visits) > 1
         """True if a task set without room is passed over."""
-        self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in specs}
-        self._skipped: dict[str, set[str]] = {name: set() for name in specs}
+        self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in visits}
+        self._skipped: dict[str, set[str]] = {name: set() for name in visits}
         """Tasks that the recipe skips at the present policy version, by task set."""
 
     @classmethod
@@ -162,15 +163,15 @@ class RolloutQueue:
         """
         groups = Groups(group_size, spare, base)
 
-        def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
+        def visits(own: Sequence[Task]) -> Iterator[list[RolloutSpec]]:
             visit = None
             for epoch, task in epochs(own, seed):
                 group = groups.visit(task, epoch, visit)
                 visit = group[0].visit
-                yield from group
+                yield group
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
-        by_set = {name: specs([task for task in tasks if task.task_set == name]) for name in task_sets}
+        by_set = {name: visits([task for task in tasks if task.task_set == name]) for name in task_sets}
         order = (task.task_set for _, task in epochs(tasks, seed) for _ in range(group_size + spare))
         return cls(by_set, order, tasks)
 
@@ -178,32 +179,40 @@ class RolloutQueue:
     def once(cls, tasks: Sequence[Task], repeats: int = 1, base: str = "") -> RolloutQueue:
         """Each task `repeats` times, in no group, with seeds from `base` if there is one. All tasks share the room."""
         each = enumerate((task, repeat) for task in tasks for repeat in range(repeats))
-        specs = (
-            RolloutSpec(task, "", index, seed=episode_seed(base, task, repeat) if base else None)
+        visits = (
+            [RolloutSpec(task, "", index, seed=episode_seed(base, task, repeat) if base else None)]
             for index, (task, repeat) in each
         )
-        return cls({"": specs}, itertools.repeat(""))
+        return cls({"": visits}, itertools.repeat(""))
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
-        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full.
+        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full. The
+        members of groups that have begun come first, also those of a full set: it has room for them.
 
         Sets whose tasks are all skipped come last: they are begun nevertheless if no other set has room, so that
         training never stops.
         """
+        if (begun := self._of_begun_group()) is not None:
+            return begun
         closed = {*full, *filter(self.is_skipped, self.task_sets)}
         if closed == self.task_sets:
             closed = {*full}
         task_set = next(name for name in self._order if name not in closed)
-        waiting = self._put_back[task_set]
-        return waiting.popleft() if waiting else next(self._specs[task_set], None)
+        waiting = self._waiting[task_set]
+        waiting.extend(() if waiting else next(self._unread[task_set], ()))
+        return waiting.popleft() if waiting else None
+
+    def _of_begun_group(self) -> RolloutSpec | None:
+        return next((one.popleft() for one in self._waiting.values() if one and one[0].visit.opened.is_set()), None)
 
     def has_other(self, full: Collection[str]) -> bool:
         """True if an episode of a task set outside `full` may be next."""
         return full != self.task_sets
 
     def put_back(self, spec: RolloutSpec) -> None:
-        """Return an episode that the server had no room for."""
-        self._put_back[spec.task.task_set].append(spec)
+        """Return an episode that the server had no room for: its group has not begun, or not any more."""
+        spec.visit.opened.clear()
+        self._waiting[spec.task.task_set].appendleft(spec)
 
     def skip(self, task: Task) -> None:
         """Record that the recipe skips a task at present."""
@@ -352,10 +361,20 @@ class Runner:
                         raise
                 await self._place_ended(spec)
 
+        workers = [asyncio.create_task(work()) for _ in range(concurrency)]
         try:
-            await wait_until(asyncio.FIRST_EXCEPTION, [work() for _ in range(concurrency)])
-        finally:
-            await self._close_open_groups()
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            await self._end(workers)
+            raise
+        ending = asyncio.create_task(self._end(workers))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:  # What runs beside this has ended, too: a second cancellation cuts this short.
+            await ending
+            raise
+        for worker in done:
+            worker.result()
 
     async def _place_ended(self, spec: RolloutSpec) -> None:
         """Record that a spec is not attempted again. Closes its group if that was the last one and members lack: the
@@ -368,8 +387,16 @@ class Runner:
             if visit.lacks_members and self._close_groups is not None:
                 await self._close_groups([spec], False)
 
+    async def _end(self, workers: Sequence[asyncio.Task[None]]) -> None:
+        """End a run: no episode stays live, and the groups that other clients and later runs would wait for are closed.
+        A cancellation ends the waits.
+        """
+        try:
+            await _ended(workers)
+        finally:
+            await self._close_open_groups()
+
     async def _close_open_groups(self) -> None:
-        """At the end of a run: close the groups that other clients and later runs would wait for."""
         left = [spec for spec in self._open.values() if spec.visit.lacks_members]
         self._open.clear()
         if left and self._close_groups is not None:
@@ -405,26 +432,14 @@ class Runner:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
         episode, agent = await self._begin(spec)
         heartbeats = asyncio.wrap_future(episode.keep_alive())
-        episode.watch_loop()
-        where, has_returned = "", False
         try:
-            returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
-            has_returned = True
-            if episode.status == "live":
-                await self._finish(spec, episode, checked_reward(returned, episode.policies))
-            error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
-        except asyncio.CancelledError:
+            error, where = await self._play(spec, episode, agent, heartbeats)
+        except Unreachable:  # The reward may have arrived: do not abort.
+            raise
+        except BaseException:  # The run ends, also while this episode is being finished or aborted.
             if episode.status == "live":
                 await self._abort_on_exit(spec, episode)
             raise
-        except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
-            if has_returned and isinstance(failure, Unreachable):  # The reward may have arrived: do not abort.
-                raise
-            error = f"{abort_reason(failure)}{proxy_hint(failure, episode.base_url)}"
-            where = error_location(agent, failure)
-            if episode.status == "live":
-                with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
-                    await episode.abort(error)
         finally:
             heartbeats.cancel()
             self.live.discard(episode)
@@ -434,6 +449,27 @@ class Runner:
         if episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS):
             return not_needed(episode)
         return _result(episode, error, where)
+
+    async def _play(
+        self, spec: RolloutSpec, episode: AsyncEpisode, agent: Agent, heartbeats: asyncio.Future[bool]
+    ) -> tuple[str, str]:
+        """Run the agent, and end its episode with a reward or by its exception. Returns the error and its location."""
+        episode.watch_loop()
+        has_returned = False
+        try:
+            returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
+            has_returned = True
+            if episode.status == "live":
+                await self._finish(spec, episode, checked_reward(returned, episode.policies))
+            return "" if episode.reward is not None else f"{episode.status} before the agent was done", ""
+        except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
+            if has_returned and isinstance(failure, Unreachable):
+                raise
+            error = f"{abort_reason(failure)}{proxy_hint(failure, episode.base_url)}"
+            if episode.status == "live":
+                with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
+                    await episode.abort(error)
+            return error, error_location(agent, failure)
 
     async def _call_while_live(
         self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Future[bool]
@@ -451,6 +487,8 @@ class Runner:
             if not working.done():
                 working.cancel()
                 await asyncio.wait([working])
+            if not working.cancelled():
+                working.exception()  # The run may end as the agent fails: asyncio would log the exception.
 
     async def _begin(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
         self._num_beginning += 1
@@ -511,12 +549,11 @@ async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
     return await returned if inspect.isawaitable(returned) else returned
 
 
-async def wait_until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait for `FIRST_COMPLETED` or `FIRST_EXCEPTION`; the others are cancelled and waited for. Raises the first
-    exception."""
+async def wait_for_first(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait until one has ended; the others are cancelled and waited for. Raises the exception of the first."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=when)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await _ended(tasks)
     for task in done:

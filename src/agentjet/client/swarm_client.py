@@ -34,6 +34,7 @@ from agentjet.client.evaluation import (
     record_if_possible,
     record_score,
     run_evaluation,
+    trained_held_out,
 )
 from agentjet.client.inputs import (
     ONE_TASK_SET,
@@ -208,6 +209,8 @@ class AsyncSwarm:
         eval_tasks = checked_tasks(eval_tasks, "eval_tasks")
         check_commands(agent, [*(() if isinstance(source, TaskStream) else source), *eval_tasks])
         check_held_out(eval_tasks, eval_every, stop_after)
+        if not isinstance(source, TaskStream) and (note := trained_held_out(source, eval_tasks)):
+            log.warning("%s", note)
         reach_directly(self.url)
         module = ModuleSource(agent) if reload is True else None
         code = module if reload is True else reload or None

@@ -57,14 +57,14 @@ class StreamQueue(RolloutQueue):
         self.has_sets = True
         self._visits, self._groups = enumerate(stream.visits(seed)), groups
         self._last: Visit | None = None
-        self._waiting: dict[str, deque[RolloutSpec]] = {}
-        """Episodes that were made or put back, by task set."""
         self._num_skipped = 0
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
         """The next episode of a task set that is not in `full`, or None after the last. Reads visits of full sets
-        ahead; when they are too many, their first episode is next.
+        ahead; when they are too many, their first episode is next. Members of begun groups come first.
         """
+        if (begun := self._of_begun_group()) is not None:
+            return begun
         while (waiting := self._first(full)) is None and self._can_read_ahead:
             number, task = next(self._visits, (0, None))
             if task is None:
@@ -79,9 +79,6 @@ class StreamQueue(RolloutQueue):
 
     def has_other(self, full: Collection[str]) -> bool:
         return self._first(full) is not None or self._can_read_ahead
-
-    def put_back(self, spec: RolloutSpec) -> None:
-        self._waiting[spec.task.task_set].appendleft(spec)
 
     def skip(self, task: Task) -> None:
         self._num_skipped += 1

@@ -7,7 +7,6 @@ improves, or on an exception.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from agentjet.client.episode import AsyncEpisode, begin_episode, close_groups
 from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport
-from agentjet.client.rollout import Agent, Groups, RolloutQueue, RolloutSpec, Runner, not_needed, wait_until
+from agentjet.client.rollout import Agent, Groups, RolloutQueue, RolloutSpec, Runner, not_needed, wait_for_first
 from agentjet.client.task_stream import StreamQueue, TaskStream
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import (
@@ -33,6 +32,8 @@ from agentjet.protocol import (
 )
 from agentjet.types import Task
 
+DELAYED_SECONDS = 5.0
+"""Interval between looks for repeated requests. Shorter delays are not worth a line."""
 QUIET_SECONDS = 30.0
 """Time without a new episode after which the display shows what the server waits for."""
 
@@ -90,10 +91,15 @@ class Training:
         started, held_out = time.monotonic(), self.held_out
         if self.code is not None:
             self._shown.notify(self.code.described())
-        coroutines = [self._runner.run(self._queue, concurrency), self._watch_steps(), self._show_waiting_reason()]
+        coroutines = [
+            self._runner.run(self._queue, concurrency),
+            self._watch_steps(),
+            self._show_waiting_reason(),
+            self._show_delays(),
+        ]
         if held_out is not None:
             coroutines.append(self._evaluate(held_out))
-        await wait_until(asyncio.FIRST_COMPLETED, coroutines)
+        await wait_for_first(coroutines)
         self._live.end()
         if held_out is not None and not held_out.stalled:
             await held_out.finish(self._live.current.version, self._target, self._shown.notify)
@@ -176,9 +182,23 @@ class Training:
                 with suppress(AgentJetError):  # The rollouts raise if the server is away.
                     self._shown.notify(f"waiting for {(await self.connection.status()).waiting_for}")
 
+    async def _show_delays(self) -> None:
+        """Without end: show once why requests are repeated, and their end."""
+        is_shown = False
+        while True:
+            await self.connection.retry.sleep(DELAYED_SECONDS)
+            reason = self.connection.delay_reason
+            if reason and not is_shown:
+                self._shown.notify(
+                    f"{reason.rstrip('.')}. This client repeats its requests until the server takes them."
+                )
+            elif is_shown and not reason:
+                self._shown.notify("the server takes requests again")
+            is_shown = bool(reason)
+
     async def _evaluate(self, held_out: HeldOutEvaluations) -> None:
         held_out.learned(0)
-        await held_out.watch(lambda: self._live.current.version, self._shown.notify)
+        await held_out.watch(self._live.held_out, self._shown.notify)
         self._runner.goal_reached = True
 
 

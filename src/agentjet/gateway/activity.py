@@ -83,6 +83,6 @@ def work_text(work: SlowWork) -> str:
 
 def _read(path: Path) -> dict[str, float]:
     """Returns the kept durations; none from a missing or damaged file."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         return {str(kind): float(seconds) for kind, seconds in json.loads(path.read_bytes()).items()}
     return {}

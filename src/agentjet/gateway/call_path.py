@@ -137,6 +137,7 @@ class CallPath:
         """Reads the calls of an episode that was live before a restart, in a thread: they may have megabytes."""
         if self._swarm.is_unread(episode_id):
             async with self._reading:
+                await self._run.commits.durable()  # The thread reads committed calls only.
                 if self._swarm.is_unread(episode_id):
                     trees = await asyncio.to_thread(self._swarm.read_trees, episode_id)
                     self._swarm.keep_trees(episode_id, trees)

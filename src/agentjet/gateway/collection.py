@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Container, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
+from agentjet.gateway.learning import code_versions
 from agentjet.gateway.recorded import RecordedRun
 from agentjet.protocol import (
     ComparedRunView,
@@ -30,6 +32,8 @@ TIMES = ("time/sample", "time/wait", "time/learn")
 KINDS = {True: "held-out score", False: "score"}
 
 Figures = dict[str, float | None]
+Steps = Mapping[int, Mapping[str, float | None]]
+"""Metrics of a run by the policy version after the step, in order. None stands for a metric that a step lacks."""
 Tasks = tuple[bool, str, str]
 """Equal for scores that are compared with each other: see `EvaluationView.tasks`."""
 
@@ -99,8 +103,9 @@ class Collection:
         try:
             evaluations = await asyncio.gather(*(run.evaluations() for run in runs))
             tasks = compared_tasks(evaluations)
-            each = zip(names, runs, evaluations, strict=True)
-            compared = await asyncio.gather(*(_compared(name, run, scores, tasks) for name, run, scores in each))
+            steps = await asyncio.gather(*map(_metrics_by_version, runs))
+            each = zip(names, runs, steps, evaluations, strict=True)
+            compared = await asyncio.gather(*(_compared(*facts, tasks) for facts in each))
             settings = await asyncio.gather(*(run.settings() for run in runs))
         except RequestError:
             raise
@@ -111,7 +116,8 @@ class Collection:
             different = {
                 key: values for key, values in different.items() if key.startswith("job.") or None not in values
             }
-        found = notes([run.title for run in runs], evaluations, tasks)
+        titles = [run.title for run in runs]
+        found = notes(titles, evaluations, tasks) + code_notes(titles, steps)
         return ComparisonView(runs=compared, settings=different, notes=found)
 
 
@@ -147,18 +153,22 @@ def _study_view(name: str, study: Study) -> LookedStudyView:
         return LookedStudyView(name=name, title=study.title, error=str(error))
 
 
-async def _compared(
-    name: str, run: Run, evaluations: Sequence[EvaluationView], tasks: Container[Tasks]
-) -> ComparedRunView:
-    status, steps = await run.status(), await run.steps()
-    by_version = {
+async def _metrics_by_version(run: Run) -> Steps:
+    steps = await run.steps()
+    return {
         version: {metric: values[number] for metric, values in steps.metrics.items()}
         for number, version in enumerate(steps.versions)
     }
+
+
+async def _compared(
+    name: str, run: Run, steps: Steps, evaluations: Sequence[EvaluationView], tasks: Container[Tasks]
+) -> ComparedRunView:
+    status = await run.status()
     return ComparedRunView(
         name=name,
         title=run.title,
-        figures=figures(status.policy_version, by_version, evaluations, tasks),
+        figures=figures(status.policy_version, steps, evaluations, tasks),
         evaluations=evaluations,
     )
 
@@ -175,9 +185,9 @@ def compared_tasks(runs: Sequence[Sequence[EvaluationView]]) -> list[Tasks]:
 
     It is the list that most of the runs were evaluated on, of several such ones that of the newest evaluation.
     """
-    known = sorted((one for run in runs for one in run if not one.undone), key=lambda one: one.time)
-    newest = {one.tasks: number for number, one in enumerate(known)}
-    num_runs = {tasks: sum(any(one.tasks == tasks for one in run) for run in runs) for tasks in newest}
+    kept = [[one for one in run if not one.undone] for run in runs]
+    newest = {one.tasks: number for number, one in enumerate(sorted(chain(*kept), key=lambda one: one.time))}
+    num_runs = {tasks: sum(any(one.tasks == tasks for one in run) for run in kept) for tasks in newest}
     by_kind = [[tasks for tasks in newest if tasks[0] is held_out] for held_out in (True, False)]
     return [max(lists, key=lambda tasks: (num_runs[tasks], newest[tasks])) for lists in by_kind if lists]
 
@@ -215,13 +225,27 @@ def notes(names: Sequence[str], runs: Sequence[Sequence[EvaluationView]], compar
     return found
 
 
+def code_notes(names: Sequence[str], runs: Sequence[Steps]) -> list[str]:
+    """Returns a sentence for each run whose first and final batches ran other code of the agent."""
+    found = []
+    for name, steps in zip(names, runs, strict=True):
+        versions = [code_versions(step) for step in steps.values()]
+        first, final = set().union(*versions[:FINAL_STEPS]), set().union(*versions[-FINAL_STEPS:])
+        if first and final and not first & final:
+            found.append(
+                f"The agent's code changed during {name} ({', '.join(sorted(first))} at first, "
+                f"{', '.join(sorted(final))} now): its first and last figures may come from two reward functions."
+            )
+    return found
+
+
 def _tasks_text(tasks: Tasks) -> str:
     return f"{tasks[1] or 'evaluation'!r} ({tasks[2] or 'its tasks are not recorded'})"
 
 
 def figures(
     policy_version: int,
-    steps: Mapping[int, Mapping[str, float | None]],
+    steps: Steps,
     evaluations: Sequence[EvaluationView],
     tasks: Container[Tasks],
 ) -> Figures:

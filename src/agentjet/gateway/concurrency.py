@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
 RETRY_AFTER_HOLD = 5.0
+SLICE_SECONDS = 0.010
+"""Time for which changes in slices hold the event loop before other work goes on."""
 LARGE = 64 * 2**10
 """Bytes of a request from which its work runs in a thread. Below, the two thread switches cost more."""
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-request")
@@ -188,8 +190,9 @@ class GroupCommit:
     repeated requests wait for the disk as well.
     """
 
-    def __init__(self, swarm: SwarmState) -> None:
+    def __init__(self, swarm: SwarmState, *, monotonic: Callable[[], float] = time.perf_counter) -> None:
         self._swarm = swarm
+        self._monotonic = monotonic
         self._next: asyncio.Future[None] | None = None
         """Resolved once the changes that are not committed yet are on disk."""
         self._under_way: asyncio.Future[None] | None = None
@@ -211,19 +214,22 @@ class GroupCommit:
     async def in_slices(self, slices: Iterator[Result]) -> Result:
         """Makes changes in several turns of the event loop that one commit has. Returns the last item.
 
-        An error of the first slice undoes nothing else, so that it may check a request. Another one undoes all changes
-        since the last commit. A cancelled caller makes the rest of the changes at once.
+        The first slice may check a request, and has one transaction at most: an error undoes nothing else. Later errors
+        undo all changes since the last commit. So all of the changes are made, or none. A slice is short, and a turn
+        takes as many as `SLICE_SECONDS` allow. A cancelled caller makes the rest of the changes at once.
         """
         async with self._one_at_a_time:
-            found = next(slices)
+            began, found = self._monotonic(), next(slices)
             with self._held():
                 try:
-                    await asyncio.sleep(0)
                     for newest in slices:
                         found = newest
-                        await asyncio.sleep(0)
-                finally:
+                        if self._monotonic() - began >= SLICE_SECONDS:
+                            await asyncio.sleep(0)
+                            began = self._monotonic()
+                except asyncio.CancelledError:
                     deque(slices, maxlen=0)
+                    raise
         return found
 
     @contextmanager
@@ -232,7 +238,9 @@ class GroupCommit:
         self._is_held = True
         try:
             yield
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             self._swarm.store.abandon(error)
             raise
         finally:

@@ -285,7 +285,10 @@ class Engine:
         await self._add_policies()
         batches, operations = await self._load_newest()
         self._swarm.record_origin()
-        self._swarm.record_control_tokens({name: one.control_tokens for name, one in self.renderers.items()})
+        self._swarm.record_models(
+            {name: one.control_tokens for name, one in self.renderers.items()},
+            {name: one.context_length for name, one in self.renderers.items()},
+        )
         await self.training.catch_up(batches, operations)
 
     async def _add_policies(self) -> None:
@@ -324,8 +327,10 @@ class Engine:
                 break
             except CheckpointError as error:
                 refused.append(self._quarantine(info, error))
+        stamp = combined_stamp(stamps) if stamps else None
+        await asyncio.to_thread(self._swarm.batches.read_recipes, 0 if stamp is None else stamp.policy_version)
         try:
-            batches = self._swarm.batches.resume(combined_stamp(stamps) if stamps else None)
+            batches = self._swarm.batches.resume(stamp)
         except CheckpointError as error:
             earlier = ", ".join(path.name for path in self._store.unusable())
             found = [f"Unusable checkpoints in {self._store.folder}: {earlier}."] if earlier else []

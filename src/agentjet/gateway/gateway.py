@@ -564,8 +564,11 @@ class Gateway:
                     await asyncio.sleep(0)
                 if self._can_decide():  # A group may be closing without an event.
                     self.changed.notify()
-                if self.swarm.places.refresh():
+                if self.swarm.places.refresh() or self.swarm.store.is_undone:
                     self._waiters.wake()
+                if self.swarm.store.is_undone:
+                    self.swarm.store.is_undone = False
+                    self.changed.notify()
             except Later:  # The journal has logged it.
                 pass
             except Exception as error:  # The boundary: leases must keep expiring. A repeated failure is logged once.

@@ -23,7 +23,7 @@ from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_me
 from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
-from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration
+from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration, newest_held_out
 from agentjet.swarm.queries import is_gone
 from agentjet.swarm.store import ABSENT_SECONDS
 from agentjet.types import SOLE_POLICY, EngineState
@@ -505,7 +505,7 @@ def _way_back(facts: Facts, step: int) -> str:
 
 
 def truncated(facts: Facts) -> Finding | None:
-    """Names the limit that cut most of the answers: that of the job, or the agents' own.
+    """Names the limit that cut most of the answers: that of the job, the agents' own, or the context.
 
     The agents' own is a choice of their author, so it is only worth a look if besides all rewards are equal.
     """
@@ -518,34 +518,35 @@ def truncated(facts: Facts) -> Finding | None:
     limit, is_chosen = cutting_limit(judged, facts.job)
     if is_chosen and (len(judged) < NEWEST or any(step.get("reward/std") for step in judged)):
         level = "ok"
+    start, now = _start_and_now(facts, REWARD)
+    if level == "bad" and rise(start, now) >= LIKELY:
+        level, limit = "warn", f"{limit}; the reward rose nevertheless, from {mean(start):.3g} to {mean(now):.3g}"
     return Finding(level, f"{share:.0%} of the answers were cut at {limit}")
 
 
 def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -> tuple[str, bool]:
     """A phrase for the limit that cut most answers of these steps, and whether the agents' author chose it."""
-    cut, own = (
-        sum(step.get(name, 0.0) for step in steps) for name in ("completion/truncated", "overridden/max_tokens")
+    cut, own, full = (
+        sum(step.get(name, 0.0) for step in steps)
+        for name in ("completion/truncated", "overridden/max_tokens", "completion/context_full")
     )
-    given = f" = {job.max_tokens}" if job is not None else ""
-    if 2 * own <= cut:
-        return f"job.max_tokens{given}", False
-    known = {step["overridden/limit"] for step in steps if "overridden/limit" in step}
-    is_chosen = len(known) == 1
-    limit = (
-        f"max_tokens = {known.pop():.0f} of the agent's own requests"
-        if is_chosen
-        else "limits of the agent's own requests (max_tokens), or at the end of the context"
-    )
-    return f"{limit}, not at job.max_tokens{given}", is_chosen
+    of_job = "job.max_tokens" + (f" = {job.max_tokens}" if job is not None else "")
+    if cut - own - full >= max(own, full):
+        return of_job, False
+    if full >= own:
+        return f"the end of the context (model.context_length), not at {of_job}", False
+    limits = {step.get("overridden/limit", 0.0) for step in steps if step.get("overridden/max_tokens")}
+    limit = f"max_tokens = {max(limits):.0f}" if len(limits) == 1 and all(limits) else "limits (max_tokens)"
+    return f"{limit} of the agent's own requests, not at {of_job}", True
 
 
 def held_out(facts: Facts) -> Finding | None:
-    last = next((one for one in reversed(facts.evaluations) if one.held_out), None)
-    if last is None:
+    known = newest_held_out(facts.evaluations)
+    if not known:
         return None
     if fallen := held_out_fall(facts.evaluations):
         return Finding("bad", fallen)
-    return Finding("ok", f"held-out score {last.score:.3g} at version {last.policy_version}")
+    return Finding("ok", f"held-out score {known[-1].score:.3g} at version {known[-1].policy_version}")
 
 
 # ---- learning ------------------------------------------------------------------------------------------------------
@@ -650,19 +651,24 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
     text = f"the mean entropy of {NEWEST} steps went from {early:.3g} to {late:.3g} nats a token in {len(values)} steps"
     if len(values) < 2 * NEWEST or late >= early / 2:
         return Finding("ok", text)
-    metric = metrics.get(policy, REWARD)
-    first, latest = (
-        tuple(step[metric] for step in of if metric in step) for of in (facts.first or facts.steps, facts.steps)
-    )
-    # A fast policy rises within the first steps, so few of them are the start.
-    start, now = first[:START], latest[START:][-2 * NEWEST :]
+    start, now = _start_and_now(facts, metrics.get(policy, REWARD))
     if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
         return Finding("ok", text)
     return Finding("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
 
 
+def _start_and_now(facts: Facts, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The values of the first steps and of the newest ones. A fast policy rises within a few steps, so the start is
+    short.
+    """
+    first = tuple(step[metric] for step in facts.first or facts.steps if metric in step)
+    latest = tuple(step[metric] for step in facts.steps if metric in step)
+    return first[:START], latest[START:][-2 * NEWEST :]
+
+
 LIKELY, START = 1.0, 3
-"""Standard deviations from which a rise of the reward since its first steps excuses a fall of the entropy."""
+"""Standard deviations from which a rise of the reward since its first steps excuses a fall of the entropy and cut
+answers, and the number of these steps."""
 
 
 # ---- conversations ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ every step of a run, and a whole flat run must not show either one by chance. `p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import exp, inf, log1p, sqrt
@@ -26,6 +27,10 @@ CERTAIN = 4.5
 """Standard deviations from which a difference is stated. `bench.alarms` chose it."""
 MOST_CORRELATED = 0.6
 """Highest correlation of neighbouring steps that widens the error. Higher ones are trends."""
+CODE = re.compile(r"code/(.+)/reward_mean")
+"""Metric of a step with episodes of a code version."""
+ABSENT = 5
+"""Steps without a code version after which its next step is a change. Clients may miss a few batches."""
 ROUNDING = 1e-12
 SCORES = (1, 2, 3)
 """Numbers of newest held-out scores whose mean is compared with that of as many earlier ones."""
@@ -52,14 +57,39 @@ def learning(
     own rewards is judged alone.
     """
     fallen = held_out_fall(evaluations)
+    steps, first, since = _of_present_code(steps, first)
     found = {
         policy: _judge(_rewards(steps, metric), _rewards(first or steps, metric)[:BLOCK], fallen)
         for policy, metric in reward_metrics(steps, policies).items()
     }
-    if len(found) == 1:
-        return next(iter(found.values()))
     main = min(found.values(), key=lambda one: ORDER.index(one.answer) if one.answer in ORDER else len(ORDER))
-    return main.model_copy(update={"text": "; ".join(f"{policy}: {one.text}" for policy, one in found.items())})
+    texts = [f"{policy}: {one.text}" if len(found) > 1 else one.text for policy, one in found.items()]
+    return main.model_copy(update={"text": "; ".join(texts) + since})
+
+
+def code_versions(step: Mapping[str, float | None]) -> set[str]:
+    """Returns the versions of the agent's code that the episodes of a step ran."""
+    return {found[1] for name in step if (found := CODE.fullmatch(name)) and step[name] is not None}
+
+
+def _of_present_code(steps: Steps, first: Steps) -> tuple[Steps, Steps, str]:
+    """Returns the steps since the newest change of the agent's code, comparable ones of `first`, and a phrase."""
+    versions = list(map(_reward_code, steps))
+    for start in range(len(steps) - 1, 0, -1):
+        before = set().union(*versions[max(0, start - ABSENT) : start])
+        if before and (new := versions[start] - before):
+            names, num = ", ".join(sorted(new)), len(steps) - start
+            return steps[start:], (), f". Since the agent's code changed to {names}: {num} step{'s' * (num > 1)}"
+    present = set().union(*versions)
+    comparable = [step for step in first if _reward_code(step) <= present]
+    if present <= set().union(*map(_reward_code, comparable)):
+        return steps, comparable, ""
+    return steps, (), f". Since the agent's code changed: {len(steps)} steps or more"
+
+
+def _reward_code(step: Mapping[str, float]) -> set[str]:
+    """The code versions that a step's rewards come from. Clients may leave theirs out."""
+    return (code_versions(step) or {"one without a name"}) if REWARD in step else set()
 
 
 def reward_metrics(steps: Steps, policies: Sequence[str]) -> dict[str, str]:

@@ -126,7 +126,7 @@ class MetricsFile:
         newest = 0
         with suppress(OSError):
             for line in self._path.read_bytes().splitlines()[-2:]:  # The last one may be cut off.
-                with suppress(ValueError, RecursionError, KeyError, TypeError):
+                with suppress(ValueError, KeyError, TypeError):
                     newest = int(json.loads(line)["step"])
         if newest > policy_version:
             raise ConfigError(

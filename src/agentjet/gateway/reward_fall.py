@@ -6,7 +6,6 @@ policy.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,7 +13,7 @@ from math import prod
 from operator import itemgetter
 from statistics import median
 
-from agentjet.gateway.learning import REWARD
+from agentjet.gateway.learning import REWARD, code_versions
 
 COMPARED = 5
 """Steps before the fall whose answers are compared with those since."""
@@ -23,7 +22,6 @@ UNLIKELY = 1e-4
 CHANGES = (("completion/tokens", 2.0, "tokens an answer"), ("policy/entropy", 4.0, "nats of entropy a token"))
 """Metrics, and the ratio at which each shows a broken policy. Sound runs have at most half of it: see the
 documentation."""
-CODE = re.compile(r"code/(.+)/reward_mean")
 
 Step = Mapping[str, float]
 
@@ -80,7 +78,7 @@ def _other_answers(before: Sequence[Step], newest: Sequence[Step]) -> Iterator[s
 
 
 def _new_code(before: Step, after: Step) -> str:
-    old, new = ({found[1] for name in step if (found := CODE.fullmatch(name))} for step in (before, after))
+    old, new = map(code_versions, (before, after))
     return f"the agent's code changed to {', '.join(sorted(new))}" if old and new and not old & new else ""
 
 

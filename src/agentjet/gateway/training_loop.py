@@ -19,7 +19,6 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -302,9 +301,14 @@ class TrainingLoop:
         self._crashes[failed] += 1
         if pending is not None and pending.id == failed and self._crashes[failed] >= MAX_CRASHES:
             log.error("%d workers failed on batch %d: it is quarantined", self._crashes[failed], failed)
-            with suppress(Later):  # The journal refuses writes: the next failure quarantines the batch.
+            try:  # If the journal refuses the write or its commit, the next failure quarantines the batch.
                 self._swarm.batches.quarantine(pending, str(error))
-                del self._crashes[failed]
+                num_crashes = self._crashes.pop(failed)
+                self._swarm.store.undo_with(partial(self._crashes.__setitem__, failed, num_crashes))
+            except Later:  # The journal has logged it.
+                pass
+            except Exception:  # The boundary: the engine's task must not end in between. It fails after `MAX_FAILURES`.
+                log.exception("batch %d could not be quarantined", failed)
 
     # ---- maintenance ------------------------------------------------------------------------------------------------
 

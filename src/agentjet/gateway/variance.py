@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 from agentjet.errors import Later
-from agentjet.gateway import batch_views, health
+from agentjet.gateway import health
 from agentjet.gateway.reader import Reader
 from agentjet.protocol import REPORTED_BATCHES, ScoredAnswer, ZeroVariance, batches_without_variance
 from agentjet.swarm import Journal
 from agentjet.swarm.queries import FIRST_STEPS, Queries
-from agentjet.types import Message
+from agentjet.types import Message, beginning
 
 SHOWN_CHARACTERS = 200
 """Maximum length of a prompt or an answer in a report."""
@@ -59,12 +59,12 @@ def variance_facts(queries: Queries) -> health.Facts | None:
 def zero_variance(facts: health.Facts, journal: Journal) -> ZeroVariance | None:
     """Returns the report, with the first group of the newest batch; None if the run is solved."""
     facts = replace(facts, first=journal.first_steps(FIRST_STEPS))
-    if health.is_solved(facts):
-        return None
     newest = facts.steps[-1]
-    [batch] = batch_views.records(journal, facts.versions[-1], 1)
-    members = batch_views.members_of(journal, batch)[0]
+    members = [journal.known_episode(member) for member in journal.first_group(facts.versions[-1] - 1)]
+    if not members or health.is_solved(facts):
+        return None
     asked = journal.first_call(members[0].id)
+    prompt = () if asked is None else asked.ask.messages
     last = [(member, journal.last_call(member.id)) for member in members]
     answers = Counter(("" if call is None else _text(call.response), member.reward or 0.0) for member, call in last)
     fell = health.reward(facts)
@@ -73,7 +73,7 @@ def zero_variance(facts: health.Facts, journal: Journal) -> ZeroVariance | None:
         truncated=newest.get("completion/truncated", 0.0),
         limit=health.cutting_limit([newest], facts.job)[0],
         task_id=members[0].task_id,
-        prompt="" if asked is None or not asked.ask.messages else _shortened(asked.ask.messages[-1].content),
+        prompt=beginning(prompt[-1].content, SHOWN_CHARACTERS) if prompt else "",
         answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
         rewards_fell=fell is not None and fell.level == "bad",
     )
@@ -81,8 +81,4 @@ def zero_variance(facts: health.Facts, journal: Journal) -> ZeroVariance | None:
 
 def _text(response: Message) -> str:
     calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
-    return _shortened(" ".join([response.content, *calls]).strip())
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+    return beginning(" ".join([response.content, *calls]).strip(), SHOWN_CHARACTERS)

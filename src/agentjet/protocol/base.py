@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
+from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, beginning
 
 PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
@@ -38,6 +39,8 @@ Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 def _as_number(value: object) -> object:
+    if isinstance(value, float) and not isfinite(value):  # The bounds alone would be the reason for NaN.
+        raise ValueError("NaN and infinity are not finite numbers")
     return float(value) if isinstance(value, bool) else value
 
 
@@ -63,7 +66,7 @@ class Response(BaseModel):
     def __repr__(self) -> str:
         """The fields in one line; cut in the middle of a long one, such as an episode with its tokens."""
         text = super().__repr__()
-        return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}… ({len(text)} characters)"
+        return text if len(text) <= MAX_REPR else f"{beginning(text, MAX_REPR)} ({len(text)} characters)"
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from contextvars import copy_context
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from agentjet.errors import AgentJetError, RecipeError
+from agentjet.errors import AgentJetError, RecipeError, failure
 from agentjet.recipes.recipe import FinishedGroup, Recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 COMPUTED = ("new_", "reference", "sequence_log_ratio")
 """Beginnings of the columns that `token_loss` may read without `columns`, because the learner computes them."""
-LIBRARIES = ("numpy", "torch", "pydantic")
+UNNAMED = "the plug-in did not return"
 WAY_OUT = "mend the recipe and start the server again; nothing is lost"
 PACKAGE = __name__.partition(".")[0]
 HOOK_SECONDS = 20.0
@@ -73,12 +72,14 @@ def is_plug_in(kind: type) -> bool:
     return kind.__module__.partition(".")[0] != PACKAGE
 
 
-def overdue(thread: int, limit: str) -> str:
-    """Returns a sentence about the hook that a thread calls, which did not return within `limit`."""
+def overdue(thread: int, limit: str, unnamed: str = UNNAMED, way_out: str = WAY_OUT) -> str:
+    """Returns a sentence about the hook that a thread calls, which did not return within `limit`. `unnamed` is the
+    beginning for a thread that calls none.
+    """
     frame, call = sys._current_frames().get(thread), RUNNING.get(thread)
     at = "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    hook = "the plug-in" if call is None else f"the recipe {call.recipe!r}: `{call.hook}`"
-    return f"{hook} did not return within {limit}; it was at {at}; {WAY_OUT}"
+    text = unnamed if call is None else f"the recipe {call.recipe!r}: `{call.hook}` did not return"
+    return f"{text} within {limit}; it was at {at}; {way_out}"
 
 
 def overdue_call(seconds: float, limit: str) -> str:
@@ -94,11 +95,20 @@ class PlugInThreads:
     its result is ignored. It is named until it ends.
     """
 
-    def __init__(self, seconds: float = HOOK_SECONDS, *, run: str = "", ends: bool = True) -> None:
+    def __init__(
+        self,
+        seconds: float = HOOK_SECONDS,
+        *,
+        run: str = "",
+        ends: bool = True,
+        unnamed: str = UNNAMED,
+        way_out: str = WAY_OUT,
+    ) -> None:
         """`seconds` is the limit; that of a run is `server.hook_timeout`. `ends` ends abandoned threads that run
-        Python code.
+        Python code. `unnamed` and `way_out` are parts of the sentence about a thread: see `overdue`.
         """
         self._seconds = seconds
+        self._words = unnamed, way_out
         self._of_run = f" of run {run}" if run else ""
         self._ends = ends
 
@@ -121,7 +131,10 @@ class PlugInThreads:
         now = time.monotonic()
         alive = [thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread)]
         own = [thread for thread in alive if thread.abandoned_by is self]
-        return [f"thread {one.name!r}: {one.overdue(f'{now - one.begun:.0f} s')}" for one in own]
+        return [f"thread {one.name!r}: {self._overdue(one, f'{now - one.begun:.0f} s')}" for one in own]
+
+    def _overdue(self, thread: _PlugInThread[Any], limit: str) -> str:
+        return overdue(thread.ident or 0, limit, *self._words)
 
     @contextmanager
     def _limited(self, name: str, function: Callable[[], Result], seconds: float) -> Iterator[Future[Result]]:
@@ -130,15 +143,15 @@ class PlugInThreads:
         limit = f"{seconds:g} s"
         if self._of_run and seconds == self._seconds:
             limit += " (server.hook_timeout)"
-        overdue = ""
+        late = ""
         try:
             yield thread.result
         finally:
             if not thread.result.done():  # The caller may have been cancelled.
-                overdue = thread.overdue(limit)
+                late = self._overdue(thread, limit)
                 thread.abandon(self, ends=self._ends)
-        if overdue:
-            raise RecipeError(overdue)
+        if late:
+            raise RecipeError(late)
 
 
 class _PlugInThread(threading.Thread, Generic[Result]):
@@ -152,10 +165,6 @@ class _PlugInThread(threading.Thread, Generic[Result]):
         self.abandoned_by: PlugInThreads | None = None
         self._lock = threading.Lock()
         self.start()
-
-    def overdue(self, limit: str) -> str:
-        """See the function `overdue`."""
-        return overdue(self.ident or 0, limit)
 
     def abandon(self, by: PlugInThreads, *, ends: bool) -> None:
         """Ignores the result."""
@@ -180,10 +189,14 @@ class _PlugInThread(threading.Thread, Generic[Result]):
                     self.result.set_result(found)
 
 
-VALIDATORS = PlugInThreads()
-"""Threads of the validators of plug-ins, which run while settings are read: `server.hook_timeout` is not known then."""
-IMPORTS = PlugInThreads(60.0, ends=False)
-"""Threads that import plug-ins. Large libraries take long, and would be unusable after half of their import."""
+VALIDATORS = PlugInThreads(way_out="make them faster; a server that runs reads the file again at its next start")
+"""Threads of the validators of plug-ins, which run while settings are read: `server.hook_timeout` is not known then.
+No run has stopped.
+"""
+IMPORTS = PlugInThreads(60.0, ends=False, unnamed="its import did not end", way_out="try again, or import less in it")
+"""Threads that import plug-ins. Large libraries take long, and would be unusable after half of their import. A second
+import finds the files in the memory of the machine, or the end of the first one.
+"""
 
 
 def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
@@ -196,9 +209,7 @@ def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
     except BaseException as error:  # Boundary: the recipe may be a plug-in, which may also call `sys.exit`.
         if type(error).__name__ == "OutOfMemoryError":  # Of torch: the batch is too large, the recipe is not wrong.
             raise
-        raise RecipeError(
-            f"{_name(recipe, hook)} failed at {place(error)}: {type(error).__name__}: {error}; {WAY_OUT}"
-        ) from error
+        raise RecipeError(f"{_name(recipe, hook)} failed at {failure(error)}; {WAY_OUT}") from error
 
 
 def declared(recipe: Recipe, name: str) -> Any:
@@ -213,7 +224,7 @@ def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
     except RecipeError:
         raise
     except AgentJetError as error:  # No request waits for the answer, so none can get the refusal.
-        raise _wrong(recipe, "accept", f"failed at {place(error)}: {type(error).__name__}: {error}") from error
+        raise _wrong(recipe, "accept", f"failed at {failure(error)}") from error
     if not isinstance(reason, str) or (reason and (not re.fullmatch("[a-z_]+", reason) or reason in others)):
         raise RecipeError(
             f"the recipe {recipe.name!r} drops a group for the reason {reason!r}: `accept` returns '' to train the "
@@ -351,19 +362,6 @@ def check_group(recipe: Recipe, advantages: NDArray[np.float64], rewards: NDArra
             f"returned {_few(advantages)} for the rewards {_few(rewards)}: a division by a deviation of 0 needs a "
             "small number, such as 1e-6, in the divisor",
         )
-
-
-def place(error: BaseException) -> str:
-    """Returns file and line of an error: the innermost that is not of a library."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
-        and not frame.f_code.co_filename.startswith("<frozen")
-    ]
-    return frames[-1] if frames else "an unknown line"
 
 
 def _check_column(recipe: Recipe, hook: str, forest: Forest, values: Any, what: str) -> None:

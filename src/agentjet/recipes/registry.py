@@ -14,7 +14,7 @@ from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from agentjet.errors import RecipeError, did_you_mean
+from agentjet.errors import RecipeError, did_you_mean, failure
 from agentjet.recipes import hooks, shelf
 from agentjet.recipes.recipe import Component, Recipe
 
@@ -72,7 +72,7 @@ def _plug_in(kind: type[Recipe], parameters: Mapping[str, Any]) -> Recipe:
     except RecipeError as error:
         raise ValueError(str(error)) from None
     except BaseException as error:  # Boundary: the validators are not ours, and may call `sys.exit`.
-        raise ValueError(f"{hooks.place(error)}: {type(error).__name__}: {error}") from error
+        raise ValueError(failure(error)) from error
     for found in (key, _key(kind, dumped)):
         if found is not None:
             _validated[found] = recipe
@@ -155,7 +155,7 @@ def _imported(name: str) -> Any:
 
 
 def _broken(path: str, error: BaseException) -> ValueError:
-    return ValueError(f"{path!r} cannot be imported: {hooks.place(error)}: {type(error).__name__}: {error}")
+    return ValueError(f"{path!r} cannot be imported: {failure(error)}")
 
 
 def _is_defined_in(value: object, module: Any, base: type) -> bool:

@@ -67,7 +67,9 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
         _check_counts(body, limits)
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise _too_deep("the body", limits) from None
+    except ValueError as error:
         raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
     _check_shape(value, limits)
     try:
@@ -119,5 +121,9 @@ def _check_shape(body: Any, limits: Limits) -> None:
         if not below:
             return
         level = below
+    raise _too_deep(level[0][0], limits)
+
+
+def _too_deep(name: str, limits: Limits) -> InvalidRequest:
     why = f"nests its JSON more than {limits.depth} levels deep: flatten it."
-    raise InvalidRequest(f"{level[0][0]} {why}", code="nested_too_deep", param=level[0][0])
+    return InvalidRequest(f"{name} {why}", code="nested_too_deep", param=name)

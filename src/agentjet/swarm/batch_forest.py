@@ -33,6 +33,8 @@ class TrainedCall(NamedTuple):
     finish_reason: FinishReason
     num_tokens: int
     """Length of the completion."""
+    end: int
+    """Tokens of prompt and completion together."""
 
 
 class Conversation(NamedTuple):
@@ -99,7 +101,7 @@ def build(
         }
         metrics |= {f"{metrics_prefix(policy, policies)}{name}": value for name, value in of_policy.items()}
     metrics |= _without_calls(batch, members_E, sequences_E, policies)
-    return found, metrics | overridden(sequences_E, members_E, batch.job) | {
+    return found, metrics | _limits(journal, sequences_E, members_E, policies, batch.job) | {
         "episode/timelines": sum(count["timelines"] for count in counts.values()) / len(members_E),
         "completion/truncated": sum(count["truncated"] for count in counts.values()) / max(1, num_calls),
         **_tool_metrics(counts.values()),
@@ -113,23 +115,35 @@ def _tool_metrics(counts: Collection[Counter[str]]) -> dict[str, float]:
     return {"tools/offered": offered, "tools/called": called} if offered else {}
 
 
-def overridden(sequences_E: Sequence[Sequences], members_E: Sequence[Episode], job: JobConfig) -> dict[str, float]:
+def _limits(
+    journal: Journal,
+    sequences_E: Sequence[Sequences],
+    members_E: Sequence[Episode],
+    policies: Sequence[str],
+    job: JobConfig,
+) -> dict[str, float]:
     """Shares of the calls whose temperature, or whose limit of tokens, is not that of the job: the agent sets its own.
+    `completion/context_full` is the share of the calls that ended at the end of the context instead.
 
-    A limit shows only in answers that end there. A full context counts as one. Shares of 0 are left out.
-    `overridden/limit` is the most frequent such limit in tokens, if most of these answers have it.
+    A limit shows only in answers that end there. Shares of 0 are left out. `overridden/limit` is the most frequent
+    limit of the agents in tokens, if most of these answers have it.
     """
+    contexts = journal.context_lengths()
     limits: Counter[int] = Counter()
     counts: Counter[str] = Counter()
+    calls = 0
     for episode, sequences in zip(members_E, sequences_E, strict=True):
-        for call in (call for conversation in sequences.values() for call in conversation.calls):
-            counts["calls"] += 1
-            counts["temperature"] += call.temperature != (episode.temperature or job.temperature)
-            limit = call.num_tokens if call.finish_reason == "length" else job.max_tokens
-            if limit != job.max_tokens:
-                limits[limit] += 1
-    calls, counts["max_tokens"] = counts.pop("calls", 0), limits.total()
-    shares = {f"overridden/{name}": count / calls for name, count in sorted(counts.items()) if count}
+        for role, call in ((role, call) for role, own in sequences.items() for call in own.calls):
+            calls += 1
+            counts["overridden/temperature"] += call.temperature != (episode.temperature or job.temperature)
+            if call.finish_reason != "length" or call.num_tokens == job.max_tokens:
+                continue
+            if call.end == contexts.get(policy_of(role, policies)):
+                counts["completion/context_full"] += 1
+            else:
+                limits[call.num_tokens] += 1
+    counts["overridden/max_tokens"] = limits.total()
+    shares = {name: count / calls for name, count in sorted(counts.items()) if count}
     usual, count = next(iter(limits.most_common(1)), (0, 0))
     return shares | ({"overridden/limit": float(usual)} if 2 * count > limits.total() else {})
 
@@ -247,12 +261,17 @@ def _trained_sequences(
     for role, tree in trees.items():
         if calls := _trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
             found[role] = Conversation(
-                [TrainedCall(call.id, call.temperature, call.finish_reason, len(call.completion)) for call in calls],
+                [_trained_call(tree, call) for call in calls],
                 _rows(tree, calls),
                 sum(tree.num_tokens(call.id) for call in calls),
             )
         tree.clear()
     return found
+
+
+def _trained_call(tree: ConversationTree, call: Call) -> TrainedCall:
+    end = tree.num_tokens(call.id)
+    return TrainedCall(call.id, call.temperature, call.finish_reason, len(call.completion), end)
 
 
 def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Counter[str]) -> list[Call]:

@@ -30,8 +30,6 @@ from agentjet.types import CheckpointStamp, OperationKind
 
 NOT_FINITE = "batch/not_finite/"
 """Beginning of the metrics that name a metric which was left out, because it was not finite. Their value is 1."""
-SLICE = 128
-"""Members of a learned batch that are recorded at a time: about 10 ms."""
 ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
@@ -161,7 +159,7 @@ class Batches:
     def learned_in_slices(
         self, batch: Batch, metrics: Mapping[str, float], fingerprints: Mapping[str, int] | None = None
     ) -> Iterator[dict[str, float]]:
-        """As `learned`, in slices. Yields after each slice, at last the metrics. One commit must have all slices."""
+        """As `learned`, in slices. Yields at last the metrics: see `GroupCommit.in_slices`."""
         store = self._store
         if batch.id < store.policy_version:
             yield self._journal.step(batch.id)
@@ -192,11 +190,10 @@ class Batches:
             self._mixture.start_batch()
             self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
             store.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
-        members = batch.episode_ids
-        for start in range(0, len(members), SLICE):
+        yield merged
+        for episode_id in batch.episode_ids:
             with store.transaction():
-                for episode_id in members[start : start + SLICE]:
-                    store.put(replace(store.episodes[episode_id], trained_in=batch.id))
+                store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             yield merged
 
     def quarantine(self, batch: Batch, reason: str) -> None:
@@ -219,8 +216,7 @@ class Batches:
             )
 
     def _forget_pending(self) -> None:
-        newest = self._journal.newest_batch()
-        self._store.pending, self._store.state.carry = None, newest.carry if newest is not None else {}
+        self._store.pending, self._store.state.carry = None, self._journal.newest_carry()
 
     def _pending_groups(self) -> list[Group]:
         """The groups of the pending batch as they were before its composition."""
@@ -251,6 +247,13 @@ class Batches:
         """
         self._check_reach(policy_version)
         return self._journal.batches(policy_version)
+
+    def read_recipes(self, policy_version: int) -> None:
+        """Makes the recipes of the batches from a version on. Call it in a thread before `resume`, which then runs no
+        validators of a plug-in in the event loop. Raises `ConfigError`.
+        """
+        with self._journal.reading() as journal:
+            journal.batches(policy_version)
 
     def record_checkpoint(self, stamp: CheckpointStamp) -> None:
         """Record a checkpoint as the one of its version. Call it before the checkpoint's folder takes its name."""

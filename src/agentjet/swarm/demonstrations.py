@@ -19,9 +19,6 @@ from agentjet.swarm.mixture import RETRY_SECONDS
 from agentjet.swarm.state import Batch, Episode, Group, new_episode_id
 from agentjet.swarm.store import Store
 
-SLICE_TOKENS = 16_384
-"""Tokens that are recorded at a time: about 10 ms."""
-
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -56,7 +53,7 @@ def compose(
 ) -> Iterator[Committed | None]:
     """Commit demonstrations as the next batch, with the settings `job`, before any of them is learned.
 
-    Works in slices and yields the batch at last. One commit must have all slices.
+    Works in slices and yields the batch at last: see `GroupCommit.in_slices`.
 
     Raises `Later` (`not_sampling`) while another batch is being learned or an evaluation needs the present version.
     Raises `Conflict` (`training_over`) if `job.max_steps` is reached.
@@ -80,14 +77,11 @@ def compose(
     with store.transaction():
         store.journal.add_batch(batch)
         store.pending = batch  # No other batch is composed between the slices.
-    num_tokens = 0
+    yield None
     for episode_id, one in zip(episode_ids, answered, strict=True):
         with store.transaction():
             _record(store, request, one, episode_id, now)
-        num_tokens += sum(len(call.suffix) + len(call.completion) for call, *_ in one.calls)
-        if num_tokens >= SLICE_TOKENS:
-            num_tokens = 0
-            yield None
+        yield None
     with store.transaction():
         committed = Committed(batch.id, store.journal.last_event())
         store.remember(_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")

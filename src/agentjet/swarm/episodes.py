@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, InvalidRequest, Later
@@ -123,10 +124,11 @@ class SwarmState:
         with self.store.transaction():
             self._journal.record_origin()
 
-    def record_control_tokens(self, names: Mapping[str, Mapping[int, str]]) -> None:
-        """Store the names of control tokens by policy: see `Journal.put_control_tokens`."""
+    def record_models(self, control_tokens: Mapping[str, Mapping[int, str]], contexts: Mapping[str, int]) -> None:
+        """Store the names of control tokens and the contexts by policy, which people's records need without a model."""
         with self.store.transaction():
-            self._journal.put_control_tokens(names)
+            self._journal.put_control_tokens(control_tokens)
+            self._journal.put_context_lengths(contexts)
 
     def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
         """Store the score of a policy version, once per key. Raises `InvalidRequest` for a version not learned yet."""
@@ -204,6 +206,8 @@ class SwarmState:
                 seed=request.seed,
             )
             if joined is not None:
+                if not joined.members:
+                    self.places.opened(request)
                 members = (*joined.members, episode.id)
                 self.store.put_group(replace(joined, members=members, touched=now))
             self.store.put(episode)
@@ -215,7 +219,8 @@ class SwarmState:
                 self.store.emit("code_version", body)
             self.store.remember(_begin_scope(request), idempotency_key, request, episode.id)
             announce(self.store, episode)
-        self._leases.renew(episode)
+            self._leases.renew(episode)
+            self.store.undo_with(partial(self._leases.remove, episode))
         return episode
 
     def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
@@ -297,6 +302,7 @@ class SwarmState:
         if episode.status == "finished" and recorded == score:
             return episode
         episode = self._live(episode_id)
+        self._leases.renew(episode)  # If its commit is undone, the client has a lease to repeat it.
         of_calls = call_rewards(self._journal, episode_id, request)
         recipe = self.job.recipe
         if recipe.needs_call_rewards and not of_calls and episode.mode == "train" and episode.num_calls:
@@ -339,6 +345,7 @@ class SwarmState:
         if episode.status in ("aborted", "expired"):
             return episode
         episode = self._live(episode_id)
+        self._leases.renew(episode)
         now = self._clock()
         with self.store.transaction():
             self.store.remember(scope, idempotency_key, request, episode_id)
@@ -351,13 +358,14 @@ class SwarmState:
         """Close groups of which the client begins no further episode, or drop those that it does not need, in slices.
 
         Yields at last the number of those that still wait for live members. A repeated request has one effect: a later
-        group of the same name stays open. One commit must have all slices.
+        group of the same name stays open. See `GroupCommit.in_slices`.
         """
         scope = f"close/{request.client_id}"
         if self.store.recall(scope, idempotency_key, request) is None:
             now, left = self._clock(), groups.named(self.store, request)
             with self.store.transaction():
                 self.store.remember(scope, idempotency_key, request, "")
+            yield 0
             for known in left:
                 group = self.store.groups.get(known.id)
                 if group is not None and group.state == "open":  # It may have changed since the slice before.
@@ -434,6 +442,7 @@ class SwarmState:
             self._journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion))
             num_calls = episode.num_calls + 1
             self.store.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
+            self.store.undo_with(lambda: self.store.trees.pop(call.episode_id, None))
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.active(episode)
 
@@ -502,9 +511,10 @@ class SwarmState:
         for group in short[:most]:
             with store.transaction():
                 groups.close(store, group, now)
-        if stalled := self._mixture.reap():
+        self._mixture.remove_absent()
+        if late := self._mixture.late():
             with store.transaction():
-                self._endings.drop_groups(stalled, "stalled", STALLED, now)
+                self._endings.drop_groups(self._mixture.stall(late), "stalled", STALLED, now)
         return expired
 
     # ---- inside --------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def admit(
     now: float,
     rollout: AnsweredRollout | None = None,
 ) -> Group:
-    """Returns the group that a new training episode joins, perhaps a new one. `rollout` is for a new one.
+    """Returns the group that a new training episode joins. A new one has no members yet; `rollout` is for it.
 
     Raises `Later` when the present batch needs no episode. Raises `Conflict` with one of these codes:
 
@@ -131,7 +131,6 @@ def admit(
     places.check(request)
     group = _new_group(store, request, now, rollout)
     _check_place(store, request, group)
-    places.opened(request)
     return group
 
 
@@ -458,8 +457,8 @@ class Endings:
         """
         self._store.journal.add_undelivered(self._store.undelivered_calls(episode.id))
         announce(self._store, episode)
-        self._leases.remove(episode)
-        self._store.trees.pop(episode.id, None)
+        self._store.undo_with(self._leases.remove(episode))
+        self._store.forget_trees(episode.id)
 
     def _abort_live_members(self, group: Group, reason: str, now: float) -> None:
         for episode in [self._store.episodes[member] for member in group.members]:

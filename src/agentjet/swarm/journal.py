@@ -276,6 +276,15 @@ class Journal:
         """Store the names of control tokens by policy, so that transcripts can be read without a tokenizer."""
         self.file.set_meta("control_tokens", json.dumps(names, ensure_ascii=False))
 
+    def context_lengths(self) -> dict[str, int]:
+        """The context of each policy in tokens; empty before the policies were up once."""
+        recorded: dict[str, int] = json.loads(self.file.meta("context_lengths", "{}"))
+        return recorded
+
+    def put_context_lengths(self, lengths: Mapping[str, int]) -> None:
+        """Store the context of each policy, so that answers that filled it can be counted without a model."""
+        self.file.set_meta("context_lengths", json.dumps(lengths))
+
     def read_state(self) -> State:
         return _STATE.validate_json(self.file.meta("state", "{}"))
 
@@ -443,10 +452,15 @@ class Journal:
         """
         return partial(self._batch, self._one("SELECT body FROM batches WHERE id = ?", batch_id))
 
-    def newest_batch(self) -> Batch | None:
-        """The newest batch, learned or not."""
-        body = self._one("SELECT body FROM batches ORDER BY id DESC LIMIT 1")
-        return None if body is None else self._batch(body)
+    def first_group(self, batch_id: int) -> tuple[str, ...]:
+        """The members of a batch's first group; none without the batch. The batch's recipe is not made."""
+        found = self._one("SELECT json_extract(body, '$.groups[0]') FROM batches WHERE id = ?", batch_id)
+        return tuple(json.loads(found or "[]"))
+
+    def newest_carry(self) -> dict[str, float]:
+        """The `carry` of the newest batch, learned or not. The batch's recipe is not made."""
+        found = self._one("SELECT json_extract(body, '$.carry') FROM batches ORDER BY id DESC LIMIT 1")
+        return dict(json.loads(found or "{}"))
 
     def _batch(self, body: str) -> Batch:
         """Raises `ConfigError` if the batch's recipe can no longer be read."""

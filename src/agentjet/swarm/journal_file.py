@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeGuard
 
 from agentjet import database
 from agentjet.errors import ConfigError, Later
@@ -31,6 +31,8 @@ AddedColumns = Mapping[str, Mapping[str, str]]
 """Nullable columns that newer versions added to a schema: SQL types by table and column, in the order of addition."""
 DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
 """SQLite's primary error codes for a failing disk, as opposed to a damaged file."""
+UNAVAILABLE = "journal_unavailable"
+"""Code of refusals because of the disk or the file."""
 
 
 class _Closed:
@@ -57,8 +59,8 @@ class JournalFile:
         """True if the log had `LONGEST_LOG` pages at its newest checkpoint."""
         self._can_restart = False
         """True if the log is long and all of it was copied."""
-        self._lost: sqlite3.OperationalError | None = None
-        """Why SQLite undid transactions that no `commit` has committed yet."""
+        self._lost: Exception | None = None
+        """Why transactions were undone that no `commit` has committed yet."""
         self._distrusted: BaseException | None = None
         """Why writes are refused until the file is opened again."""
 
@@ -234,7 +236,7 @@ class JournalFile:
                 raise lost
             if self.has_uncommitted:
                 self.db.execute("COMMIT")
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, Later) as error:
             self._raise_refused(error, undo=True)
         if self.refusal:
             log.warning("the journal %s is written again", self.path)
@@ -242,11 +244,20 @@ class JournalFile:
         if self._can_restart:
             self._restart_log()
 
-    def abandon(self, error: Exception) -> None:
-        """Undo all uncommitted transactions. The next `commit` fails with the error."""
-        if self.has_uncommitted:
-            self.db.execute("ROLLBACK")
-            self._lost = sqlite3.OperationalError(str(error))
+    def abandon(self, error: BaseException) -> None:
+        """Undo all uncommitted transactions. The next `commit` fails because of the error."""
+        if not self.has_uncommitted:
+            return
+        self.db.execute("ROLLBACK")
+        if _is_of_disk(error) or (isinstance(error, Later) and error.code == UNAVAILABLE):
+            self._lost = error
+        else:
+            self._lost = Later(
+                f"Another change in the same commit failed ({error!r}) and undid this one: repeat the request.",
+                code="commit_undone",
+                status=503,
+                retry_after=1.0,
+            )
 
     def sync(self) -> None:
         """Return once the committed changes are on disk. May be called from another thread.
@@ -327,7 +338,7 @@ class JournalFile:
         if not self.refusal:  # Logged once, when it begins.
             log.error("%s", sentence)
         self.refusal = sentence
-        return Later(sentence, code="journal_unavailable", status=503, retry_after=retry_after)
+        return Later(sentence, code=UNAVAILABLE, status=503, retry_after=retry_after)
 
     # ---- rows ----------------------------------------------------------------------------------------------
 
@@ -342,6 +353,11 @@ class JournalFile:
         """Insert a row. Returns its number."""
         marks = ", ".join("?" * len(values))
         return int(self.db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
+
+
+def _is_of_disk(error: BaseException) -> TypeGuard[sqlite3.DatabaseError]:
+    """True if an error is one of the disk or of the file, as opposed to a wrong statement."""
+    return isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError
 
 
 def _copy_log(connection: sqlite3.Connection) -> tuple[int, bool]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 
 from agentjet.config import JobConfig
@@ -133,7 +134,11 @@ class Mixture:
                 f"job.task_weights.{task_set or OTHERS}, or '{OTHERS}' for every set that is not named.",
                 code="task_set_unknown",
             )
-        if self._mark_active(task_set):
+        if task_set in self._active:
+            self._active[task_set] = self._clock()
+            return
+        with self._store.transaction():
+            self._mark_active(task_set)
             self._store.emit("task_set", {"task_set": task_set, "state": "joined"})
 
     def quota(self, task_set: str, groups: Sequence[Group]) -> int:
@@ -160,8 +165,8 @@ class Mixture:
 
     def start_batch(self) -> None:
         """The next batch begins to be filled, with the stalled sets."""
-        self._filling_since = self._clock()
-        self._stalled.clear()
+        self._store.undo_with(partial(self._fill, self._filling_since, self._stalled))
+        self._fill(self._clock(), set())
 
     # ---- the next batch ------------------------------------------------------------------------------------
 
@@ -206,23 +211,35 @@ class Mixture:
 
     # ---- time ----------------------------------------------------------------------------------------------
 
-    def reap(self) -> list[Group]:
-        """Remove absent sets, and for this batch stalled ones; returns the open groups of the latter."""
+    def remove_absent(self) -> None:
+        """Remove the sets that were absent for a lease."""
         if not self._store.job.task_weights:
-            return []
-        now, job = self._clock(), self._store.job
+            return
+        now, lease = self._clock(), self._store.job.lease_seconds
         idle = sorted(self._active.keys() - self._busy())
-        for name in [name for name in idle if self._active[name] + job.lease_seconds <= now]:
-            del self._active[name]
-            self._progress.pop(name, None)
-            self._stalled.discard(name)
-            self._store.emit("task_set", {"task_set": name, "state": "left"})
+        for name in [name for name in idle if self._active[name] + lease <= now]:
+            with self._store.transaction():
+                self._store.undo_with(self._restoring(name))
+                del self._active[name]
+                self._progress.pop(name, None)
+                self._stalled.discard(name)
+                self._store.emit("task_set", {"task_set": name, "state": "left"})
+
+    def late(self) -> list[str]:
+        """The sets that the batch has waited for too long. One set at least stays."""
+        now, job = self._clock(), self._store.job
+        if not job.task_weights:
+            return []
         # A set that the batch waits for has the time of a whole episode and one lease.
         patience = job.max_episode_seconds + job.lease_seconds
         waited_for = self._waited_for() if now >= self._filling_since + patience else []
         late = [name for name in waited_for if self._progress.get(name, 0.0) + patience <= now]
-        late = late[: len(self._weights()) - 1]  # One set must stay to fill the batch.
+        return late[: len(self._weights()) - 1]
+
+    def stall(self, late: Sequence[str]) -> list[Group]:
+        """Fill this batch without these sets. Returns their open groups."""
         for name in late:
+            self._store.undo_with(self._restoring(name))
             self._stalled.add(name)
             self._store.emit("task_set", {"task_set": name, "state": "stalled"})
         return [group for group in self._store.groups.values() if group.state == "open" and group.task_set in late]
@@ -264,13 +281,29 @@ class Mixture:
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _mark_active(self, task_set: str, *, progress: bool = False) -> bool:
-        """Returns True if the set was absent."""
-        joined = task_set not in self._active
-        self._active[task_set] = self._clock()
-        if joined or progress:
+    def _mark_active(self, task_set: str, *, progress: bool = False) -> None:
+        self._store.undo_with(self._restoring(task_set))
+        if task_set not in self._active or progress:
             self._progress[task_set] = self._clock()
-        return joined
+        self._active[task_set] = self._clock()
+
+    def _fill(self, since: float, stalled: set[str]) -> None:
+        self._filling_since, self._stalled = since, stalled
+
+    def _restoring(self, task_set: str) -> Callable[[], None]:
+        """Returns a function that restores the facts of a set."""
+        times = (self._active, self._progress)
+        before, is_stalled = [of.get(task_set) for of in times], task_set in self._stalled
+
+        def restore() -> None:
+            for of, time in zip(times, before, strict=True):
+                if time is None:
+                    of.pop(task_set, None)
+                else:
+                    of[task_set] = time
+            self._stalled.add(task_set) if is_stalled else self._stalled.discard(task_set)
+
+        return restore
 
     def _busy(self) -> set[str]:
         return {episode.task_set for episode in self._store.live() if episode.mode == "train"}

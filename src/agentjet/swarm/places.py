@@ -69,9 +69,16 @@ class Places:
     def opened(self, request: BeginRequest) -> None:
         """Record that the client opened a group. If it wants more, it waits behind the others."""
         key = request.client_id, self._scope(request.task_set)
+        opened, waits = (self._store.next_batch, *key), dict(self._waits)
         self._waits.pop(key, None)
-        self._opened[self._store.next_batch, *key] += 1
+        self._opened[opened] += 1
         self._is_moved = True
+
+        def restore() -> None:
+            self._opened -= Counter([opened])
+            self._waits = waits | self._waits  # In the order of before.
+
+        self._store.undo_with(restore)
 
     @contextmanager
     def held(self, request: BeginRequest, refusal: Later) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 Memory has the unsettled episodes and the groups of the present batch, so it does not grow with the length of a run.
 Every change is written to its row at once. After a failed transaction the rows that changed since the last commit are
-read again. The store finds and keeps; the rules are in `episodes`, `groups`, `mixture` and `batches`.
+read again, and what no row records is restored: see `Store.undo_with`. The store finds and keeps; the rules are in
+`episodes`, `groups`, `mixture` and `batches`.
 """
 
 from __future__ import annotations
@@ -78,6 +79,12 @@ class Store:
         self._committed: list[Event] = []
         self._changed: set[str] = set()
         """Episodes that were put since the last commit."""
+        self._restores: list[Callable[[], object]] = []
+        """See `undo_with`."""
+        self.is_undone = False
+        """True after changes were undone, until the owner sets it to False. No event shows that, so everything that
+        waits for the state must look at it again.
+        """
         self.episodes = {episode.id: episode for episode in journal.unsettled_episodes()}
         self.steps = journal.recent_steps(RECENT_STEPS)
         self.trees = {}
@@ -125,24 +132,36 @@ class Store:
         if self.file.in_transaction:
             yield
             return
-        num_sent = len(self._outbox)
+        marks = len(self._outbox), len(self._restores)
         try:
             with self.file.transaction():
                 yield
                 self.journal.put_state(self.state)
         except BaseException:
-            self._reload(num_sent)
+            self._reload(*marks)
             raise
         if self.file.defers_commits:
             self.on_uncommitted()
         else:
-            self._changed.clear()
-            self._committed, self._outbox = self._outbox, []
+            self._confirm()
             self.announce()
 
-    def _reload(self, num_sent: int) -> None:
-        """Undo a failed transaction in memory, too. The first `num_sent` events are of earlier transactions."""
+    def undo_with(self, restore: Callable[[], object]) -> None:
+        """Register the opposite of a change in memory that no row records, inside the transaction of the change. It is
+        called if the transaction is undone, by itself or with its commit.
+        """
+        self._restores.append(restore)
+
+    def _confirm(self) -> None:
+        self._changed.clear()
+        self._restores.clear()
+        self._committed += self._outbox
+        self._outbox.clear()
+
+    def _reload(self, num_sent: int = 0, num_restores: int = 0) -> None:
+        """Undo failed transactions in memory, too. The first events and restores are of earlier transactions."""
         del self._outbox[num_sent:]
+        self.is_undone = True
         version = self.policy_version
         try:
             self._load()
@@ -154,7 +173,9 @@ class Store:
         kept = [episode for episode in self.episodes.values() if episode.id not in self._changed]
         kept += [row for row in rows if row is not None and not row.is_settled]
         self.episodes = {episode.id: episode for episode in sorted(kept, key=lambda episode: episode.seq)}
-        self.trees = {episode_id: trees for episode_id, trees in self.trees.items() if episode_id not in self._changed}
+        self.trees = {episode_id: trees for episode_id, trees in self.trees.items() if episode_id in self.episodes}
+        while len(self._restores) > num_restores:
+            self._restores.pop()()
 
     def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
         """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
@@ -170,16 +191,14 @@ class Store:
         try:
             self.file.commit()
         except Later:
-            self._reload(0)
+            self._reload()
             raise
-        self._changed.clear()
-        self._committed += self._outbox
-        self._outbox.clear()
+        self._confirm()
 
-    def abandon(self, error: Exception) -> None:
-        """Undo all changes since the last commit, in memory, too. The next `commit` fails with the error."""
+    def abandon(self, error: BaseException) -> None:
+        """Undo all changes since the last commit, in memory, too. The next `commit` fails because of the error."""
         self.file.abandon(error)
-        self._reload(0)
+        self._reload()
 
     def announce(self) -> None:
         """Send the committed events. Call it once they are on disk."""
@@ -239,6 +258,11 @@ class Store:
             self.journal.keep_transcript(episode.id, f"{episode.status} {reason}", KEPT_PER_REASON)
         elif episode.mode == "eval":
             self.journal.keep_transcript(episode.id, f"eval {episode.task_set}/{episode.task_id}", 1)
+
+    def forget_trees(self, episode_id: str) -> None:
+        """Release the conversations of an ended episode."""
+        if (trees := self.trees.pop(episode_id, None)) is not None:
+            self.undo_with(lambda: self.trees.setdefault(episode_id, trees))
 
     def put_group(self, group: Group) -> None:
         """Record a new or changed group, and count a dropped one. Dropped and batched ones leave memory."""
@@ -413,7 +437,14 @@ class Leases:
             if episode.id in self._last_seen:
                 self.active(episode)
 
-    def remove(self, episode: Episode) -> None:
-        """Forget the lease of an ended episode."""
-        self._last_seen.pop(episode.id, None)
-        self._last_active.pop(episode.id, None)
+    def remove(self, episode: Episode) -> Callable[[], None]:
+        """Forget the lease of an ended episode. Returns a function that puts it back."""
+        times = (self._last_seen, self._last_active)
+        removed = [of.pop(episode.id, None) for of in times]
+
+        def restore() -> None:
+            for of, time in zip(times, removed, strict=True):
+                if time is not None:
+                    of[episode.id] = time
+
+        return restore

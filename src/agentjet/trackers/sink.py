@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agentjet.errors import ConfigError, did_you_mean, install_extra, nearest_name
+from agentjet.errors import ConfigError, did_you_mean, failure, install_extra, nearest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +109,32 @@ def open_sink(label: str) -> Sink:
         return _own_sink(label)
     if kind.package and importlib.util.find_spec(kind.package) is None:
         raise ConfigError(f"--to {label} needs the package {kind.package!r}: {install_extra(name)}")
-    sink: Sink = _class(kind.path)(target)
+    module, _, name = kind.path.partition(":")
+    sink: Sink = getattr(importlib.import_module(module), name)(target)
     return sink
 
 
 def _own_sink(label: str) -> Sink:
-    module = label.partition(":")[0]
+    place, _, name = label.partition(":")
     try:
-        made = _class(label)()
-    except ModuleNotFoundError as error:
-        if error.name != module:  # A module that the file imports.
-            raise
-        near = nearest_name(module, KINDS)
+        module = importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # The boundary: the user's module may raise anything.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{place}.".startswith(f"{missing}."):  # Not a module that the file imports.
+            raise ConfigError(f"--to {label}: importing {place!r} failed at {failure(error)}") from error
+        near = nearest_name(place, KINDS)
         hint = f"did you mean {near}:{KINDS[near].target}?" if near else "put its folder on PYTHONPATH"
-        raise ConfigError(f"--to {label}: there is no tracker and no module {module!r}; {hint}") from None
-    except AttributeError:
-        classes = [name for name, value in vars(importlib.import_module(module)).items() if isinstance(value, type)]
-        way_out = did_you_mean(label.partition(":")[2], classes, f"it has {', '.join(classes) or 'none'}")
-        raise ConfigError(f"--to {label}: the module {module!r} has no such class; {way_out}") from None
-    if missing := [name for name in ("begin", "write", "end") if not callable(getattr(made, name, None))]:
-        raise ConfigError(f"--to {label} has no method {missing[0]!r}: a sink has begin, write and end")
+        raise ConfigError(f"--to {label}: there is no tracker and no module {missing!r}; {hint}") from None
+    kind = getattr(module, name, None)
+    if not callable(kind):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        way_out = did_you_mean(name, classes, f"it has {', '.join(classes) or 'none'}")
+        raise ConfigError(f"--to {label}: the module {place!r} has no such class; {way_out}")
+    try:
+        made = kind()
+    except (Exception, SystemExit) as error:  # The boundary: so may its class.
+        raise ConfigError(f"--to {label}: {name}() failed at {failure(error)}") from error
+    if absent := [one for one in ("begin", "write", "end") if not callable(getattr(made, one, None))]:
+        raise ConfigError(f"--to {label} has no method {absent[0]!r}: a sink has begin, write and end")
     sink: Sink = made
     return sink
-
-
-def _class(path: str) -> type:
-    module, _, name = path.partition(":")
-    found: type = getattr(importlib.import_module(module), name)
-    return found

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 INFO_SECONDS = 5.0
 """Limit of the request for the sizes of a model's files."""
+SILENT_SECONDS = 10.0
+"""Time without a first byte after which the hub is named."""
 MEGABYTE = 1e6
 
 
@@ -26,7 +28,7 @@ MEGABYTE = 1e6
 def reported(name: str, report: Callable[[SlowWork], None]) -> Iterator[None]:
     """Context in which a download of the model `name` is reported each second. `report` is called in a thread.
 
-    Nothing is reported for a local folder, and while the cache does not grow.
+    Nothing is reported for a local folder, and while a cache with files does not grow.
     """
     if Path(name).is_dir() or name.count("/") != 1:
         yield
@@ -66,7 +68,11 @@ class DownloadMeter:
         """The progress, if the folder has grown since the last look. `total` is called once, when it first grows."""
         before, self._size = self._size, size_of(self._folder)
         if self._size <= before:
-            return None
+            seconds = self._clock() - self._begun
+            is_silent = not self._size and seconds >= SILENT_SECONDS
+            return (
+                SlowWork(f"{self._text} (the hub has sent nothing yet)", 0.0, 0.0, "MB", seconds) if is_silent else None
+            )
         if self._total is None:
             self._total = total()
         grown = self._size - self._before

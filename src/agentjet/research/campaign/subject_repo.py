@@ -262,7 +262,7 @@ class SubjectRepo:
             if path in after and any(part.startswith(".") for part in Path(path).parts):
                 raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
             name = path.split("/")[0].removesuffix(".py")
-            if path not in before and (name in sys.stdlib_module_names or is_installed(name)):
+            if path not in before and (name in sys.stdlib_module_names or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
         for key in (key for key in KEYS if key not in ARM_KEYS):
@@ -404,7 +404,8 @@ def text_of(content: bytes) -> str | None:
         return None
 
 
-def is_installed(name: str) -> bool:
+def is_installed_module(name: str) -> bool:
+    """True for the name of a module of an installed package."""
     spec = find_spec(name) if name.isidentifier() else None
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from agentjet.types import beginning
+
 WIDTH, LEFT, ROW = 860, 240, 46
 """In pixels: the figure, its column of names, and a row."""
 COLOURS = ("#0072b2", "#c45100", "#008a63", "#b8578d", "#8a6d00", "#4b5fb3")
@@ -29,10 +31,6 @@ def svg(height: float, parts: Sequence[str]) -> str:
 
 def label(x: float, y: float, text: str, look: str = "", anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {look}>{escape(text)}</text>'
-
-
-def shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
@@ -66,7 +64,7 @@ def effects(findings: Sequence[Mapping[str, Any]], sesoi: float) -> str:
         y, (low, middle, high) = 20 + ROW * (number + 0.5), (at(row[n]) for n in ("low", "estimate", "high"))
         interval = f"{row['estimate']:+.3g} ({row['low']:+.3g} to {row['high']:+.3g})"
         parts += [
-            label(0, y + 4, shortened(row["claim"], 34)),
+            label(0, y + 4, beginning(row["claim"], 34)),
             f'<path d="M{low:.1f} {y}H{high:.1f}" stroke="{COLOURS[0]}" stroke-width="3"/>',
             f'<circle cx="{middle:.1f}" cy="{y}" r="5" fill="{COLOURS[0]}"/>',
             label(WIDTH - 160, y - 3, row["verdict"].replace("_", " "), 'font-weight="bold"'),
@@ -96,5 +94,5 @@ def curves(named: Sequence[tuple[str, Sequence[Sequence[float]]]], steps: Sequen
         for curve, width in (*((one, 0.7) for one in found), (means, 3)):
             points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, curve, strict=False))
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
-        parts.append(label(WIDTH - 180, 20 + 20 * number, shortened(name, 24), f'style="fill:{colour}"'))
+        parts.append(label(WIDTH - 180, 20 + 20 * number, beginning(name, 24), f'style="fill:{colour}"'))
     return svg(300, parts)

@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_json
 
 from agentjet.errors import InvalidRequest, nearest_name
 from agentjet.protocol import Int64, Temperature
+from agentjet.types import beginning
 
 # --- bodies
 
@@ -184,8 +185,7 @@ def refusal(where: str, why: str, code: str = "unsupported_parameter") -> Invali
 
 def refused_value(value: Any, where: str, rule: KeyRule) -> InvalidRequest:
     """Returns the error for a value with an effect."""
-    given = repr(value)
-    given = given if len(given) <= 80 else f"{given[:77]}..."
+    given = beginning(repr(value), 80)
     way_out = " or ".join(["leave it out", *(f"use {neutral!r}" for neutral in rule.neutral)])
     return refusal(where, f" is not supported: {way_out} (given: {given}).", rule.code)
 
