@@ -47,6 +47,20 @@ def test_a_long_line_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue() == "\r\x1b[K" + "x" * 18 + "…"
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_output_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    out, clock = (Terminal() if is_terminal else io.StringIO()), Clock()
+
+    def fail(text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    line = ProgressLine(out, clock=clock)
+    monkeypatch.setattr(out, "write", fail)
+    clock.advance(3)
+    line.show("loading")
+    line.clear()
+
+
 def test_a_file_has_a_line_now_and_then() -> None:
     out, clock = io.StringIO(), Clock()
     line = ProgressLine(out, clock=clock)

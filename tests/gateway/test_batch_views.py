@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,15 @@ from typing import Any
 import pytest
 
 from agentjet.errors import NotFound
-from agentjet.gateway.batch_views import advantages_of, batch, batch_list, group, members_of, records
+from agentjet.gateway.batch_views import Unfinished, View, batch, batch_list, group, members_of, of_advantages, records
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.recipes.registry import make_recipe
-from agentjet.swarm.advantages import Advantages
+from agentjet.swarm.advantages import AdvantageHook, Advantages, Members
 from agentjet.swarm.origin import POLICIES
 from tests.swarm.world import World
 
 OF_REWARDS = ("grpo", "dr_grpo", "rloo", "dapo", "gspo", "reinforce", "grpo_passk", "duration_aware", "awr")
 OF_TOKENS = ("gigpo", "aepo", "ppo", "opo", "dr_mas", "direct_advantage", "distill")
-
-THREADS = PlugInThreads()
 
 
 def learned(world: World, *rewards: tuple[float, ...]) -> Advantages:
@@ -43,7 +42,15 @@ def learned(world: World, *rewards: tuple[float, ...]) -> Advantages:
 
 def found_in(world: World, batch_id: int) -> Advantages:
     [record] = records(world.journal, batch_id + 1, 1)
-    return advantages_of(world.journal, record, members_of(world.journal, record), THREADS)
+    return called(of_advantages(world.journal, record, members_of(world.journal, record)))
+
+
+def called(found: Members | Advantages) -> Advantages:
+    return asyncio.run(AdvantageHook(PlugInThreads())(found)) if isinstance(found, Members) else found
+
+
+def finished(unfinished: Unfinished[View]) -> View:
+    return unfinished.finish(called(unfinished.advantages))
 
 
 @pytest.fixture
@@ -80,7 +87,7 @@ def test_recipes_of_tokens_have_a_note(world: World, recipe: str, monkeypatch: p
     world.swarm.batches.compose()
     made = make_recipe(recipe if recipe != "distill" else {"name": "distill", "teacher": "somewhere"})
     job = world.swarm.job.model_copy(update={"recipe": made})
-    monkeypatch.setattr(world.journal, "batches", lambda start, stop: [replace(world.swarm.store.pending, job=job)])
+    monkeypatch.setattr(world.journal, "stored_batch", lambda _: lambda: replace(world.swarm.store.pending, job=job))
     found = found_in(world, 0)
     assert (found.of, found.note) == ({}, f"{recipe} computes advantages from tokens or calls, next to the weights")
 
@@ -103,25 +110,25 @@ def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
 
 def test_states_of_a_group(world: World) -> None:
     first = world.begin("a")
-    opened = group(world.journal, 1, {first.id: 5.0}, THREADS)
+    opened = finished(group(world.journal, 1, {first.id: 5.0}))
     assert (opened.state, opened.size, opened.batch) == ("open", 2, None)
     assert (opened.advantages_note, opened.episodes[0].expires_at) == ("the group is in no batch yet", 5.0)
     world.call(first, 7), world.finish(first, 1.0)
     world.play("a", 0.0), world.play("b", 0, 1)
-    assert group(world.journal, 1, {}, THREADS).state == "complete"
+    assert finished(group(world.journal, 1, {})).state == "complete"
     composed = world.swarm.batches.compose()
-    waiting = group(world.journal, 1, {}, THREADS)
+    waiting = finished(group(world.journal, 1, {}))
     assert (waiting.state, waiting.batch, len(waiting.episodes)) == ("batched", 0, 2)
     world.swarm.batches.learned(composed, {})
-    trained = group(world.journal, 2, {}, THREADS)
+    trained = finished(group(world.journal, 2, {}))
     assert trained.batch == 0 and [one.advantage is None for one in trained.episodes] == [False, False]
     lost = world.begin("c")
     world.abort(lost, "no")
-    gone = group(world.journal, 3, {}, THREADS)
+    gone = finished(group(world.journal, 3, {}))
     assert (gone.state, gone.reason) == ("dropped", "no_members")
     assert [one.episode_id for one in gone.episodes] == [lost.id]
     with pytest.raises(NotFound, match="no group 9"):
-        group(world.journal, 9, {}, THREADS)
+        finished(group(world.journal, 9, {}))
 
 
 def test_what_was_lost_and_changed(world: World) -> None:
@@ -137,7 +144,7 @@ def test_what_was_lost_and_changed(world: World) -> None:
     world.now += 1
     world.abort(late, "late"), world.begin("z", mode="eval")
     learned(world, (0, 1), (0, 1))
-    first, second = batch(world.journal, 0, THREADS), batch(world.journal, 1, THREADS)
+    first, second = finished(batch(world.journal, 0)), finished(batch(world.journal, 1))
     assert [one.episode_id for one in first.dropped] == [early.id]
     assert [one.episode_id for one in second.dropped] == [late.id]
     assert first.job_changes == []
@@ -146,7 +153,7 @@ def test_what_was_lost_and_changed(world: World) -> None:
     assert [one.id for one in batch_list(world.journal, None, 5).batches] == [1, 0]
     assert [one.id for one in batch_list(world.journal, 1, 5).batches] == [0]
     with pytest.raises(NotFound, match="no batch 7"):
-        batch(world.journal, 7, THREADS)
+        finished(batch(world.journal, 7))
 
 
 def test_a_batch_of_a_recipe_that_is_gone(world: World) -> None:

@@ -4,6 +4,7 @@
 2. After `server.hook_timeout` its run stops with the name of the hook. The status names its thread until that ends.
 3. No finished episode is lost: the group is decided once the engine, or the server, is started again.
 4. Validators are called once for the same parameters, and not in the event loop, also those of an older batch.
+5. The page's hook delays only the page that needs it. After its limit it is not called again for the same recipe.
 """
 
 from __future__ import annotations
@@ -245,13 +246,39 @@ async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> No
         assert Waiting.calls.count("validators") <= 2, "as they were sent, and as the journal has them"
 
 
-async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", server={"hook_timeout": LIMIT}, job=job("reward_advantages")) as run:
+@pytest.mark.parametrize("limit", [20.0, 600.0])
+async def test_other_reads_go_on_while_the_hook_of_a_page_waits(tmp_path: Path, limit: float) -> None:
+    async with running(tmp_path / "d", server={"hook_timeout": limit}, job=job("reward_advantages")) as run:
+        await run.batch()
+        reader = run.gateway.reader
+        clicks = [asyncio.create_task(page) for page in (reader.batch(0), reader.group(1), reader.batch(0))]
+        await run.until(Waiting.entered.is_set)
+        async with asyncio.timeout(10):
+            assert json.loads(await reader.batches(None, 5))["batches"][0]["state"] == "learned"
+            assert Waiting.calls.count("reward_advantages") == 1, "several clicks have one thread"
+            await reader.close()
+        Waiting.released.set()
+        for view in map(json.loads, await asyncio.gather(*clicks)):
+            assert not view["advantages_note"]
+
+
+@pytest.mark.parametrize("hook", ["reward_advantages", "endless reward_advantages"])
+async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path, hook: str) -> None:
+    """Also if the thread of the hook could be ended."""
+    async with running(tmp_path / "d", server={"hook_timeout": LIMIT}, job=job(hook)) as run:
         await run.batch()
         for _ in range(3):
             view = json.loads(await run.gateway.reader.batch(0))
             assert "`reward_advantages` did not return within 0.1 s (server.hook" in view["advantages_note"]
+            assert "not called again until the recipe or one of its parameters changes" in view["advantages_note"]
+            if hook.startswith("endless"):
+                await run.until(lambda: not run.gateway.status().abandoned_hooks)
         assert Waiting.calls.count("reward_advantages") == 1
-        [named] = run.gateway.status().abandoned_hooks
-        assert f"thread 'reward_advantages of {WAITING} of run default': the recipe" in named
+        if not hook.startswith("endless"):
+            [named] = run.gateway.status().abandoned_hooks
+            assert f"thread 'reward_advantages of {WAITING} of run default': the recipe" in named
+        body = run.gateway.job()
+        mended = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": "mended"}})
+        await run.gateway.replace_job(mended)
         await run.batch()
+        assert not json.loads(await run.gateway.reader.batch(1))["advantages_note"]

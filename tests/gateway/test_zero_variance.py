@@ -4,11 +4,13 @@
 2. The log has the report once. The status has it until a batch has variance again.
 3. A restarted server reports the same from its journal. Answers that a checkpoint has released are left out.
 4. Rewards by role count: a group in which only these differ has variance.
+5. The event loop reads no rows of batches, episodes or calls for the status: one may have megabytes.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 
 from agentjet.cli.status import status_lines
 from agentjet.protocol import BeginRequest, FinishRequest, ScoredAnswer, StatusResponse
+from agentjet.swarm import Journal
+from agentjet.types import Call
 from tests.fakes import Running, running, saying
 
 pytestmark = pytest.mark.anyio
@@ -88,13 +92,40 @@ async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp
             await equal_batch(run)
         before = run.gateway.status().zero_variance
     async with running(tmp_path / "d", **kept_nothing) as run:
+        assert run.gateway.status().zero_variance is not None, "at the start"
         queries = run.gateway.swarm.queries
-        await run.until(lambda: not any(map(queries.calls, queries.first_group)))  # The start deletes them.
+        members = [one.id for one in queries.recent_episodes(4)]
+        await run.until(lambda: not any(map(queries.calls, members)))  # The start deletes them.
+    async with running(tmp_path / "d", **kept_nothing) as run:
         after = run.gateway.status().zero_variance
     assert before is not None and before.prompt and after is not None
     assert after == before.model_copy(
         update={"prompt": "", "answers": [ScoredAnswer(answer="", reward=0.0, count=2)]}
     ), "the stop saved a checkpoint, which covers the calls"
+
+
+async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding: list[threading.Thread] = []
+    decode = Journal._call
+
+    def _call(journal: Journal, order: str, episode_id: str) -> Call | None:
+        decoding.append(threading.current_thread())
+        return decode(journal, order, episode_id)
+
+    monkeypatch.setattr(Journal, "_call", _call)
+    async with running(tmp_path / "d") as run:
+        for _ in range(3):
+            await equal_batch(run)
+        statements: list[str] = []
+        run.gateway.swarm.store.file.db.set_trace_callback(statements.append)
+        found = [run.gateway.status().zero_variance for _ in range(2)]
+        run.gateway.swarm.store.file.db.set_trace_callback(None)
+        assert threading.main_thread() not in decoding and len(decoding) == 3, "once for each batch"
+        assert all("FROM meta" in statement for statement in statements), "a row of facts about the run"
+        assert found[0] == found[1] == (await run.gateway.current_status()).zero_variance is not None
+        assert len(decoding) == 3
 
 
 async def test_rewards_by_role_are_variance(tmp_path: Path) -> None:

@@ -49,19 +49,22 @@ class ProgressLine:
         line = one_line(text if " so far" in text or " left" in text else f"{text}: {duration(elapsed)} so far")
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
-            self._out.write(f"\r\x1b[K{beginning(line, width)}")
             self._is_shown = True
+            self._write(f"\r\x1b[K{beginning(line, width)}")
         elif now - self._printed >= FILE_SECONDS:
-            self._out.write(f"{line}\n")
             self._printed = now
-        self._out.flush()
+            self._write(f"{line}\n")
 
     def clear(self) -> None:
         """Remove the line from a terminal."""
         if self._is_shown:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
             self._is_shown = False
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # A closed terminal or a full disk must not end the work that is shown.
+            self._out.write(text)
+            self._out.flush()
 
 
 @contextmanager

@@ -1,16 +1,17 @@
 """Views of groups and batches, from a journal alone.
 
-A batch is read without its recipe, which may be a plug-in that this machine does not have.
+A batch is read without its recipe, which may be a plug-in that this machine does not have. `batch` and `group` return
+an `Unfinished` view, because advantages are computed by the recipe, after the journal was read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from agentjet.errors import ConfigError, NotFound
+from agentjet.errors import NotFound
 from agentjet.gateway.views import facts
 from agentjet.protocol import (
     BatchGroup,
@@ -24,16 +25,25 @@ from agentjet.protocol import (
     SettingChangeView,
     flatten,
 )
-from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Episode, Journal
-from agentjet.swarm.advantages import Advantages, advantages
+from agentjet.swarm.advantages import Advantages, Members
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.origin import policies_of
 from agentjet.swarm.state import new_episode_id
 from agentjet.types import GroupState
 
+View = TypeVar("View")
 MOST_LOST = 1000
 """Unscored and dropped episodes that are listed with a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished(Generic[View]):
+    """A view that lacks its advantages."""
+
+    advantages: Members | Advantages
+    """The episodes whose advantages it needs, or a note."""
+    finish: Callable[[Advantages], View]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +94,43 @@ def batch_list(journal: Journal, before: int | None, limit: int) -> BatchList:
     return BatchList(batches=page, next=page[-1].id if len(found) > len(page) else None)
 
 
-def batch(journal: Journal, batch_id: int, threads: PlugInThreads) -> BatchView:
+def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
     """Returns a batch. Raises `NotFound`."""
     newest = records(journal, batch_id + 1, 2)
     if not newest or newest[0].id != batch_id:
         raise NotFound(f"There is no batch {batch_id} in this run.", code="batch_not_found")
     record, before = newest[0], newest[1] if len(newest) > 1 else None
-    groups = members_of(journal, record)
-    found = advantages_of(journal, record, groups, threads)
-    policies = policies_of(journal.origin)
-    return BatchView(
-        id=record.id,
-        state=record.state,
-        composed=record.composed,
-        metrics=dict(record.metrics or {}),
-        groups=[_group(journal, members, found, policies) for members in groups if members],
-        dropped=_lost_episodes(journal, record, before),
-        job_changes=[] if before is None else _job_changes(before, record),
-        advantages_note=found.note,
-    )
+    groups, policies = members_of(journal, record), policies_of(journal.origin)
+    uniform = [_is_uniform(journal, members, policies) for members in groups]
+    dropped = _lost_episodes(journal, record, before)
+
+    def finish(found: Advantages) -> BatchView:
+        return BatchView(
+            id=record.id,
+            state=record.state,
+            composed=record.composed,
+            metrics=dict(record.metrics or {}),
+            groups=[_group(members, same, found) for members, same in zip(groups, uniform, strict=True) if members],
+            dropped=dropped,
+            job_changes=[] if before is None else _job_changes(before, record),
+            advantages_note=found.note,
+        )
+
+    return Unfinished(of_advantages(journal, record, groups), finish)
 
 
-def _group(journal: Journal, members: Sequence[Episode], found: Advantages, policies: Sequence[str]) -> BatchGroup:
-    first = members[0]
+def _is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[str]) -> bool:
     has_rewards = all(member.reward is not None for member in members)
+    return has_rewards and is_uniform(journal, members, policies, of_turns=False)
+
+
+def _group(members: Sequence[Episode], zero_variance: bool, found: Advantages) -> BatchGroup:
+    first = members[0]
     return BatchGroup(
         id=first.group_id,
         task_set=first.task_set,
         task_id=first.task_id,
-        zero_variance=has_rewards and is_uniform(journal, members, policies, of_turns=False),
+        zero_variance=zero_variance,
         members=[BatchMember(episode_id=one.id, reward=one.reward, **_advantage(found, one)) for one in members],
     )
 
@@ -159,7 +177,7 @@ def _job_changes(before: Record, after: Record) -> list[SettingChangeView]:
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def group(journal: Journal, group_id: int, leases: Mapping[str, float], threads: PlugInThreads) -> GroupView:
+def group(journal: Journal, group_id: int, leases: Mapping[str, float]) -> Unfinished[GroupView]:
     """Returns a group. `leases` are the ends of the leases of live episodes. Raises `NotFound`."""
     rows = journal.file.db.execute(
         "SELECT body FROM episodes WHERE json_extract(body, '$.group_id') = ? ORDER BY seq", (group_id,)
@@ -170,31 +188,36 @@ def group(journal: Journal, group_id: int, leases: Mapping[str, float], threads:
     first = episodes[0]
     state: GroupState = "dropped"
     reason = next((episode.dropped for episode in episodes if episode.dropped), "")
-    size, in_batch, found = 0, None, Advantages({}, "the group was dropped")
+    size, in_batch = 0, None
+    of: Members | Advantages = Advantages({}, "the group was dropped")
     filling = next((one for one in journal.groups() if one.id == group_id), None)
     if filling is not None:
         settings = journal.job_settings()
         state, reason = filling.state, filling.reason
         size = filling.size or (settings.job.group_size if settings is not None else 0)
-        found = Advantages({}, "the group is in no batch yet")
+        of = Advantages({}, "the group is in no batch yet")
     elif not reason and (in_batch := _batch_of(journal, episodes)) is not None:
-        state, found = "batched", advantages_of(journal, in_batch, members_of(journal, in_batch), threads)
-    return GroupView(
-        id=group_id,
-        name=first.group,
-        task_set=first.task_set,
-        task_id=first.task_id,
-        client_id=first.client_id,
-        code_version=first.code_version,
-        state=state,
-        reason="no_members" if state == "dropped" and not reason else reason,
-        size=size,
-        batch=None if in_batch is None else in_batch.id,
-        episodes=[
-            MemberView(**facts(one), expires_at=leases.get(one.id), **_advantage(found, one)) for one in episodes
-        ],
-        advantages_note=found.note,
-    )
+        state, of = "batched", of_advantages(journal, in_batch, members_of(journal, in_batch))
+
+    def finish(found: Advantages) -> GroupView:
+        return GroupView(
+            id=group_id,
+            name=first.group,
+            task_set=first.task_set,
+            task_id=first.task_id,
+            client_id=first.client_id,
+            code_version=first.code_version,
+            state=state,
+            reason="no_members" if state == "dropped" and not reason else reason,
+            size=size,
+            batch=None if in_batch is None else in_batch.id,
+            episodes=[
+                MemberView(**facts(one), expires_at=leases.get(one.id), **_advantage(found, one)) for one in episodes
+            ],
+            advantages_note=found.note,
+        )
+
+    return Unfinished(of, finish)
 
 
 def _batch_of(journal: Journal, episodes: Sequence[Episode]) -> Record | None:
@@ -218,17 +241,11 @@ def members_of(journal: Journal, record: Record) -> list[list[Episode]]:
     return [[found[member] for member in group if member in found] for group in record.groups]
 
 
-def advantages_of(
-    journal: Journal, record: Record, groups: Sequence[Sequence[Episode]], threads: PlugInThreads
-) -> Advantages:
-    """The advantages of the members of a batch, by the recipe of the job it was composed with."""
+def of_advantages(journal: Journal, record: Record, groups: Sequence[Sequence[Episode]]) -> Members | Advantages:
+    """The members of a batch, with the recipe of the job it was composed with. A note if members are gone."""
     if sum(map(len, groups)) < sum(map(len, record.groups)):
         return Advantages({}, "the journal no longer has all episodes of the batch")
-    try:
-        [full] = journal.batches(record.id, record.id + 1)
-    except ConfigError as error:
-        return Advantages({}, str(error))
-    return advantages(full.job.recipe, record.id, groups, policies_of(journal.origin), threads)
+    return Members(groups, policies_of(journal.origin), record.job.get("recipe"), journal.stored_batch(record.id))
 
 
 def _advantage(found: Advantages, episode: Episode) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from agentjet.gateway.reader import Reader
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
 from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
+from agentjet.gateway.variance import VarianceReport
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -139,6 +140,7 @@ class Gateway:
         self.reader = Reader(
             self._journal.reading, durable=self.durable, leases=self.leases, keep=True, threads=self._hooks
         )
+        self._variance = VarianceReport(self.swarm.queries, self.reader)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
@@ -168,6 +170,7 @@ class Gateway:
             self.activity,
             self.lag,
             self._hooks,
+            self._variance,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -184,6 +187,7 @@ class Gateway:
         """Brings the policies up in the background. Calls are held until then."""
         if self.swarm.job_notice:
             log.warning("run %s: %s", self.run, self.swarm.job_notice)
+        await self._variance.refresh()
         self.engine.start()
         works = (self._check_leases(), self._decide_groups(), self._prune_journal())
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -455,10 +459,16 @@ class Gateway:
         works = [one.work for processes in hosts for one in processes if one.work is not None]
         return work_text(works[0]) if works else self.activity.text
 
+    async def current_status(self) -> StatusResponse:
+        """Returns the status with the report about the newest batch, which `status` may lack for a moment."""
+        await self._variance.refresh()
+        return self.status()
+
     def status(self) -> StatusResponse:
         swarm, now = self.swarm, self._clock()
         return StatusResponse(
             **views.recorded_status(swarm.queries),
+            zero_variance=self._variance.found,
             state=self.engine.state,
             waiting_for=self.waiting_for(),
             run=self.run,

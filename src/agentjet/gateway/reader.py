@@ -1,7 +1,8 @@
 """`Reader`: reads the records of a run from its journal, in one thread, on a read-only connection.
 
 It needs no gateway: `agentjet look` reads the journals of stopped runs with it. A read sees one committed state of the
-journal and never waits for its writer. Answers are encoded in the thread, because a long one would hold the event loop.
+journal and never waits for its writer. Answers are encoded in a thread, because a long one would hold the event loop.
+Recipes are called after a read, because the thread would be missing to all other reads.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Self, TypeVar
 
 from agentjet.errors import ConfigError, Later, RequestError
 from agentjet.gateway import batch_views, episode_views, views
+from agentjet.gateway.batch_views import Unfinished
 from agentjet.protocol import EpisodeForm, EpisodeQuery, Response
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Journal, records
+from agentjet.swarm.advantages import AdvantageHook, Members
 
 Result = TypeVar("Result")
+View = TypeVar("View", bound=Response)
 
 MOST_READS = 16
 """Reads that may wait for the thread. Further ones are refused."""
@@ -51,7 +55,7 @@ class Reader:
         self._journal: Journal | None = None
         self._durable = durable
         self._leases = leases
-        self._threads = threads or PlugInThreads()
+        self._advantages = AdvantageHook(threads or PlugInThreads())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._num_reads = 0
         self._is_closed = False
@@ -102,7 +106,7 @@ class Reader:
     async def group(self, group_id: int) -> bytes:
         """Returns a `GroupView`. Raises `NotFound`."""
         leases = self._leases()
-        return await self._encoded(lambda journal: batch_views.group(journal, group_id, leases, self._threads))
+        return await self._finished(lambda journal: batch_views.group(journal, group_id, leases))
 
     async def batches(self, before: int | None, limit: int) -> bytes:
         """Returns a `BatchList`."""
@@ -110,11 +114,19 @@ class Reader:
 
     async def batch(self, batch_id: int) -> bytes:
         """Returns a `BatchView`. Raises `NotFound`."""
-        return await self._encoded(lambda journal: batch_views.batch(journal, batch_id, self._threads))
+        return await self._finished(lambda journal: batch_views.batch(journal, batch_id))
 
     async def _encoded(self, work: Callable[[Journal], Response]) -> bytes:
         """Returns the JSON of the body that `work` returns. Numbers that are not finite are null."""
-        return await self.read(lambda journal: work(journal).model_dump_json().encode())
+        return await self.read(lambda journal: _json(work(journal)))
+
+    async def _finished(self, work: Callable[[Journal], Unfinished[View]]) -> bytes:
+        """As `_encoded`, of a view with advantages."""
+        unfinished = await self.read(work)
+        found = unfinished.advantages
+        if isinstance(found, Members):
+            found = await self._advantages(found)
+        return await asyncio.to_thread(lambda: _json(unfinished.finish(found)))
 
     def _run(self, work: Callable[[Journal], Result]) -> Result:
         try:
@@ -155,3 +167,7 @@ class Reader:
             if self._journal is not None:
                 self._journal.file.interrupt()
         await ended
+
+
+def _json(view: Response) -> bytes:
+    return view.model_dump_json().encode()

@@ -14,6 +14,7 @@ from agentjet.gateway import views
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.overview import facts_of, health_of, waiting_of
 from agentjet.gateway.reader import Reader
+from agentjet.gateway.variance import variance_facts, zero_variance
 from agentjet.protocol import (
     CheckpointInfo,
     EvaluationView,
@@ -56,9 +57,10 @@ class RecordedRun:
 
     def _status(self, journal: Journal) -> StatusResponse:
         queries, origin = self._queries(journal), journal.origin
-        name = str(origin.get("model.name", ""))
+        name, uniform = str(origin.get("model.name", "")), variance_facts(queries)
         return StatusResponse(
             **views.recorded_status(queries),
+            zero_variance=None if uniform is None else zero_variance(uniform, journal),
             state="offline",
             waiting_for=WAITING_FOR,
             run=self.folder.name,

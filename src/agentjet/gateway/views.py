@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentjet import __version__
-from agentjet.gateway import health
 from agentjet.gateway.loop_lag import Gap
 from agentjet.gateway.observability import divergence
 from agentjet.protocol import (
-    REPORTED_BATCHES,
     CodeVersionStatus,
     EpisodeList,
     EpisodeView,
     LoopView,
-    ScoredAnswer,
     StepList,
-    ZeroVariance,
-    batches_without_variance,
 )
 from agentjet.swarm import Episode, SwarmState
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.records import Page, Step
-from agentjet.types import EngineState, Message, ProcessStatus, beginning
+from agentjet.types import EngineState, ProcessStatus
 
 WAITING_FOR = {
     "offline": "a start of the engine",
@@ -32,8 +26,6 @@ WAITING_FOR = {
     "draining": "the stop of the engine",
     "failed": "another start of the engine",
 }
-SHOWN_CHARACTERS = 200
-"""Maximum length of a prompt or an answer in a report."""
 
 
 def view(episode: Episode, *, expires_at: float | None = None) -> EpisodeView:
@@ -49,7 +41,9 @@ def facts(episode: Episode) -> dict[str, Any]:
 
 
 def recorded_status(queries: Queries) -> dict[str, Any]:
-    """Returns the fields of the status that the journal determines, also without a running server."""
+    """Returns the fields of the status that the journal determines, also without a running server. All are in memory:
+    `zero_variance`, which reads calls, is not among them.
+    """
     job = queries.settings.job
     return {
         "version": __version__,
@@ -72,35 +66,7 @@ def recorded_status(queries: Queries) -> dict[str, Any]:
             for version, tally in queries.code_versions().items()
         },
         "task_sets": queries.task_sets(),
-        "zero_variance": zero_variance(queries),
     }
-
-
-def zero_variance(queries: Queries) -> ZeroVariance | None:
-    """Returns the report if the newest batches had no reward variance, with the first group of the newest batch."""
-    batches = batches_without_variance(queries.recent_steps)
-    group = queries.first_group if batches >= REPORTED_BATCHES else ()
-    if not group:
-        return None
-    facts = health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions, first=queries.first_steps())
-    if health.is_solved(facts):
-        return None
-    members = [queries.episode(episode_id) for episode_id in group]
-    fell = health.reward(facts)
-    asked, last = queries.messages_of_group(group)
-    answers = Counter(
-        ("" if answer is None else _answer_text(answer), member.reward or 0.0)
-        for member, answer in zip(members, last, strict=True)
-    )
-    return ZeroVariance(
-        batches=batches,
-        truncated=queries.last_step.get("completion/truncated", 0.0),
-        limit=health.cutting_limit([queries.last_step], facts.job)[0],
-        task_id=members[0].task_id,
-        prompt=beginning(asked[-1].content, SHOWN_CHARACTERS) if asked else "",
-        answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
-        rewards_fell=fell is not None and fell.level == "bad",
-    )
 
 
 def loop(gap: Gap | None) -> LoopView | None:
@@ -135,11 +101,6 @@ def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:
     if replicas and not any(one.is_ready for one in replicas):
         return f"a sampler replica: {replicas[0].name} {replicas[0].state}"
     return ""
-
-
-def _answer_text(response: Message) -> str:
-    calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
-    return beginning(" ".join([response.content, *calls]).strip(), SHOWN_CHARACTERS)
 
 
 def episode_list(page: Page, leases: Mapping[str, float]) -> EpisodeList:

@@ -110,48 +110,45 @@ class PlugInThreads:
         self._seconds = seconds
         self._words = unnamed, way_out
         self._of_run = f" of run {run}" if run else ""
-        self._limit = f"{seconds:g} s{' (server.hook_timeout)' if run else ''}"
         self._ends = ends
 
     def call(self, name: str, function: Callable[[], Result]) -> Result:
         """Returns the result of a function, or raises its error. Raises `RecipeError` after the limit."""
-        with self._limited(name, function) as result:
+        with self._limited(name, function, self._seconds) as result:
             wait([result], self._seconds)
         return result.result()
 
-    async def wait_for(self, name: str, function: Callable[[], Result]) -> Result:
-        """Waits beside the event loop. The rest as `call`."""
-        with self._limited(name, function) as result:
+    async def wait_for(self, name: str, function: Callable[[], Result], *, most: float = math.inf) -> Result:
+        """Waits beside the event loop, at most `most` seconds. The rest as `call`."""
+        seconds = min(self._seconds, most)
+        with self._limited(name, function, seconds) as result:
             done = asyncio.wrap_future(result)
-            await asyncio.wait([done], timeout=self._seconds)
+            await asyncio.wait([done], timeout=seconds)
         return await done
-
-    def stuck(self, name: str) -> str:
-        """Returns a sentence about an abandoned thread of this name that has not ended, or ''."""
-        return next((self._overdue(one) for one in self._abandoned() if one.name == name + self._of_run), "")
 
     def abandoned(self) -> list[str]:
         """Returns a sentence about each abandoned thread that has not ended."""
         now = time.monotonic()
-        return [f"thread {one.name!r}: {self._overdue(one, f'{now - one.begun:.0f} s')}" for one in self._abandoned()]
+        alive = [thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread)]
+        own = [thread for thread in alive if thread.abandoned_by is self]
+        return [f"thread {one.name!r}: {self._overdue(one, f'{now - one.begun:.0f} s')}" for one in own]
 
-    def _overdue(self, thread: _PlugInThread[Any], limit: str = "") -> str:
-        return overdue(thread.ident or 0, limit or self._limit, *self._words)
-
-    def _abandoned(self) -> list[_PlugInThread[Any]]:
-        alive = (thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread))
-        return [thread for thread in alive if thread.abandoned_by is self]
+    def _overdue(self, thread: _PlugInThread[Any], limit: str) -> str:
+        return overdue(thread.ident or 0, limit, *self._words)
 
     @contextmanager
-    def _limited(self, name: str, function: Callable[[], Result]) -> Iterator[Future[Result]]:
+    def _limited(self, name: str, function: Callable[[], Result], seconds: float) -> Iterator[Future[Result]]:
         """Context of the wait for the result of a function in a thread."""
         thread = _PlugInThread(name + self._of_run, function)
+        limit = f"{seconds:g} s"
+        if self._of_run and seconds == self._seconds:
+            limit += " (server.hook_timeout)"
         late = ""
         try:
             yield thread.result
         finally:
             if not thread.result.done():  # The caller may have been cancelled.
-                late = self._overdue(thread)
+                late = self._overdue(thread, limit)
                 thread.abandon(self, ends=self._ends)
         if late:
             raise RecipeError(late)

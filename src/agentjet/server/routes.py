@@ -110,7 +110,7 @@ async def learn_demonstrations(
 @router.get("/status", dependencies=SHARED_VIEWER)
 async def get_status(deps: Deps) -> bodies.StatusResponse:
     """Return the state of the run and of its training."""
-    return deps.gateway.status()
+    return await deps.gateway.current_status()
 
 
 @router.get("/health", dependencies=SHARED_VIEWER)

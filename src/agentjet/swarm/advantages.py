@@ -2,25 +2,30 @@
 
 They are given where the recipe computes them from rewards and other facts about episodes. For a recipe that also reads
 tokens, calls or numbers of the learner, a note is given instead: a wrong number would be worse than none.
+
+The episodes are read from the journal first. The recipe is called afterwards, beside the event loop: a plug-in may take
+long, or never return, and other reads of the journal must not wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agentjet.errors import AgentJetError, RecipeError
+from agentjet.errors import AgentJetError, ConfigError, RecipeError
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Recipe
 from agentjet.swarm.batch_forest import episode_facts
-from agentjet.swarm.state import Episode, reward_of
+from agentjet.swarm.state import Batch, Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 
 HOOK = "reward_advantages"
+NOT_AGAIN = "it is not called again until the recipe or one of its parameters changes"
 
 
 class Advantages(NamedTuple):
@@ -30,6 +35,52 @@ class Advantages(NamedTuple):
     """By episode, then by named policy, or by role that has rewards; the role is "" for all others."""
     note: str = ""
     """Why there are none."""
+
+
+class Members(NamedTuple):
+    """The episodes of a batch, for their advantages."""
+
+    groups: Sequence[Sequence[Episode]]
+    policies: Sequence[str]
+    """Those that the settings name."""
+    recipe: Any
+    """The recipe of the batch as the journal has it."""
+    batch: Callable[[], Batch]
+    """Returns the batch with its recipe, which may import a plug-in. Raises `ConfigError`."""
+
+
+class AdvantageHook:
+    """Calls `reward_advantages` for views, a plug-in's beside the event loop and with a time limit.
+
+    A hook that did not return in time is not called again for the same recipe.
+    """
+
+    def __init__(self, threads: hooks.PlugInThreads) -> None:
+        """`threads` call the hook of a plug-in."""
+        self._threads = threads
+        self._overdue: dict[str, str] = {}
+        """A sentence about each recipe whose hook did not return in time."""
+        self._turn = asyncio.Lock()
+        """Held around the hook of a plug-in, so that many viewers of a page do not begin many threads."""
+
+    async def __call__(self, members: Members) -> Advantages:
+        """Returns the advantages of the members."""
+        try:
+            batch = await asyncio.to_thread(members.batch)
+        except ConfigError as error:
+            return Advantages({}, str(error))
+        recipe = batch.job.recipe
+        work = partial(advantages, recipe, batch.id, members.groups, members.policies)
+        if not hooks.is_plug_in(type(recipe)):
+            return await asyncio.to_thread(work)
+        key = json.dumps(members.recipe, sort_keys=True)
+        async with self._turn:
+            if key not in self._overdue:
+                try:
+                    return await self._threads.wait_for(f"{HOOK} of {recipe.name}", work, most=hooks.HOOK_SECONDS)
+                except RecipeError as error:
+                    self._overdue[key] = f"{error}; {NOT_AGAIN}"
+        return Advantages({}, self._overdue[key])
 
 
 class _NeedsCalls(AgentJetError):
@@ -50,11 +101,8 @@ def advantages(
     batch_id: int,
     groups: Sequence[Sequence[Episode]],
     policies: Sequence[str],
-    threads: hooks.PlugInThreads,
 ) -> Advantages:
-    """The advantages of the members of groups. `policies` are those that the settings name. `threads` call the hook of
-    a plug-in.
-    """
+    """The advantages of the members of groups. `policies` are those that the settings name."""
     if recipe.only_given:
         return Advantages({}, f"{recipe.name} learns from given answers, without rewards")
     members = [member for group in groups for member in group]
@@ -66,7 +114,7 @@ def advantages(
             facts = _facts(groups, members, policy, policies)
             absent: Any = _Absent()
             batch = TrainingBatch(batch_id, absent, facts)
-            values_ER = _called(recipe, batch, threads)
+            values_ER = hooks.called(recipe, HOOK, partial(recipe.reward_advantages, batch))
             if values_ER is None:
                 raise _NeedsCalls
             hooks.check_shape(recipe, HOOK, values_ER, facts.spoke.shape, "each episode and role")
@@ -79,19 +127,6 @@ def advantages(
     except RecipeError as error:
         return Advantages({}, str(error))
     return Advantages(found)
-
-
-def _called(recipe: Recipe, batch: TrainingBatch, threads: hooks.PlugInThreads) -> NDArray[np.float64] | None:
-    """Returns the answer of the hook. Raises `RecipeError` if it fails or does not return in time. Then a later request
-    does not call it again while its thread goes on.
-    """
-    call = partial(hooks.called, recipe, HOOK, partial(recipe.reward_advantages, batch))
-    if not hooks.is_plug_in(type(recipe)):
-        return call()
-    name = f"{HOOK} of {recipe.name}"
-    if stuck := threads.stuck(name):
-        raise RecipeError(stuck)
-    return threads.call(name, call)
 
 
 def _facts(

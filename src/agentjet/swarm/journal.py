@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -444,6 +445,12 @@ class Journal:
         query = "SELECT body FROM batches WHERE id >= ? AND id < ? ORDER BY id"
         rows = self._db.execute(query, (start, 2**62 if stop is None else stop))
         return [self._batch(body) for (body,) in rows]
+
+    def stored_batch(self, batch_id: int) -> Callable[[], Batch]:
+        """Reads a batch. The returned function makes it, without the file: its recipe may import a plug-in. It raises
+        `ConfigError` if the recipe can no longer be read.
+        """
+        return partial(self._batch, self._one("SELECT body FROM batches WHERE id = ?", batch_id))
 
     def first_group(self, batch_id: int) -> tuple[str, ...]:
         """The members of a batch's first group; none without the batch. The batch's recipe is not made."""

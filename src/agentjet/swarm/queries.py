@@ -18,7 +18,7 @@ from agentjet.swarm.state import Episode, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
-from agentjet.types import Call, EpisodeFilter, Message
+from agentjet.types import Call, EpisodeFilter
 
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
@@ -76,7 +76,6 @@ class Queries:
         self._mixture = mixture
         self._held = held
         self._clock = clock
-        self._messages: tuple[Sequence[str], Sequence[Message], Sequence[Message | None]] | None = None
 
     @classmethod
     def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
@@ -197,31 +196,10 @@ class Queries:
         """Metrics of the newest learned batches, at most 50, the newest last."""
         return [*self._store.steps.values()]
 
-    def first_steps(self) -> Sequence[Mapping[str, float]]:
-        """Metrics of the first learned batches, at most 10, the newest last. Reads the journal."""
-        return self._journal.first_steps(FIRST_STEPS)
-
     @property
     def step_versions(self) -> Sequence[int]:
         """The policy version after each of `recent_steps`. A rollback leaves a gap."""
         return [batch_id + 1 for batch_id in self._store.steps]
-
-    @property
-    def first_group(self) -> Sequence[str]:
-        """The members of the first group of the newest learned batch; none before the first."""
-        return self._journal.first_group(self._store.policy_version - 1)
-
-    def messages_of_group(self, members: Sequence[str]) -> tuple[Sequence[Message], Sequence[Message | None]]:
-        """The first request of a group of a learned batch, and the last answer of each member, if any.
-
-        They are kept until another group is asked for: each status shows them, and calls may have megabytes.
-        """
-        if self._messages is None or self._messages[0] != members:
-            asked = self._journal.first_call(members[0])
-            last = [self._journal.last_call(member) for member in members]
-            messages = () if asked is None else asked.ask.messages
-            self._messages = members, messages, [None if call is None else call.response for call in last]
-        return self._messages[1:]
 
     # ---- the run -------------------------------------------------------------------------------------------
 
