@@ -14,7 +14,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,13 +178,19 @@ def test_an_arm_that_prints_without_end_is_ended(
     assert len(capfd.readouterr().err) <= arm_process.LONGEST_OUTPUT
 
 
-def test_the_process_ends_with_its_input_also_where_sigint_is_ignored(tmp_path: Path) -> None:
-    """A shell script starts its background jobs so."""
+@pytest.mark.parametrize(
+    "without",
+    [
+        lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # a shell script starts its background jobs so
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}),  # it never arrives, or at another thread
+    ],
+)
+def test_the_process_ends_with_its_input_also_without_sigint(without: Callable[[], object], tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "agentjet.research.arm_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        preexec_fn=without,
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(order(tmp_path, CODE).to_json()).encode() + b"\n")

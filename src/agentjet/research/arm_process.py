@@ -14,7 +14,6 @@ import asyncio
 import inspect
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -169,7 +168,6 @@ async def serve(orders: asyncio.Queue[bytes], send: Callable[[object], None]) ->
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell script may begin with it ignored
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the agent's prints go to the log
 
@@ -179,6 +177,7 @@ def main() -> None:
 
     async def run() -> None:
         loop, orders = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+        serving = asyncio.create_task(serve(orders, send))
 
         def read() -> None:
             rest = b""
@@ -186,12 +185,14 @@ def main() -> None:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     loop.call_soon_threadsafe(orders.put_nowait, line)
-            os.kill(os.getpid(), signal.SIGINT)  # live episodes are aborted on exit
+            # Live episodes are aborted on exit. Not SIGINT: a signal that this thread gets does not wake the loop.
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(serving.cancel)
 
         threading.Thread(target=read, daemon=True).start()
-        await serve(orders, send)
+        await serving
 
-    with suppress(KeyboardInterrupt, BrokenPipeError):
+    with suppress(asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
         asyncio.run(run())
 
 
