@@ -13,22 +13,10 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import EpisodeQuery
+from agentjet.protocol.records import REWARD, EpisodeQuery
 from agentjet.swarm.journal import IS_NOT_NEEDED, Journal
 from agentjet.swarm.state import NOT_NEEDED, Episode
 
-EQUAL = {
-    "mode": "body ->> 'mode'",
-    "task_set": "body ->> 'task_set'",
-    "task": "body ->> 'task_id'",
-    "group": "body ->> 'group'",
-    "group_id": "json_extract(body, '$.group_id')",
-    "client": "body ->> 'client_id'",
-    "code_version": "body ->> 'code_version'",
-}
-"""Filters for one value, and its SQL. That of `group_id` is the indexed one."""
-REWARD = "json_extract(body, '$.reward')"
-VERSION = "json_extract(body, '$.policy_version')"
 ORDERS = {
     "newest": ("seq", "<"),
     "oldest": ("seq", ">"),
@@ -38,14 +26,6 @@ ORDERS = {
     "-num_calls": ("json_extract(body, '$.num_calls')", "<"),
 }
 """SQL of each order, and how it goes on. Among equals, newer episodes come first."""
-
-
-HAS_TEXT = (
-    "(instr(body, :text) AND instr(body -> '$.reward_text', :text) OR "
-    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :text) AND "
-    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text))))"
-)
-"""SQL of `text`. The first condition of each part is the cheap one: most rows are not parsed."""
 METRICS = TypeAdapter(dict[str, Any])
 """Reads the metrics of a step in a quarter of the time of `json.loads`."""
 
@@ -116,32 +96,17 @@ def find_episodes(journal: Journal, query: EpisodeQuery) -> Page:
 
 def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
     """The SQL of the filters, and their values."""
-    values = query.model_dump(exclude_defaults=True, exclude={"limit", "before", "sort", "count"})
-    conditions = ["TRUE", *(f"{EQUAL[name]} = :{name}" for name in values if name in EQUAL)]
+    filters = EpisodeQuery.filters()
+    values = query.model_dump(exclude_defaults=True, include=filters.keys())
+    conditions = ["TRUE", *(filters[name].sql for name in values)]
     if query.status == NOT_NEEDED:
-        conditions.append(IS_NOT_NEEDED)
-    elif query.status is not None:
-        conditions.append("status = :status")
-        conditions += [f"NOT {IS_NOT_NEEDED}"] if query.status == "aborted" else []
+        conditions = [IS_NOT_NEEDED if one == filters["status"].sql else one for one in conditions]
+    elif query.status == "aborted":
+        conditions.append(f"NOT {IS_NOT_NEEDED}")
     if query.sort in ("reward", "-reward"):
         conditions.append(f"{REWARD} IS NOT NULL")
-    bounds = {"min_version": f"{VERSION} >=", "max_version": f"{VERSION} <="}
-    bounds |= {"min_reward": f"{REWARD} >=", "max_reward": f"{REWARD} <="}
-    conditions += [f"{bound} :{name}" for name, bound in bounds.items() if name in values]
-    if query.batch is not None:
-        conditions.append(
-            "id IN (SELECT member.value FROM batches, json_each(batches.body, '$.groups') AS members, "
-            "json_each(members.value) AS member WHERE batches.id = :batch)"
-        )
-    if query.reason:
-        conditions.append("(instr(body ->> 'reason', :reason) OR instr(body ->> 'dropped', :reason))")
-    if query.search:
-        conditions.append(
-            "(instr(body ->> 'task_id', :search) OR instr(body ->> 'group', :search) OR instr(id, :search))"
-        )
     if query.text:
         values["text"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # as it stands in JSON
-        conditions.append(HAS_TEXT)
     return conditions, values
 
 
