@@ -19,13 +19,15 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
+from agentjet.swarm import Episode, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set
 from agentjet.types import (
     Call,
     CheckpointStamp,
     Conversation,
+    EpisodeFilter,
     Message,
     ModelInfo,
     Op,
@@ -511,3 +513,8 @@ async def running(
         for event in (compute.may_start, compute.may_learn, compute.may_sample):
             event.set()
         await runs.close()
+
+
+def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[Episode]:
+    """Returns the newest episodes, or those of a status, newest first."""
+    return swarm.store.journal.find_episodes(EpisodeQuery(limit=limit, status=status)).episodes

@@ -20,7 +20,6 @@ from agentjet.config import JobConfig
 from agentjet.errors import Later
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
 from agentjet.swarm import Batch, Episode, Journal, SwarmState
-from agentjet.swarm.records import find_episodes
 from agentjet.swarm.state import State
 from agentjet.types import SOLE_POLICY, Call, Message
 
@@ -167,10 +166,10 @@ def costs(folder: Path, number: int) -> dict[str, float]:
     journal = Journal.open(path)
     swarm = run_state(journal)
     pages = [
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50)), 20),
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50, status="finished")), 20),
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50, status="aborted")), 20),
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50, before=f"ep_{number // 2:027x}")), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50)), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50, status="finished")), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50, status="aborted")), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50, before=f"ep_{number // 2:027x}")), 20),
     ]
     store = swarm.store
     before = deepcopy(store.state), dict(store.episodes), dict(store.groups)

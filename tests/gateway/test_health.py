@@ -30,7 +30,7 @@ from agentjet.gateway.health import (
     remedies,
 )
 from agentjet.gateway.loop_lag import Gap
-from agentjet.gateway.overview import health_of
+from agentjet.gateway.read import health_of
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -571,7 +571,7 @@ async def test_a_batch_that_loses_its_episodes_is_bad_before_its_first_step(tmp_
             begun = await run.gateway.begin(BeginRequest(task_id="t", client_id="c", wait=5))
             reason = "ConnectionError: no tool server" if number else "other"
             await run.gateway.abort(begun.id, AbortRequest(reason=reason))
-        found = {one.name: one for one in (await run.gateway.overview.health()).rules}
+        found = {one.name: one for one in (await run.gateway.reader.health()).rules}
     assert found["episodes"].level == "bad" and "5 of 5" in found["episodes"].text
     assert "; most often, all of client c: ConnectionError: no tool server" in found["episodes"].text
     assert found["engine"].level == found["clients"].level == found["disk"].level == "ok"
@@ -594,7 +594,7 @@ async def test_the_picture_of_the_present_batch(tmp_path: Path) -> None:
         lost = await run.gateway.begin(BeginRequest(task_id="b", client_id="c", wait=5))
         kept = await run.gateway.begin(BeginRequest(task_id="b", client_id="c", wait=5))
         await run.gateway.abort(lost.id, AbortRequest(reason="broken"))
-        found = await run.gateway.overview.waiting()
+        found = await run.gateway.reader.waiting()
         waits = run.gateway.status().waiting_for
         assert f"{live.id} of task a, client c, is silent for 30 s (does a tool hang?): its lease has" in waits
         run.clock.advance(30)
@@ -612,7 +612,7 @@ async def test_the_picture_of_the_present_batch(tmp_path: Path) -> None:
         assert [(cell.state, cell.episode_id) for cell in second.cells] == [("live", kept.id), ("failed", lost.id)]
         for episode in (live, kept):
             await run.gateway.finish(episode.id, FinishRequest(reward=1.0))
-        cells = (await run.gateway.overview.waiting()).groups[0].cells
+        cells = (await run.gateway.reader.waiting()).groups[0].cells
         assert {cell.state for cell in cells} == {"finished"} and cells[1].silent_seconds is None
 
 
@@ -624,7 +624,7 @@ async def test_an_episode_whose_client_sends_heartbeats_only_is_named(tmp_path: 
         for _ in range(3):
             run.clock.advance(30)
             await run.gateway.heartbeat(live.id)
-        found = {one.name: one for one in (await run.gateway.overview.health()).rules}
+        found = {one.name: one for one in (await run.gateway.reader.health()).rules}
     assert found["silent"].level == "warn"
     assert found["silent"].text.startswith(f"episode {live.id} of task a, client c, has made no call for 1 min")
 
@@ -643,7 +643,7 @@ async def test_failures_are_named_with_their_refill_their_code_and_the_client_th
             await run.gateway.finish(begun.id, FinishRequest(reward=1.0))
 
         async def found() -> dict[str, HealthRuleView]:
-            return {one.name: one for one in (await run.gateway.overview.health()).rules}
+            return {one.name: one for one in (await run.gateway.reader.health()).rules}
 
         await finish("old", "v1")
         assert "refill" not in await found()

@@ -18,7 +18,7 @@ from agentjet.gateway import CallChunk, gateway
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.swarm import Episode
 from agentjet.swarm.journal import Slice
-from tests.fakes import Running, running, saying
+from tests.fakes import Running, recent_episodes, running, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -96,8 +96,8 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
 
         swarm.reap = failing  # type: ignore[method-assign]
         run.clock.advance(11)
-        await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
-        assert swarm.queries.recent_episodes(1)[0].id == episode.id
+        await run.until(lambda: recent_episodes(swarm, 1, status="expired") != [])
+        assert recent_episodes(swarm, 1)[0].id == episode.id
     assert caplog.text.count("leases could not be checked") == 1
 
 

@@ -41,7 +41,7 @@ def with_filters(command: Callable[..., None]) -> Callable[..., None]:
 
 def _filter_option(name: str) -> Parameter:
     field, kind = EpisodeQuery.model_fields[name], get_type_hints(EpisodeFilters)[name]
-    annotation = Annotated[kind, typer.Option(help=field.description)]
+    annotation = Annotated[kind, typer.Option(help=field.description)]  # type: ignore[valid-type]
     return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation)
 
 

@@ -167,11 +167,11 @@ def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any
 
 
 def _read(path: Path, run: str) -> RecordedFacts:
-    from agentjet.gateway.recorded import MOST_STEPS, settings_of
-    from agentjet.swarm import Journal, records
+    from agentjet.gateway.read import MOST_STEPS, settings_of
+    from agentjet.swarm import Journal
 
     with closing(Journal.open_read_only(journal_of(path, run))) as journal:
-        steps = {step.version: step.metrics for step in records.steps(journal, 0, MOST_STEPS)}
+        steps = {step.version: step.metrics for step in journal.steps(0, MOST_STEPS)}
         version, evaluations = journal.read_state().policy_version, journal.evaluations()
         settings = settings_of(journal)
     if not steps and not evaluations:

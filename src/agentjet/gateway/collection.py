@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
 from agentjet.gateway.learning import code_versions
-from agentjet.gateway.recorded import RecordedRun
+from agentjet.gateway.read import RunReader
 from agentjet.protocol import (
     ComparedRunView,
     ComparisonView,
@@ -45,7 +45,7 @@ class Run(Protocol):
     """The path or the URL that it was opened with."""
 
     async def status(self) -> StatusResponse: ...
-    async def steps(self) -> StepList: ...
+    async def all_steps(self) -> StepList: ...
     async def evaluations(self) -> list[EvaluationView]: ...
     async def settings(self) -> dict[str, Any]: ...
     async def close(self) -> None: ...
@@ -122,13 +122,13 @@ class Collection:
 
 
 def _is_served(run: Run) -> bool:
-    return not isinstance(run, RecordedRun)
+    return not isinstance(run, RunReader)
 
 
 async def _run_view(name: str, run: Run) -> LookedRunView:
     is_served = _is_served(run)
     try:
-        status, steps = await run.status(), await run.steps()
+        status, steps = await run.status(), await run.all_steps()
     except AgentJetError as error:
         return LookedRunView(name=name, title=run.title, is_served=is_served, error=str(error))
     reward = status.last_step.get("reward/mean")
@@ -154,7 +154,7 @@ def _study_view(name: str, study: Study) -> LookedStudyView:
 
 
 async def _metrics_by_version(run: Run) -> Steps:
-    steps = await run.steps()
+    steps = await run.all_steps()
     return {
         version: {metric: values[number] for metric, values in steps.metrics.items()}
         for number, version in enumerate(steps.versions)

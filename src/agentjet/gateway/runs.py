@@ -130,7 +130,7 @@ class Runs:
                     raise
             gateway = self._gateways[name]
             if settings.job is not None and gateway.swarm.job != job:
-                await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
+                await gateway.replace_job(JobBody(revision=gateway.swarm.job_revision, job=job.model_dump(mode="json")))
             if gateway.engine.state == "failed":
                 await gateway.start_engine()
             return self._view(name)

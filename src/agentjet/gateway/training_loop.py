@@ -34,7 +34,7 @@ from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
-from agentjet.gateway.variance import VarianceReport
+from agentjet.gateway.read import RunReader
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Batch, SwarmState
@@ -68,7 +68,7 @@ class OpenRun:
     activity: Activity
     lag: LoopLag
     hooks: PlugInThreads
-    variance: VarianceReport
+    reader: RunReader
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
@@ -287,7 +287,7 @@ class TrainingLoop:
             log.error("%s", reason)
         elif reason := metrics_not_finite([merged], batch.job):
             log.warning("batch %d: %s", batch.id, reason)
-        if (found := await self._run.variance.refresh()) and found.batches == REPORTED_BATCHES:
+        if (found := await self._run.reader.zero_variance()) and found.batches == REPORTED_BATCHES:
             log.warning("\n".join(report_lines(found)))
 
     def worker_failed(self, error: Exception, *, is_ours: bool) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple, Self
 
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError
-from agentjet.protocol import EpisodeQuery, EvaluationView, Event, PlacesStatus, TaskSetStatus, duration
-from agentjet.swarm import batch_forest, groups, records
+from agentjet.protocol import EvaluationView, Event, PlacesStatus, TaskSetStatus, duration
+from agentjet.swarm import batch_forest, groups
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM, policies_of
@@ -18,7 +18,7 @@ from agentjet.swarm.state import Episode, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
-from agentjet.types import Call, EpisodeFilter
+from agentjet.types import Call
 
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
@@ -94,10 +94,6 @@ class Queries:
     def episode(self, episode_id: str) -> Episode:
         """Any episode that the journal keeps. Raises `NotFound`."""
         return self._store.episode(episode_id)
-
-    def recent_episodes(self, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[Episode]:
-        """The newest episodes, or those of a status, newest first."""
-        return records.find_episodes(self._journal, EpisodeQuery(limit=limit, status=status)).episodes
 
     def live(self) -> list[Episode]:
         """The live episodes, in the order they began."""
