@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from agentjet.cli.look import Found, RemoteRun
-from agentjet.cli.runs import read_run
+from agentjet.cli.runs import read_runs
 from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.gateway.collection import Collection
@@ -169,9 +169,8 @@ def test_lists_and_comparisons(tmp_path: Path) -> None:
             assert listed["studies"][2]["summary"]["verdicts"] == {"refuted": 1}
             found = await read(http, "/swarm/v1/compare?runs=a-b,a-b-2")
             assert list(found["settings"]) == ["job.optimizer.lr"]
-            for one in found["runs"]:
-                figures, _ = read_run(Path(one["title"]))
-                assert one["figures"] == figures
+            printed = await asyncio.to_thread(read_runs, [Path(one["title"]) for one in found["runs"]])
+            assert [one["figures"] for one in found["runs"]] == [one.figures for one in printed.runs]
             study = await read(http, "/swarm/v1/studies/digits")
             assert study["study"]["findings"][0]["verdict"] == "supported"
             assert study == await read(http, "/swarm/v1/studies/digits"), "it is read again only if it grew"
