@@ -313,6 +313,7 @@ class Gateway:
         await self.ready()
         renderer = self.engine.renderers[policy]
         size = sum(num_characters(one.conversation) for one in given)
+        await offload(size, request.digest)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
         committed = self.swarm.demonstrated(request, idempotency_key)

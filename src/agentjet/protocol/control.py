@@ -12,6 +12,7 @@ from pydantic import Field, computed_field, field_validator, model_validator
 from agentjet.errors import InvalidRequest
 from agentjet.protocol.base import (
     MAX_CALL_REWARDS,
+    NO_EFFECT,
     CallRewards,
     Finite,
     Int64,
@@ -189,6 +190,12 @@ class SftRequest(Request):
     check_only: bool = False
     """Check the demonstrations and count their tokens. Nothing is learned."""
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+
+    def _pieces(self) -> Iterator[str]:
+        yield '{"demonstrations":['
+        for number, one in enumerate(self.demonstrations):
+            yield f"{',' if number else ''}{one.model_dump_json()}"
+        yield f"],{self.model_dump_json(exclude=NO_EFFECT | {'demonstrations'})[1:]}"
 
 
 class SftResponse(Response):
