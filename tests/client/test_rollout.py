@@ -409,6 +409,27 @@ def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
         assert len(had) > 30 and had == order_of(task_set, undisturbed)[: len(had)]
 
 
+@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize("under_way", [0, 1, 3, 9])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (3, 1)])
+def test_task_sets_are_mixed_by_their_visits(sizes: tuple[int, int], under_way: int, spare: int) -> None:
+    """In each epoch each set begins one group for each of its tasks, however many members begin before the first has
+    begun."""
+    tasks = [Task(f"{name}{number}", name) for name, size in zip("ab", sizes, strict=True) for number in range(size)]
+    queue = RolloutQueue.training(tasks, 4, 0, spare)
+    specs: list[RolloutSpec] = []
+    for spec in iter(queue.next, None):
+        specs.append(spec)
+        if len(specs) > under_way:
+            specs[-under_way - 1].visit.opened.set()
+        if len(specs) == 6 * len(tasks) * (4 + spare):
+            break
+    groups = list({spec.group: spec.task for spec in specs}.values())
+    assert set(Counter(spec.group for spec in specs).values()) == {4 + spare}
+    each_epoch = [groups[at : at + len(tasks)] for at in range(0, len(groups), len(tasks))]
+    assert [Counter(epoch) for epoch in each_epoch] == [Counter(tasks)] * 6
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_members_of_a_begun_group_come_first_also_of_a_full_set(stream: bool) -> None:
     """A worker that was refused for the set, before the group began, takes its members: it completes no other group."""
