@@ -208,7 +208,7 @@ class RolloutQueue:
         return next((one.popleft() for one in self._waiting.values() if one and one[0].visit.opened.is_set()), None)
 
     def _first(self, closed: Collection[str]) -> deque[RolloutSpec] | None:
-        """The waiting episodes of a set that is not in `closed`: of several, the one whose next visit was read first."""
+        """The waiting episodes of a set that is not in `closed`: of several, the one that was read first."""
         waiting = (own for name, own in self._waiting.items() if own and name not in closed)
         return min(waiting, key=lambda own: own[0].index, default=None)
 

@@ -102,7 +102,8 @@ class Training:
         await wait_for_first(coroutines)
         self._live.end()
         if held_out is not None and not held_out.stalled:
-            await held_out.finish(self._live.current.version, self._target, self._shown.notify)
+            async with self._live.held_out(reload=False) as version:
+                await held_out.finish(version, self._target, self._shown.notify)
         return TrainReport(
             results=tuple(self._results),
             steps=tuple(self._learned),
