@@ -184,16 +184,15 @@ class Training:
                     self._shown.notify(f"waiting for {(await self.connection.status()).waiting_for}")
 
     async def _show_delays(self) -> None:
-        """Without end: show once why requests are repeated, and their end."""
-        is_shown = False
+        """Without end: show once why requests are repeated, and their end. Those that are cancelled end nothing."""
+        is_shown, resumed = False, 0
         while True:
             await self.connection.retry.sleep(DELAYED_SECONDS)
             reason = self.connection.delay_reason
             if reason and not is_shown:
-                self._shown.notify(
-                    f"{reason.rstrip('.')}. This client repeats its requests until the server takes them."
-                )
-            elif is_shown and not reason:
+                self._shown.notify(reason)
+                resumed = self.connection.num_resumed
+            elif is_shown and not reason and self.connection.num_resumed > resumed:
                 self._shown.notify("the server takes requests again")
             is_shown = bool(reason)
 
