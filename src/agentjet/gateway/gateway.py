@@ -187,7 +187,7 @@ class Gateway:
         """Brings the policies up in the background. Calls are held until then."""
         if self.swarm.job_notice:
             log.warning("run %s: %s", self.run, self.swarm.job_notice)
-        await self._variance.refresh()
+        await self._variance.start()
         self.engine.start()
         works = (self._check_leases(), self._decide_groups(), self._prune_journal())
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -214,6 +214,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks = []
+            await self._variance.close()
             self._calls.close()
             await self._calls.grammars.close()
             await self._commits.close()

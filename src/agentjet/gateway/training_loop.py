@@ -35,7 +35,7 @@ from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
 from agentjet.gateway.variance import VarianceReport
-from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
+from agentjet.protocol import CheckpointInfo
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Batch, SwarmState
 from agentjet.timeline.batch import TrainingBatch
@@ -287,8 +287,7 @@ class TrainingLoop:
             log.error("%s", reason)
         elif reason := metrics_not_finite([merged], batch.job):
             log.warning("batch %d: %s", batch.id, reason)
-        if (found := await self._run.variance.refresh()) and found.batches == REPORTED_BATCHES:
-            log.warning("\n".join(report_lines(found)))
+        self._run.variance.batch_learned()
 
     def worker_failed(self, error: Exception, *, is_ours: bool) -> None:
         """Counts a failure against the batch being learned, if it `is_ours`. Quarantines the batch if needed."""

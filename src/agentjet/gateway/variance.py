@@ -2,23 +2,27 @@
 
 Facts in memory are collected in the event loop. Calls, which may have megabytes, are read in the reader's thread. A run
 without a server has the same report: `zero_variance`.
+
+Neither the start of a run nor its training depends on a report: one that cannot be read is logged and left out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from agentjet.errors import Later
 from agentjet.gateway import health
 from agentjet.gateway.reader import Reader
-from agentjet.protocol import REPORTED_BATCHES, ScoredAnswer, ZeroVariance, batches_without_variance
+from agentjet.protocol import REPORTED_BATCHES, ScoredAnswer, ZeroVariance, batches_without_variance, report_lines
 from agentjet.swarm import Journal
 from agentjet.swarm.queries import FIRST_STEPS, Queries
 from agentjet.types import Message, beginning
+
+log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 200
 """Maximum length of a prompt or an answer in a report."""
@@ -35,6 +39,30 @@ class VarianceReport:
         self._of: tuple[int, int] | None = None
         """Policy version and revision of the settings that `found` is about."""
         self._turn = asyncio.Lock()
+        self._is_logged = False
+        """True once the log has the present report, or if the run began with it."""
+        self._logging: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._is_logged = await self.refresh() is not None
+
+    async def close(self) -> None:
+        for task in self._logging:
+            task.cancel()
+        await asyncio.gather(*self._logging, return_exceptions=True)
+
+    def batch_learned(self) -> None:
+        """Refreshes and logs the report in the background: pages may keep the reader's thread busy for long."""
+        task = asyncio.create_task(self._log_new())
+        self._logging.add(task)
+        task.add_done_callback(self._logging.discard)
+
+    async def _log_new(self) -> None:
+        """Logs a report once, until a batch has variance again."""
+        found = await self.refresh()
+        if found is not None and not self._is_logged:
+            log.warning("\n".join(report_lines(found)))
+        self._is_logged = found is not None
 
     async def refresh(self) -> ZeroVariance | None:
         """Returns the report. Reads it if a batch was learned, or if settings changed. A busy journal leaves it."""
@@ -42,10 +70,15 @@ class VarianceReport:
             queries = self._queries
             of = queries.policy_version, queries.settings.revision
             if of != self._of:
-                facts = variance_facts(queries)
-                with suppress(Later):
+                try:
+                    facts = variance_facts(queries)
                     self.found = None if facts is None else await self._reader.read(partial(zero_variance, facts))
-                    self._of = of
+                except Later:  # It is read the next time.
+                    return self.found
+                except Exception:  # The boundary: a row may be damaged, or of a plug-in that is missing.
+                    log.exception("the batches without reward variance could not be reported")
+                    self.found = None
+                self._of = of
         return self.found
 
 

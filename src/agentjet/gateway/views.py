@@ -41,8 +41,8 @@ def facts(episode: Episode) -> dict[str, Any]:
 
 
 def recorded_status(queries: Queries) -> dict[str, Any]:
-    """Returns the fields of the status that the journal determines, also without a running server. All are in memory:
-    `zero_variance`, which reads calls, is not among them.
+    """Returns the fields of the status that the journal determines, also without a running server. They are in memory,
+    or one row of the journal: `zero_variance`, which reads calls, is not among them.
     """
     job = queries.settings.job
     return {

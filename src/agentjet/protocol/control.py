@@ -139,7 +139,8 @@ class CloseGroupsRequest(Request):
     """The client begins no further episode of these groups: it gave an attempt up, or it stops.
 
     A group waits for its live episodes only. Then it is trained with the episodes it has if they are at least
-    `job.min_group_size`; otherwise it is dropped and counted. Groups that are not open are left as they are.
+    `job.min_group_size`, or if that is 0, as many as the recipe needs. Otherwise it is dropped and counted. Groups that
+    are not open are left as they are.
     """
 
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"

@@ -146,8 +146,8 @@ class Store:
             self.announce()
 
     def undo_with(self, restore: Callable[[], object]) -> None:
-        """Register the opposite of a change in memory that no row records, inside the transaction of the change. It is
-        called if the transaction is undone, by itself or with its commit.
+        """Register the opposite of a change in memory that no row records: inside the transaction of the change, or
+        after it and before its commit. It is called if the transaction is undone, by itself or with its commit.
         """
         self._restores.append(restore)
 
