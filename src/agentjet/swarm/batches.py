@@ -31,7 +31,7 @@ from agentjet.types import CheckpointStamp, OperationKind
 NOT_FINITE = "batch/not_finite/"
 """Beginning of the metrics that name a metric which was left out, because it was not finite. Their value is 1."""
 MEMBERS_A_SLICE = 16
-"""Members of a learned batch that one transaction records: it takes some milliseconds."""
+"""Members of a learned batch that one transaction records, in about a millisecond of CPU time."""
 ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
