@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from agentjet.client import (
@@ -178,6 +179,35 @@ def test_wrong_settings_are_sentences(options: dict[str, Any], said: str) -> Non
 def test_held_out_tasks_that_are_trained_on_are_counted(held_out: list[Task], said: str) -> None:
     found = trained_held_out([Task("a", payload=1), Task("b", payload=2)], held_out)
     assert found.startswith(said) and bool(found) == bool(said)
+
+
+class Shape:
+    """A payload that is not JSON and has no representation."""
+
+    def __init__(self, sides: object) -> None:
+        self.sides = sides
+
+    def __repr__(self) -> str:
+        raise RuntimeError("it is not loaded")
+
+
+SHARED = Shape(lambda: 3)
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "is_same"),
+    [
+        (np.arange(5000), np.arange(5000), True),
+        (np.zeros(5000), np.eye(1, 5000, 2500)[0], False),  # Their representations are shortened, and equal.
+        (Shape(3), Shape(3), True),
+        (Shape(3), Shape(4), False),
+        (SHARED, SHARED, True),
+        (Shape(lambda: 3), Shape(lambda: 3), False),  # They cannot be pickled, so nothing shows that they are equal.
+        ({"a": 1, "b": [2]}, {"b": [2], "a": 1}, True),
+    ],
+)
+def test_payloads_are_compared_by_their_content(trained: object, held_out: object, is_same: bool) -> None:
+    assert bool(trained_held_out([Task("a", payload=trained)], [Task("a", payload=held_out)])) == is_same
 
 
 def test_the_server_stores_an_evaluation_once(tmp_path: Path) -> None:

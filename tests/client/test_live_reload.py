@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import pytest
 
 from agentjet.client import AsyncSwarm, Command, TrainReport
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource, code_version_of
+from agentjet.client.code_copy import CodeFolder
+from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
-from agentjet.client.report import EpisodeResult, Outcome
-from agentjet.client.rollout import AgentFailing, RolloutSpec
+from agentjet.client.report import EpisodeResult, EvalReport, Outcome
+from agentjet.client.rollout import AgentFailing, RolloutSpec, Visit
 from agentjet.errors import ConfigError, Conflict
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -268,29 +270,34 @@ LAZY = "def agent(task, episode):\n    import live_more\n    return live_more.RE
 class Live:
     """The versions of a run without a server, in time that does not pass."""
 
-    code: AgentSource
+    code: AgentSource | None
     first: AgentVersion
     time: FakeTime = field(default_factory=YieldingTime)
+    said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.reload = LiveReload(self.first, self.code, group_size=2, sleep=self.time.sleep, notify=lambda text: None)
+        self.reload = LiveReload(self.first, self.code, group_size=2, sleep=self.time.sleep, notify=self.said.append)
 
     async def begin(self, group: str, place: int = 0) -> tuple[str, Any]:
         """Begins a member of a group; returns its code version and agent."""
-
-        async def request(code_version: str) -> Any:
-            return code_version
-
-        version, agent = await self.reload.begin(spec_of(group, place), request)
+        version, agent = await self.reload.begin(spec_of(group, place), return_version)
         return str(version), agent
 
     def finish(self, group: str, version: str, place: int = 0, outcome: Outcome = "finished") -> None:
-        result = EpisodeResult(group, "", outcome, 0, 1.0, {}, "", "", version, {}, (), 1, "")
-        self.reload.ended(spec_of(group, place), result, True)
+        self.reload.ended(spec_of(group, place), result_of(group, version, outcome), True)
+
+
+async def return_version(code_version: str) -> Any:
+    """In place of a request: the version that the episode would have."""
+    return code_version
+
+
+def result_of(group: str, version: str, outcome: Outcome = "finished") -> EpisodeResult:
+    return EpisodeResult(group, "", outcome, 0, 1.0, {}, "", "", version, {}, (), 1, "")
 
 
 def spec_of(group: str, place: int) -> RolloutSpec:
-    return RolloutSpec(Task(group), group, 0, place=place)
+    return RolloutSpec(Task(group), group, 0, place=place, visit=Visit(num_left=1))
 
 
 @pytest.fixture
@@ -351,6 +358,111 @@ def test_no_version_is_rolled_back_during_a_held_out_evaluation(files: Files, la
         lazy.finish("a", bad, 9, "aborted")
         assert [change.kind for change in lazy.reload.changes] == ["loaded", "rolled back"]
         assert version.agent(None, None) == 0.25, "it finds the modules of the version before"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reward"),
+    [("on trial", ["loaded", "rolled back"], 0.25), ("proven", ["loaded"], 0.75), ("the first", [], 0.25)],
+)
+def test_an_evaluation_that_an_edit_breaks_is_skipped(
+    kind: str, changes: list[str], reward: float, files: Files, lazy: Live
+) -> None:
+    """The evaluation loads the edit itself, so it may be the first to run it."""
+
+    async def failing(version: AgentVersion) -> EvalReport:
+        raise AgentFailing("every episode failed")
+
+    async def scenario() -> None:
+        if kind != "the first":
+            files.write("live_more", "REWARD = 0.75\n")
+        if kind == "proven":
+            lazy.finish("a", (await lazy.begin("a"))[0])
+        async with lazy.reload.held_out() as version:
+            await HeldOutEvaluations(failing, every=1).run(version, lazy.said.append)
+
+    if kind == "the first":
+        with pytest.raises(AgentFailing, match="held-out evaluation: every episode failed"):
+            asyncio.run(scenario())
+    else:
+        asyncio.run(scenario())
+        assert "held-out evaluation: every episode failed" in lazy.said[-1]
+    assert [change.kind for change in lazy.reload.changes] == changes
+    assert lazy.reload.current.version.agent(None, None) == reward
+
+
+@pytest.mark.parametrize("broken", ["True", "task.id.startswith('h')"])
+def test_no_edit_ends_a_run_with_held_out_tasks(broken: str, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that fails on all tasks, and one that fails on the held-out tasks alone."""
+    agent = "async def agent(task, episode):\n    await GATE()\n    assert not {}\n    return 0.25\n"
+    files.write("live_agent", agent.format("False"))
+    files.edit(9, "live_agent", agent.format(broken))
+    options = {"eval_tasks": [Task("h0"), Task("h1")], "eval_every": 1, "progress": True}
+    report = asyncio.run(Run().train(files.agent(), 8, **options))
+    assert len(report.steps) == 8 and set(report.rewards) == {0.25}
+    kinds, said = [change.kind for change in report.code_changes], capsys.readouterr().out
+    assert kinds == (["loaded", "rolled back"] if broken == "True" else ["loaded"])
+    assert ("skipped: held-out evaluation: every" in said) == (broken != "True"), said
+
+
+@pytest.mark.parametrize("when", ["before the import", "in the import"])
+def test_no_version_is_rolled_back_during_a_load(
+    when: str, files: Files, lazy: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollback would activate the modules of another version than the one that is being loaded."""
+    may_load, loading, copy = threading.Event(), threading.Event(), CodeFolder.copy
+
+    def wait() -> None:
+        loading.set()
+        may_load.wait(20)
+
+    def copy_late(*args: Any) -> Any:
+        wait()
+        return copy(*args)
+
+    async def scenario() -> None:
+        files.write("live_more", "REWARD = None\n")
+        bad, _ = await lazy.begin("a")
+        lazy.finish("a", bad, outcome="aborted")
+        monkeypatch.setattr("builtins.HANG", wait, raising=False)
+        files.write("live_more", "REWARD = 0.75\n")
+        if when == "in the import":
+            files.write("live_agent", "HANG()\n" + LAZY)
+        else:
+            monkeypatch.setattr(CodeFolder, "copy", copy_late)
+        waiting = asyncio.create_task(lazy.begin("b"))
+        while not loading.is_set():
+            await asyncio.sleep(0.001)
+        for place in range(9):
+            lazy.finish("a", bad, place, "aborted")
+        may_load.set()
+        mended, agent = await asyncio.wait_for(waiting, 20)
+        assert agent(None, None) == 0.75 and mended not in (bad, lazy.first.code_version)
+        assert [change.kind for change in lazy.reload.changes] == ["loaded", "loaded"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_what_is_kept_of_a_run_does_not_grow_with_its_groups(is_watched: bool, lazy: Live) -> None:
+    live = Live(lazy.code if is_watched else None, lazy.first)
+
+    def sizes() -> dict[str, int]:
+        return {name: len(value) for name, value in vars(live.reload).items() if isinstance(value, Sized)}
+
+    async def play(groups: range) -> None:
+        for number in groups:
+            spec = spec_of(f"g{number}", 0)
+            await live.reload.begin(spec, return_version)
+            live.reload.ended(spec, result_of(spec.group, live.first.code_version), True)
+            spec.visit.num_left = 0
+
+    async def scenario() -> None:
+        await play(range(3))
+        before = sizes()
+        await play(range(3, 20))
+        assert sizes() == before
 
     asyncio.run(scenario())
 

@@ -20,10 +20,11 @@ import httpx
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
+from agentjet.client.agent_source import AgentVersion
 from agentjet.client.rollout import Groups, RolloutQueue, RolloutSpec, wait_for_first
 from agentjet.client.task_stream import StreamQueue, TaskStream
 from agentjet.client.threads import LoopThread
-from agentjet.client.training import QUIET_SECONDS
+from agentjet.client.training import DELAYED_SECONDS, QUIET_SECONDS, Training
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -409,6 +410,27 @@ def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
         assert len(had) > 30 and had == order_of(task_set, undisturbed)[: len(had)]
 
 
+@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize("under_way", [0, 1, 3, 9])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (3, 1)])
+def test_task_sets_are_mixed_by_their_visits(sizes: tuple[int, int], under_way: int, spare: int) -> None:
+    """In each epoch each set begins one group for each of its tasks, however many members begin before the first has
+    begun."""
+    tasks = [Task(f"{name}{number}", name) for name, size in zip("ab", sizes, strict=True) for number in range(size)]
+    queue = RolloutQueue.training(tasks, 4, 0, spare)
+    specs: list[RolloutSpec] = []
+    for spec in iter(queue.next, None):
+        specs.append(spec)
+        if len(specs) > under_way:
+            specs[-under_way - 1].visit.opened.set()
+        if len(specs) == 6 * len(tasks) * (4 + spare):
+            break
+    groups = list({spec.group: spec.task for spec in specs}.values())
+    assert set(Counter(spec.group for spec in specs).values()) == {4 + spare}
+    each_epoch = [groups[at : at + len(tasks)] for at in range(0, len(groups), len(tasks))]
+    assert [Counter(epoch) for epoch in each_epoch] == [Counter(tasks)] * 6
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_members_of_a_begun_group_come_first_also_of_a_full_set(stream: bool) -> None:
     """A worker that was refused for the set, before the group began, takes its members: it completes no other group."""
@@ -483,9 +505,54 @@ def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
     asyncio.run(scenario())
     said = capsys.readouterr().out.splitlines()
     reason = "restarting" if fault == "say_later" else "no answer from"
+    limit = "for 120 s without an answer." if fault == "be_down" else ("until the server takes them.", "for 120 s.")
     (named,) = [line for line in said if "repeats its requests" in line]
-    assert named.startswith(reason) and said.index(named) < said.index("the server takes requests again"), said
+    assert (
+        named.startswith(reason)
+        and named.endswith(limit)
+        and said.index(named) < said.index("the server takes requests again")
+    ), said
     assert said.count("the server takes requests again") == 1
+
+
+@pytest.mark.parametrize("fault", ["say_later", "be_down"])
+@pytest.mark.parametrize("ends", ["by a cancellation", "without an answer", "by an answer"])
+def test_the_end_of_a_delay_is_an_answer(ends: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server, may_repeat, now = FakeServer(), asyncio.Event(), [0.0]
+
+    async def sleep(seconds: float) -> None:
+        await (asyncio.sleep(0) if seconds == DELAYED_SECONDS else may_repeat.wait())
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        retry = Retry(patience=60.0, sleep=sleep, clock=lambda: now[0])
+        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
+            connection, version = swarm._connection, AgentVersion.of(print)
+            status = await swarm.status()
+            training = Training(connection, status, swarm.episode_request, version, TASKS, 1, 0, True, None, None)
+            display = asyncio.create_task(training._show_delays())
+            setattr(server, fault, 1 if ends == "by an answer" else 2)
+            delayed = asyncio.create_task(connection.request("GET", "/status"))
+            while not connection.delay_reason:
+                await asyncio.sleep(0)
+            await turns()
+            if ends == "by a cancellation":
+                delayed.cancel()
+            else:
+                now[0] = 100.0 if ends == "without an answer" else 1.0
+                may_repeat.set()
+            await asyncio.wait([delayed])
+            assert delayed.cancelled() or bool(delayed.exception()) == (ends != "by an answer")
+            await turns()
+            display.cancel()
+
+    asyncio.run(scenario())
+    said = capsys.readouterr().out.splitlines()
+    assert len([line for line in said if "repeats its requests for 60 s" in line]) == 1, said
+    assert said.count("the server takes requests again") == (ends == "by an answer"), said
 
 
 @pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (3600.0, 2)])

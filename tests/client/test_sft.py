@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from agentjet.client.sft import _learned, read_demonstrations
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, Event, SftRequest
+from agentjet.protocol.base import NO_EFFECT
 from agentjet.swarm.demonstrations import Answered
 from agentjet.types import ModelInfo
 from tests.client.test_real_server import client
@@ -39,6 +41,17 @@ ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 def asked(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_the_digest_of_a_request_is_that_of_its_json() -> None:
+    """Journals have it. Large requests are digested in pieces, so that no other thread waits for the whole."""
+    given = [{"task_id": "t", **asked("é", "1")}, {"task_id": "u", **asked("b", "2")}]
+    large = SftRequest.model_validate({"demonstrations": given, "policy": "p", "lr": 0.5})
+    begin = BeginRequest(task_id="t", wait=3.0, instance_id="i")
+    for request, without in ((large, set[str]()), (begin, NO_EFFECT)):
+        whole = request.model_dump_json(exclude=without)
+        assert request.digest() == hashlib.sha256(whole.encode()).hexdigest() == request.digest()
+    assert begin.digest() == BeginRequest(task_id="t").digest() != BeginRequest(task_id="u").digest()
 
 
 USING_TOOLS = {

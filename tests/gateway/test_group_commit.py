@@ -275,6 +275,7 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("agentjet.swarm.batches.MEMBERS_A_SLICE", 2)
     async with running(tmp_path / "d", job={"batch_size": 2, "group_size": 4, "checkpoint_every": 0}) as run:
         swarm, other = run.gateway.swarm, await begin(run, "other")
         put, found = swarm.store.put, list[tuple[int, int]]()

@@ -106,6 +106,13 @@ def with_entropies(rewards: tuple[float, ...]) -> Steps:
     return [{"policy/entropy": max(0.1, 1.8 - 0.4 * n), "reward/mean": reward} for n, reward in enumerate(rewards)]
 
 
+def coded(num: int, version: str, reward: float, entropy: float = 1.2, **metrics: float) -> Steps:
+    """Steps of a version of the agent's code, whose rewards are nearly constant."""
+    own = {"policy/entropy": entropy, f"code/{version}/reward_mean": reward}
+    return [one | own | {"reward/mean": reward + 0.001 * (n % 3 - 1)} for n, one in enumerate(same(num, **metrics))]
+
+
+CUT = {"completion__truncated": 0.95, "batch__episodes": 64.0}
 WEAK = same(1, **WEAK_METRICS, completion__tokens=11.8, policy__entropy=1.63)
 """One success in 16 episodes: chance alone may bring none in the next batches."""
 SOLVED = same(6, reward__mean=1.0, reward__std=0.0, reward__max=1.0, groups__zero_variance=1.0, groups__at_best=1.0)
@@ -201,6 +208,13 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     (
         "entropy",
+        Facts([*coded(6, "v1", 0.1, 1.2), *coded(6, "v2", 0.5, 1.2), *coded(6, "v2", 0.5, 0.3)]),
+        "warn",
+        "from 1.2 to 0.3 nats a token in 12 steps, and the mean reward from 0.5 to 0.5",
+        Facts([*coded(6, "v1", 0.1, 1.2), *coded(6, "v1", 0.9, 0.3), *coded(12, "v2", 0.05, 0.3)]),
+    ),
+    (
+        "entropy",
         Facts(two_policies("planner", "coder"), policies=POLICIES),
         "warn",
         "planner: the mean entropy of 5 steps went from 1.2 to 0.3 nats a token in 10 steps, and the mean reward",
@@ -278,6 +292,22 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         ),
         "bad",
         "the agent's code changed to v2: does the new code",
+        Facts(),
+    ),
+    (
+        "reward",
+        Facts(
+            [
+                *same(4, reward__mean=1.0, groups__zero_variance=0.0, code__v1__reward_mean=1.0),
+                *same(35, reward__mean=0.95, groups__zero_variance=0.0, code__v2__reward_mean=0.95),
+                *fallen(3, code__v2__reward_mean=0.0),
+            ],
+            JOB,
+            range(1, 43),
+        ),
+        "bad",
+        "all are 0 since: did the update of step 39 break the policy? Lower job.optimizer.lr and go back to version 38 "
+        "or before (agentjet checkpoints rollback); or did the agent, its tools or its rewards change then?",
         Facts(),
     ),
     ("groups", Facts(fallen(5), JOB), "bad", "In the newest step every reward is 0", Facts(SOUND, JOB)),
@@ -375,6 +405,23 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         "warn",
         "95% of the answers were cut at job.max_tokens = 24; the reward rose nevertheless, from 0.25 to 0.614",
         Facts([one | {"completion/truncated": 0.1} for one in RISING_RUN], JobConfig(max_tokens=24)),
+    ),
+    (
+        "truncated",
+        Facts([*coded(6, "v1", 0.1, **CUT), *coded(12, "v2", 0.9, **CUT)], JobConfig(max_tokens=24)),
+        "bad",
+        "95% of the answers were cut at job.max_tokens = 24",
+        Facts([*coded(6, "v1", 0.1, **CUT), *coded(12, "v2", 0.9)], JobConfig(max_tokens=24)),
+    ),
+    (
+        "truncated",
+        Facts(
+            [*coded(6, "v1", 0.9, **CUT), *coded(6, "v2", 0.1, **CUT), *coded(6, "v2", 0.6, **CUT)],
+            JobConfig(max_tokens=24),
+        ),
+        "warn",
+        "the reward rose nevertheless, from 0.1 to ",
+        Facts(),
     ),
     (
         "truncated",

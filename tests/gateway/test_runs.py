@@ -3,11 +3,12 @@
 1. Two runs train at once. The end of one, and its failures, leave the other alone.
 2. A worker that both use and that crashes is replaced for both.
 3. Open runs survive a restart. An ended run stays ended, and continues at its version when it is opened again.
-4. A run that cannot be opened is shown, and the server starts.
+4. A run that cannot be opened for any reason is shown, and the server starts.
 5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
 6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
 7. A request that began before the end of its run and acts after it is refused with a 503.
-8. The policies of a run may be mistyped: they can change until its first episode, unless the run is up.
+8. The policies of a run may be mistyped: they can change until its first episode, unless the run is up, or started
+   meanwhile.
 9. Adapters of two runs on two base models do not get into one worker.
 10. Files of a run directly in the data dir are refused with the way out, and stay.
 11. A journal that takes long to open holds neither the event loop nor the stop of the server.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sqlite3
 import threading
 from collections.abc import Awaitable
 from pathlib import Path
@@ -27,6 +29,7 @@ import pytest
 
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
 from agentjet.gateway import CallRequest, Gateway
+from agentjet.gateway.runs import Runs
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
@@ -215,6 +218,21 @@ async def test_a_wrong_request_changes_nothing(
         assert [view.name for view in run.runs.views()] == [view.name for view in before]
 
 
+async def test_a_run_with_a_damaged_row_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path / "d") as run:
+        for name in "ab":
+            await opened(run, name)
+    with sqlite3.connect(tmp_path / "d" / "runs" / "a" / JOURNAL) as journal:
+        journal.execute("UPDATE meta SET value = '{' WHERE key = 'state'")
+    journal.close()
+    async with running(tmp_path / "d") as run:
+        assert [(view.name, view.state) for view in run.runs.views()][1] == ("a", "failed")
+        assert run.runs.views()[1].reason == "the log of the server has the failure, ValidationError"
+        await run.of_run("b").gateway.ready()
+        await run.batch()
+    assert "run a cannot be opened" in caplog.text
+
+
 @pytest.mark.parametrize("file", ["run.json", "journal.sqlite"])
 async def test_a_run_that_cannot_be_opened_is_shown(tmp_path: Path, file: str) -> None:
     async with running(tmp_path / "d") as run:
@@ -360,6 +378,27 @@ async def test_a_run_whose_model_was_mistyped_is_created_again(tmp_path: Path, i
         with pytest.raises(Conflict) as refused:
             await run.runs.put("other", RunSettings.model_validate({"policies": wrong}))
         assert refused.value.code == "run_policies_changed"
+
+
+async def test_a_failed_run_that_is_started_meanwhile_keeps_its_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
+        with pytest.raises(ConfigError, match="mistyped"):
+            await opened(run, policies={"solo": {"worker": "second"}})
+        gateway, loop, check = run.runs.get("other"), asyncio.get_running_loop(), Runs._checked_job
+
+        def start_first(*args: Any, **kwargs: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(gateway.start_engine(), loop).result()
+            return check(*args, **kwargs)
+
+        monkeypatch.setattr(Runs, "_checked_job", start_first)
+        with pytest.raises(Conflict, match=r'its policies are \{"solo"') as refused:
+            await run.runs.put("other", RunSettings(policies={"planner": {}}))
+        assert refused.value.code == "run_policies_changed" and run.runs.get("other") is gateway
+        await gateway.ready()
+        await run.of_run("other").batch()
 
 
 async def test_corrected_policies_keep_the_job_of_the_run(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@
 2. The log has the report once. The status has it until a batch has variance again.
 3. A restarted server reports the same from its journal. Answers that a checkpoint has released are left out.
 4. Rewards by role count: a group in which only these differ has variance.
-5. The event loop reads no rows of batches, episodes or calls for the status: one may have megabytes.
+5. A report that cannot be read is logged once. It stops neither a start nor training.
+6. Training does not wait for the thread of the pages, which reads the report.
+7. The event loop reads no rows of batches, episodes or calls for the status: one may have megabytes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,8 @@ from typing import Any
 import pytest
 
 from agentjet.cli.status import status_lines
-from agentjet.protocol import BeginRequest, FinishRequest, ScoredAnswer, StatusResponse
+from agentjet.errors import NotFound, RequestError
+from agentjet.protocol import BeginRequest, FinishRequest, RunSettings, ScoredAnswer, StatusResponse
 from agentjet.swarm import Journal
 from agentjet.types import Call
 from tests.fakes import Running, running, saying
@@ -53,10 +58,10 @@ async def test_three_batches_that_could_teach_nothing_are_reported_once(
         with caplog.at_level(logging.WARNING):
             await equal_batch(run)
             await equal_batch(run)
-            assert run.gateway.status().zero_variance is None and not logged()
+            assert (await run.gateway.current_status()).zero_variance is None and not logged()
             answers = iter(["Two is eight.", "Two."])
             await equal_batch(run)
-            found = run.gateway.status().zero_variance
+            found = (await run.gateway.current_status()).zero_variance
             assert found is not None and (found.batches, found.task_id) == (3, "t0")
             assert found.prompt == "What is 1 + 1?"
             assert found.answers == [
@@ -73,16 +78,17 @@ async def test_three_batches_that_could_teach_nothing_are_reported_once(
             assert any("the reward: the answers differ" in line for line in shown)
             assert logged() == ["\n".join(shown)]
             await equal_batch(run)
-            assert "all answers are the same" in "\n".join(warnings(run.gateway.status()))
+            assert "all answers are the same" in "\n".join(warnings(await run.gateway.current_status()))
             assert len(logged()) == 1, "it is logged once"
             await run.batch()
-            assert run.gateway.status().zero_variance is None and not warnings(run.gateway.status())
+            status = await run.gateway.current_status()
+            assert status.zero_variance is None and not warnings(status)
             for _ in range(3):
                 await equal_batch(run, reward=0.0)
-            assert len(logged()) == 2, "and again the next time"
+            await run.until(lambda: len(logged()) == 2)  # and again the next time
             for _ in range(3):
                 await equal_batch(run, reward=1.0)
-            assert run.gateway.status().zero_variance is None, "the run is solved"
+            assert (await run.gateway.current_status()).zero_variance is None, "the run is solved"
 
 
 async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp_path: Path) -> None:
@@ -90,7 +96,7 @@ async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp
     async with running(tmp_path / "d", **kept_nothing) as run:
         for _ in range(3):
             await equal_batch(run)
-        before = run.gateway.status().zero_variance
+        before = (await run.gateway.current_status()).zero_variance
     async with running(tmp_path / "d", **kept_nothing) as run:
         assert run.gateway.status().zero_variance is not None, "at the start"
         queries = run.gateway.swarm.queries
@@ -118,6 +124,7 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
     async with running(tmp_path / "d") as run:
         for _ in range(3):
             await equal_batch(run)
+        await run.gateway.current_status()
         statements: list[str] = []
         run.gateway.swarm.store.file.db.set_trace_callback(statements.append)
         found = [run.gateway.status().zero_variance for _ in range(2)]
@@ -126,6 +133,57 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
         assert all("FROM meta" in statement for statement in statements), "a row of facts about the run"
         assert found[0] == found[1] == (await run.gateway.reader.status()).zero_variance is not None
         assert len(decoding) == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("The journal cannot be read.", code="journal_unreadable", status=500),
+        NotFound("There is no such episode."),
+        sqlite3.DatabaseError("database disk image is malformed"),
+        ValueError("1 validation error for Call"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_report_that_cannot_be_read_stops_neither_a_start_nor_training(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(journal: Journal, order: str, episode_id: str) -> Call | None:
+        raise error
+
+    def is_failing(status: StatusResponse) -> bool:
+        return status.zero_variance is None and status.workers_started == 1
+
+    monkeypatch.setattr(Journal, "_call", fail)
+    async with running(tmp_path / "d") as run:
+        await run.runs.put("other", RunSettings())
+        await run.of_run("other").gateway.ready()
+        for _ in range(3):
+            await equal_batch(run.of_run("other"))
+        assert is_failing(await run.of_run("other").gateway.current_status())
+    async with running(tmp_path / "d") as run:
+        other = run.of_run("other").gateway
+        await other.ready()
+        assert [is_failing(await other.current_status()) for _ in range(3)] == [True] * 3
+    logged = [record for record in caplog.records if "could not be reported" in record.getMessage()]
+    assert [record.exc_info and record.exc_info[1] for record in logged] == [error] * 2, (
+        "once after the batch and start"
+    )
+
+
+async def test_training_does_not_wait_for_the_pages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    may_end = threading.Event()
+    async with running(tmp_path / "d") as run:
+        page = asyncio.create_task(run.gateway.reader.read(lambda journal: may_end.wait(60)))
+        try:
+            for _ in range(4):
+                await equal_batch(run)
+            assert run.gateway.status().zero_variance is None
+        finally:
+            may_end.set()
+        await page
+        assert (await run.gateway.current_status()).zero_variance is not None
+        await run.until(lambda: caplog.text.count("batches in a row could teach nothing") == 1)
 
 
 async def test_rewards_by_role_are_variance(tmp_path: Path) -> None:

@@ -117,10 +117,7 @@ class Waiting(PolicyLoss):
     ("setting", "reason"),
     [
         (f"{__name__}:Exiting", r"test_refusals.py:\d+: SystemExit: the validator ends the program"),
-        (
-            {"name": f"{__name__}:Exiting", "ends": False},
-            r"Exiting': `validators` did not return within 0.05 s; it",
-        ),
+        ({"name": f"{__name__}:Exiting", "ends": False}, r"Exiting': `validators` did not return within 0.05 s; it"),
         ({"name": "grpo", "loss": f"{__name__}:Waiting"}, r"the recipe 'grpo': `validators` did not return within"),
     ],
 )

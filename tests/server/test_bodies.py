@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from agentjet.errors import InvalidRequest, TooLarge
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.prompts import prepare_prompt
 from agentjet.server.dialects.chat import ChatBody
@@ -172,6 +173,25 @@ async def test_a_key_with_half_a_surrogate_pair_is_named(tmp_path: Path) -> None
             headers = {"Authorization": f"Bearer {episode['api_key']}", "Content-Type": "application/json"}
             refused = await served.http.post(path, content=body, headers=headers)
             assert refused.status_code == 400 and "\\ud800 nests its JSON" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ([[]], None),
+        ([{}], None),
+        ({"a": 1}, None),
+        ({"tools": [[1]]}, "tools"),
+        ({"tools": {"a": 1, "b": 2}}, "tools"),
+        ("[" * 40_000 + "]" * 40_000, None),
+    ],
+)
+def test_a_refusal_of_the_whole_body_names_no_field(body: Any, param: str | None) -> None:
+    limits = Limits(body_bytes=1, connections=1, depth=1 + isinstance(body, dict), keys=1 - (body == {"a": 1}))
+    with pytest.raises((InvalidRequest, TooLarge)) as refused:
+        parse_body((body if isinstance(body, str) else json.dumps(body)).encode(), TypeAdapter(Any), limits)
+    assert refused.value.param == param
+    assert refused.value.message.startswith(param or "the body"), refused.value.message
 
 
 async def test_large_work_is_done_in_a_thread() -> None:

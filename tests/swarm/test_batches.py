@@ -280,14 +280,21 @@ def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
     assert [batch.id for batch in batches] == [0, 1, 2]
 
 
-def test_each_group_of_a_learned_batch_and_each_member_has_a_slice_of_its_own(world: World) -> None:
-    """A recipe may compare the rewards of thousands of turns."""
+@pytest.mark.parametrize(("members_a_slice", "num_slices"), [(1, 8), (3, 3), (8, 1), (16, 1)])
+def test_each_group_of_a_learned_batch_has_a_slice_and_its_members_share_slices(
+    members_a_slice: int, num_slices: int, make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe may compare the rewards of thousands of turns. Each transaction writes the whole state."""
+    monkeypatch.setattr("agentjet.swarm.batches.MEMBERS_A_SLICE", members_a_slice)
+    world, written = make_world(group_size=4), list[object]()
     for group in "ab":
-        world.play(group, 0.0, 1.0)
+        world.play(group, 0.0, 1.0, 0.0, 1.0)
     batch = world.swarm.batches.compose()
+    monkeypatch.setattr(world.journal, "put_state", written.append)
     first, second, *recorded = world.swarm.batches.learned_in_slices(batch, {})
     assert (first, second) == ({}, {}) and recorded[0]["groups/zero_variance"] == 0.0
-    assert len(recorded) == 1 + len(batch.episode_ids)
+    assert len(recorded) == len(written) == 1 + num_slices
+    assert all(world.journal.known_episode(member).trained_in == 0 for member in batch.episode_ids)
 
 
 def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:

@@ -384,6 +384,7 @@ def test_only_one_transaction_comes_before_the_second_slice(
     make_world: Make, monkeypatch: pytest.MonkeyPatch, request_of: Callable[[World], Callable[[], Iterator[Any]]]
 ) -> None:
     """A failure in the first slice undoes that transaction. Later failures undo the commit: see `in_slices`."""
+    monkeypatch.setattr("agentjet.swarm.batches.MEMBERS_A_SLICE", 1)
     world = make_world(batch_size=2, group_size=2)
     slices = request_of(world)
     world.swarm.store.defer_commits(lambda: None)

@@ -14,6 +14,7 @@ environment in the client.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -209,6 +210,8 @@ class Connection:
         self._going_on: set[asyncio.Task[Any]] = set()
         self._delayed: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """The reason of each task that repeats a request. A cancelled task keeps its entry until it is collected."""
+        self.num_resumed = 0
+        """Delayed requests that the server has answered by something else than another delay."""
         self._answered = False
         self._pid: int | None = None
         """The process of the first request. A forked process would share its sockets."""
@@ -224,7 +227,9 @@ class Connection:
 
     @property
     def delay_reason(self) -> str:
-        """The reason why a request is being repeated; empty if there is none, or if the server is only busy (429)."""
+        """Sentences about the reason why a request is being repeated and the limit of that; empty if there is none, or
+        if the server is only busy (429).
+        """
         return next((reason for task, reason in list(self._delayed.items()) if not task.done()), "")
 
     async def close(self) -> None:
@@ -262,7 +267,7 @@ class Connection:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         address = self.settings.server_url if path.startswith("/runs") else self.settings.url
-        error: RequestError | Unreachable
+        error: RequestError | Unreachable | None
         while True:
             try:
                 response = await self._http.request(
@@ -270,22 +275,23 @@ class Connection:
                 )
                 answer = _decoded(response) if response.is_success else None
                 self._answered, answered, num_lost = True, retry.clock(), 0
-                self._delayed.pop(task, None)
-                if response.is_success:
+                error = None if response.is_success else self._error(response)
+                if not (isinstance(error, Later) and error.status != 429):
+                    self.num_resumed += self._delayed.pop(task, None) is not None
+                if error is None:
                     return answer
-                error = self._error(response)
                 if not isinstance(error, Later):
                     raise error
                 since, allowed, delay = started, patience, max(error.retry_after, retry.delay(num_refused))
                 num_refused += 1
                 if error.status != 429:
-                    self._delayed[task] = str(error)
+                    self._delayed[task] = _delay(error, allowed)
             except httpx.TransportError as problem:
                 error = self._unreachable(problem)
                 allowed = retry.patience if self._answered else retry.first_patience
                 since, delay = answered, retry.delay(num_lost)
                 num_lost += 1
-                self._delayed[task] = str(error)
+                self._delayed[task] = _delay(error, allowed)
             if retry.clock() - since + delay > allowed:
                 self._delayed.pop(task, None)
                 raise error
@@ -367,6 +373,12 @@ class Connection:
             text += f" ({self.settings.url}; a client takes the token as an argument or from {TOKEN_VARIABLE})"
         kind = ERRORS.get(status, InvalidRequest if status < 500 else RequestError)
         return kind(text, code=code, status=status, param=problem.param)
+
+
+def _delay(error: RequestError | Unreachable, seconds: float) -> str:
+    limit = f"for {seconds:g} s" if seconds < math.inf else "until the server takes them"
+    lost = " without an answer" if isinstance(error, Unreachable) else ""
+    return f"{str(error).rstrip('.')}. This client repeats its requests {limit}{lost}."
 
 
 def _certificates() -> ssl.SSLContext:

@@ -349,7 +349,8 @@ async def begin_episode(
     """Begin an episode. Waits up to `wait` seconds for room, then raises `Later`.
 
     If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`. A server that
-    answers late delays the cancellation by `ABORT_SECONDS` at most; the episode is aborted when it answers.
+    answers late delays the cancellation by `ABORT_SECONDS` at most. The episode is aborted when the server answers; if
+    the connection is closed before, its lease ends it.
     """
     key = uuid.uuid4().hex
 

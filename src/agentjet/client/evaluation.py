@@ -16,7 +16,7 @@ from typing import Literal
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
 from agentjet.client.episode import ABORT_SECONDS, begin_episode, wait_for_end
-from agentjet.client.inputs import check_counts
+from agentjet.client.inputs import check_counts, payload_digest, pickled_or_itself
 from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, Progress, best_of
 from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout
 from agentjet.errors import AgentJetError, Conflict
@@ -186,8 +186,13 @@ class HeldOutEvaluations:
 
 def trained_held_out(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> str:
     """Returns a sentence if held-out tasks are also trained on, else ''. Lists may use equal ids for other payloads."""
-    trained = {(task.id, repr(task.payload)) for task in tasks} if eval_tasks else set()
-    num = sum((task.id, repr(task.payload)) in trained for task in eval_tasks)
+
+    def content(task: Task) -> tuple[str, bytes]:
+        return task.id, payload_digest(task.payload, pickled_or_itself)
+
+    ids = {task.id for task in eval_tasks}
+    trained = {content(task) for task in tasks if task.id in ids}
+    num = sum(content(task) in trained for task in eval_tasks) if trained else 0
     if not num:
         return ""
     return (

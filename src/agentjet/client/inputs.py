@@ -162,14 +162,19 @@ def _kind(payload: object) -> bytes:
     return type(payload).__qualname__.encode()
 
 
-def _pickled(payload: object) -> bytes:
+def pickled_or_itself(payload: object) -> bytes:
+    """The pickle of a payload. One that cannot be pickled equals only itself, as long as it is kept."""
+    return _pickled(payload, lambda payload: f"object {id(payload)}".encode())
+
+
+def _pickled(payload: object, otherwise: Callable[[object], bytes] = _kind) -> bytes:
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
     pickler.fast = True  # Without references, equal content has equal bytes. Cyclic objects are refused.
     try:
         pickler.dump(payload)
     except Exception:  # the boundary: any class of the user, which may not be made for pickling
-        return _kind(payload)
+        return otherwise(payload)
     return file.getvalue()
 
 
@@ -180,7 +185,7 @@ def payload_digest(payload: object, otherwise: Callable[[object], bytes] = _pick
     """
     try:
         content = json.dumps(payload, sort_keys=True).encode()
-    except (TypeError, ValueError, RecursionError):
+    except Exception:  # the boundary: a class of the user, such as one that is derived from a dict
         content = otherwise(payload)
     return hashlib.blake2b(content, digest_size=16).digest()
 

@@ -4,13 +4,12 @@
   are loaded once the groups that have begun are complete. No group begins until then.
 * Files that cannot be loaded leave the old version in use. During a held-out evaluation the version stays, too.
 * A version whose first episodes all fail is rolled back to the one before it, until the files change again. Its
-  failures do not use up the attempts at a task.
+  failures do not use up the attempts at a task. A failed held-out evaluation of an edited version ends no run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from agentjet.client.agent_source import AgentSource, AgentVersion, one_line
 from agentjet.client.code_copy import content_hash, edits
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
-from agentjet.client.rollout import Agent, RolloutSpec
+from agentjet.client.rollout import Agent, AgentFailing, RolloutSpec, Visit
 from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, ConfigError, Conflict
 
@@ -63,6 +62,27 @@ class LoadedVersion:
     is_rolled_back: bool = False
 
 
+@dataclass(eq=False)
+class _Group:
+    """A group that has begun, or was refused."""
+
+    visit: Visit
+    loaded: LoadedVersion | None = None
+    """The version that it began with. None: it begins with the present one."""
+    is_open: bool = False
+    """True if it has begun and lacks members."""
+    is_left: bool = False
+    """True if it gets no further member, because it would get one of another version."""
+    num_live: int = 0
+    """Episodes that are being begun or have not ended."""
+    num_done: int = 0
+    """Members that are not attempted again."""
+
+    def forget(self) -> None:
+        """Let it begin again, with another version."""
+        self.loaded, self.is_open = None, False
+
+
 class LiveReload:
     """The versions of one run. Without `code` the first version stays for the whole run."""
 
@@ -81,23 +101,17 @@ class LiveReload:
         self._sleep = sleep
         self._notify = notify
         self._versions = [LoadedVersion(first)]
-        self._version_of: dict[str, LoadedVersion] = {}
-        """The version that each group began with."""
-        self._open: set[str] = set()
-        """Groups that have begun and lack members."""
-        self._left: set[str] = set()
-        """Groups that get no further member, because they would have got one of another version."""
-        self._num_live: Counter[str] = Counter()
-        """Episodes that are being begun or have not ended, by group."""
-        self._num_done: Counter[str] = Counter()
-        """Members that are not attempted again, by group."""
+        self._groups: dict[str, _Group] = {}
+        """Groups with episodes that have not ended for good."""
         self._stamp = first.stamp
         """The stamp of the files that were loaded last, or could not be loaded."""
         self._problem = ""
         """The reason for which the files cannot be listed."""
         self._reloading = asyncio.Lock()
         self._is_evaluating = False
-        """True during a held-out evaluation. The modules of another version would change its score."""
+        self._keeps_modules = False
+        """True if no version may be rolled back. The modules of another one would change the score of a held-out
+        evaluation, and would be mixed with those of a load."""
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
 
@@ -105,45 +119,55 @@ class LiveReload:
         self, spec: RolloutSpec, request: Callable[[str], Awaitable[AsyncEpisode]]
     ) -> tuple[AsyncEpisode, Agent]:
         """Begin an episode with the version its group began with. `request` requests one for a code version."""
-        if self._code is not None and spec.group not in self._version_of:
+        if self._code is None:
+            return await request(self.current.version.code_version), self.current.version.agent
+        known = self._groups.get(spec.group)
+        if known is None or known.loaded is None:
             await self._reload_if_changed(self._code)
-        if spec.group in self._left:
+        group = self._group_of(spec)
+        if group.is_left:
             raise Conflict(f"Group {spec.group!r} is left with the members of older code.", code="group_closed")
-        loaded = self._version_of.setdefault(spec.group, self.current)
-        self._num_live[spec.group] += 1
-        if not spec.spare and self._num_done[spec.group] < self._group_size:
-            self._open.add(spec.group)
+        loaded = group.loaded = group.loaded or self.current
+        group.num_live += 1
+        if not spec.spare and group.num_done < self._group_size:
+            group.is_open = True
         try:
             return await request(loaded.version.code_version), loaded.version.agent
         except AgentJetError as error:
-            self._num_live[spec.group] -= 1
+            group.num_live -= 1
             if isinstance(error, Conflict) and error.code == "group_closed" and not spec.spare:
-                self._count_done(spec.group)  # The recipe wants fewer episodes.
+                self._count_done(group)  # The recipe wants fewer episodes.
             else:  # There was no room: the group may begin later, with another version.
-                self._forget(spec.group)
+                group.forget()
             raise
+
+    def _group_of(self, spec: RolloutSpec) -> _Group:
+        if spec.group not in self._groups:
+            self._groups = {name: group for name, group in self._groups.items() if group.visit.num_left}
+            self._groups[spec.group] = _Group(spec.visit)
+        return self._groups[spec.group]
 
     def ended(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         """Record the end of an episode; `last`: it is not attempted again. Rolls back a version that only fails."""
         if self._code is None:
             return
-        self._num_live[spec.group] -= 1
-        loaded = self._loaded(result.code_version)
+        group, loaded = self._groups[spec.group], self._loaded(result.code_version)
+        group.num_live -= 1
         loaded.num_finished += result.outcome == "finished"
         loaded.num_failed += result.outcome in ("aborted", "expired")
         if result.outcome == "not_needed":
-            self._num_done[spec.group] = self._group_size - 1
+            group.num_done = self._group_size - 1
         if result.outcome == "not_needed" or (last and not spec.spare):
-            self._count_done(spec.group)
+            self._count_done(group)
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
-        if loaded is not self._versions[0] and is_bad and not (loaded.is_rolled_back or self._is_evaluating):
+        if loaded is not self._versions[0] and is_bad and not (loaded.is_rolled_back or self._keeps_modules):
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
 
-    def _count_done(self, group: str) -> None:
+    def _count_done(self, group: _Group) -> None:
         """Count a member that is not attempted again."""
-        self._num_done[group] += 1
-        if self._num_done[group] >= self._group_size:
-            self._open.discard(group)
+        group.num_done += 1
+        if group.num_done >= self._group_size:
+            group.is_open = False
 
     def is_on_trial(self, code_version: str) -> bool:
         """True for an edited version without a finished episode: its failures may come from the edit."""
@@ -152,10 +176,6 @@ class LiveReload:
 
     def _loaded(self, code_version: str) -> LoadedVersion:
         return next(loaded for loaded in reversed(self._versions) if loaded.version.code_version == code_version)
-
-    def _forget(self, group: str) -> None:
-        self._version_of.pop(group, None)
-        self._open.discard(group)
 
     def end(self) -> None:
         """Report an edit that no episode ran, because it came after the last group had begun."""
@@ -186,7 +206,7 @@ class LiveReload:
         async with self._reloading:
             if self._is_evaluating or not (edited := self._edits(code)):
                 return
-            if self._open:
+            if self._open():
                 before = self.current.version.code_version
                 self._notify(f"{edited}; code {before} completes the groups it has begun")
             await self._wait_for_groups()
@@ -195,27 +215,42 @@ class LiveReload:
     async def _wait_for_groups(self) -> None:
         """Wait until the groups that have begun are complete. Those that nothing completes are left as they are."""
         waited = idle = 0.0
-        while self._open and waited < GROUPS_SECONDS and idle < IDLE_SECONDS:
+        while (left := self._open()) and waited < GROUPS_SECONDS and idle < IDLE_SECONDS:
             await self._sleep(SETTLE_SECONDS)
             waited += SETTLE_SECONDS
-            idle = 0.0 if any(self._num_live[group] for group in self._open) else idle + SETTLE_SECONDS
-        self._left |= self._open
-        self._open.clear()
+            idle = 0.0 if any(group.num_live for group in self._open()) else idle + SETTLE_SECONDS
+        for group in left:
+            group.is_left, group.is_open = True, False
+
+    def _open(self) -> list[_Group]:
+        return [group for group in self._groups.values() if group.is_open]
 
     @asynccontextmanager
-    async def held_out(self) -> AsyncIterator[AgentVersion]:
-        """The version for a held-out evaluation. No version is loaded or rolled back before the evaluation ends."""
-        if self._code is not None:  # else an edit could wait for one evaluation after the other
+    async def held_out(self, *, reload: bool = True) -> AsyncIterator[AgentVersion]:
+        """The version for a held-out evaluation. No version is loaded or rolled back before the evaluation ends.
+
+        If an edited version fails (`AgentFailing`), the evaluation is skipped. The version is rolled back if it is on
+        trial. Without `reload` no edit is loaded before.
+        """
+        if self._code is not None and reload:  # else an edit could wait for one evaluation after the other
             await self._reload_if_changed(self._code)
         async with self._reloading:
-            self._is_evaluating = True
+            self._is_evaluating = self._keeps_modules = True
         try:
             yield self.current.version
+        except AgentFailing as failing:
+            if self.current is self._versions[0]:
+                raise
+            if self.current.num_finished:
+                self._notify(f"skipped: {failing}")
+            else:
+                self._roll_back(self.current, str(failing))
         finally:
-            self._is_evaluating = False
+            self._is_evaluating = self._keeps_modules = False
 
     async def _reload(self, code: AgentSource) -> None:
         before, stamp = self.current.version, self._stamp
+        self._keeps_modules = True
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 version = await self._newest(code)
@@ -228,6 +263,8 @@ class LiveReload:
             late = f"loading it did not end within {LOAD_SECONDS:g} s"
             self._keep(f"{type(error).__name__}: {str(error) or late}")
             return
+        finally:
+            self._keeps_modules = False
         if version.code_version == before.code_version:
             self.current.version = version
             return
@@ -256,8 +293,9 @@ class LiveReload:
 
     def _roll_back(self, bad: LoadedVersion, why: str) -> None:
         bad.is_rolled_back = True
-        for group in [group for group, loaded in self._version_of.items() if loaded is bad]:
-            self._forget(group)
+        for group in self._groups.values():
+            if group.loaded is bad:
+                group.forget()
         good = [loaded for loaded in self._versions if not loaded.is_rolled_back][-1]
         before, to = bad.version.code_version, good.version.code_version
         self.changes.append(CodeChange("rolled back", before=before, to=to, why=why))

@@ -140,7 +140,7 @@ class RolloutQueue:
     def __init__(
         self, visits: Mapping[str, Iterator[list[RolloutSpec]]], order: Iterator[str], tasks: Sequence[Task] = ()
     ) -> None:
-        """`visits` are by task set; `order` yields the task set of each next episode; `tasks` may be skipped."""
+        """`visits` are by task set; `order` yields the task set of each next visit; `tasks` may be skipped."""
         self._unread = visits
         self._order = order
         self._waiting: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in visits}
@@ -172,7 +172,7 @@ class RolloutQueue:
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
         by_set = {name: visits([task for task in tasks if task.task_set == name]) for name in task_sets}
-        order = (task.task_set for _, task in epochs(tasks, seed) for _ in range(group_size + spare))
+        order = (task.task_set for _, task in epochs(tasks, seed))
         return cls(by_set, order, tasks)
 
     @classmethod
@@ -187,7 +187,8 @@ class RolloutQueue:
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
         """The next episode of a task set that is not in `full`, or None after the last. One set must not be full. The
-        members of groups that have begun come first, also those of a full set: it has room for them.
+        members of groups that have begun come first, also those of a full set: it has room for them. Then come the
+        other episodes of visits that were read, so that each visit has one place in the order of the sets.
 
         Sets whose tasks are all skipped come last: they are begun nevertheless if no other set has room, so that
         training never stops.
@@ -197,13 +198,19 @@ class RolloutQueue:
         closed = {*full, *filter(self.is_skipped, self.task_sets)}
         if closed == self.task_sets:
             closed = {*full}
-        task_set = next(name for name in self._order if name not in closed)
-        waiting = self._waiting[task_set]
-        waiting.extend(() if waiting else next(self._unread[task_set], ()))
+        if (waiting := self._first(closed)) is None:
+            task_set = next(name for name in self._order if name not in closed)
+            waiting = self._waiting[task_set]
+            waiting.extend(next(self._unread[task_set], ()))
         return waiting.popleft() if waiting else None
 
     def _of_begun_group(self) -> RolloutSpec | None:
         return next((one.popleft() for one in self._waiting.values() if one and one[0].visit.opened.is_set()), None)
+
+    def _first(self, closed: Collection[str]) -> deque[RolloutSpec] | None:
+        """The waiting episodes of a set that is not in `closed`: of several, the one that was read first."""
+        waiting = (own for name, own in self._waiting.items() if own and name not in closed)
+        return min(waiting, key=lambda own: own[0].index, default=None)
 
     def has_other(self, full: Collection[str]) -> bool:
         """True if an episode of a task set outside `full` may be next."""

@@ -146,8 +146,9 @@ class AsyncSwarm:
         """Close a group of which this client begins no further episode, because it gave an attempt up or stops.
 
         `group` is that of its episodes: `episode.group`. Training then waits for the live episodes of the group only.
-        The group is trained if at least `job.min_group_size` of them finished. Without this request training waits
-        `job.lease_seconds` for the missing ones. `train` sends it for its groups.
+        The group is trained if at least `job.min_group_size` of them finished, or if that is 0, as many as the recipe
+        needs. Without this request training waits `job.lease_seconds` for the missing ones. `train` sends it for its
+        groups.
         """
         await close_groups(self._connection, [build_request(protocol.GroupName, group=group, task_set=task_set)])
 

@@ -92,7 +92,3 @@ class StreamQueue(RolloutQueue):
     @property
     def _can_read_ahead(self) -> bool:
         return len({spec.group for waiting in self._waiting.values() for spec in waiting}) < LOOKAHEAD
-
-    def _first(self, full: Collection[str]) -> deque[RolloutSpec] | None:
-        """The waiting episodes of a set that is not in `full`."""
-        return next((waiting for name, waiting in self._waiting.items() if waiting and name not in full), None)

@@ -102,7 +102,8 @@ class Training:
         await wait_for_first(coroutines)
         self._live.end()
         if held_out is not None and not held_out.stalled:
-            await held_out.finish(self._live.current.version, self._target, self._shown.notify)
+            async with self._live.held_out(reload=False) as version:
+                await held_out.finish(version, self._target, self._shown.notify)
         return TrainReport(
             results=tuple(self._results),
             steps=tuple(self._learned),
@@ -183,16 +184,15 @@ class Training:
                     self._shown.notify(f"waiting for {(await self.connection.status()).waiting_for}")
 
     async def _show_delays(self) -> None:
-        """Without end: show once why requests are repeated, and their end."""
-        is_shown = False
+        """Without end: show once why requests are repeated, and their end. Those that are cancelled end nothing."""
+        is_shown, resumed = False, 0
         while True:
             await self.connection.retry.sleep(DELAYED_SECONDS)
             reason = self.connection.delay_reason
             if reason and not is_shown:
-                self._shown.notify(
-                    f"{reason.rstrip('.')}. This client repeats its requests until the server takes them."
-                )
-            elif is_shown and not reason:
+                self._shown.notify(reason)
+                resumed = self.connection.num_resumed
+            elif is_shown and not reason and self.connection.num_resumed > resumed:
                 self._shown.notify("the server takes requests again")
             is_shown = bool(reason)
 

@@ -35,6 +35,7 @@ from agentjet.gateway.read import RunReader, job_of, status_of
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
 from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
+from agentjet.gateway.variance import VarianceReport
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -146,6 +147,7 @@ class Gateway:
         self._turn = asyncio.Lock()
         """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
         self.reader = RunReader(self._journal.reading, self.folder, live=self, threads=self._hooks)
+        self._variance = VarianceReport(self.queries, self.reader.read)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
@@ -175,7 +177,7 @@ class Gateway:
             self.activity,
             self.lag,
             self._hooks,
-            self.reader,
+            self._variance,
         )
         self.engine = Engine(parts)
         self._admits = self._admission()
@@ -191,7 +193,7 @@ class Gateway:
         """Brings the policies up in the background. Calls are held until then."""
         if self.swarm.job_notice:
             log.warning("run %s: %s", self.run, self.swarm.job_notice)
-        await self.reader.zero_variance()
+        await self._variance.start()
         self.engine.start()
         works = (self._check_leases(), self._decide_groups(), self._prune_journal())
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -218,6 +220,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks = []
+            await self._variance.close()
             self._calls.close()
             await self._calls.grammars.close()
             await self._commits.close()
@@ -317,6 +320,7 @@ class Gateway:
         await self.ready()
         renderer = self.engine.renderers[policy]
         size = sum(num_characters(one.conversation) for one in given)
+        await offload(size, request.digest)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
         committed = self.swarm.demonstrated(request, idempotency_key)
@@ -466,12 +470,16 @@ class Gateway:
         works = [one.work for processes in hosts for one in processes if one.work is not None]
         return work_text(works[0]) if works else self.activity.text
 
+    async def current_status(self) -> StatusResponse:
+        """Returns the status with the report about the newest batch, which `status` may lack for a moment."""
+        await self._variance.refresh()
+        return self.status()
+
     def status(self) -> StatusResponse:
-        """Returns the status. That of `reader` has the report about the newest batch, which this may lack."""
         now, gap = self._clock(), self.lag.recent()
         return StatusResponse(
             **status_of(self.queries),
-            zero_variance=self.reader.variance,
+            zero_variance=self._variance.found,
             state=self.engine.state,
             waiting_for=self.waiting_for(),
             run=self.run,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log
 from pathlib import Path
@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
-from agentjet.gateway.learning import REWARD, held_out_fall, learning, reward_metrics, rise
+from agentjet.gateway.learning import REWARD, held_out_fall, learning, of_present_code, reward_metrics, rise
 from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
@@ -518,7 +518,7 @@ def truncated(facts: Facts) -> Finding | None:
     limit, is_chosen = cutting_limit(judged, facts.job)
     if is_chosen and (len(judged) < NEWEST or any(step.get("reward/std") for step in judged)):
         level = "ok"
-    start, now = _start_and_now(facts, REWARD)
+    start, now = _start_and_now(_of_present_code(facts), REWARD)
     if level == "bad" and rise(start, now) >= LIKELY:
         level, limit = "warn", f"{limit}; the reward rose nevertheless, from {mean(start):.3g} to {mean(now):.3g}"
     return Finding(level, f"{share:.0%} of the answers were cut at {limit}")
@@ -636,7 +636,10 @@ def mismatch(values: list[float], facts: Facts) -> Finding | None:
 
 
 def entropy(facts: Facts) -> Finding | None:
-    """An entropy that falls while the reward rises, or that fell while it rose, is learning."""
+    """An entropy that falls while the reward rises, or that fell while it rose, is learning. Another version of the
+    agent's code has other answers and rewards, so only steps of the present one are compared.
+    """
+    facts = _of_present_code(facts)
     metrics = reward_metrics(facts.steps, facts.policies)
     return worst(
         {
@@ -655,6 +658,12 @@ def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[st
     if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
         return Finding("ok", text)
     return Finding("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
+
+
+def _of_present_code(facts: Facts) -> Facts:
+    """The facts with the steps since the newest change of the agent's code. They do not fit `versions` any more."""
+    steps, first, _ = of_present_code(facts.steps, facts.first)
+    return replace(facts, steps=steps, first=first)
 
 
 def _start_and_now(facts: Facts, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -57,7 +57,7 @@ def learning(
     own rewards is judged alone.
     """
     fallen = held_out_fall(evaluations)
-    steps, first, since = _of_present_code(steps, first)
+    steps, first, since = of_present_code(steps, first)
     found = {
         policy: _judge(_rewards(steps, metric), _rewards(first or steps, metric)[:BLOCK], fallen)
         for policy, metric in reward_metrics(steps, policies).items()
@@ -72,7 +72,7 @@ def code_versions(step: Mapping[str, float | None]) -> set[str]:
     return {found[1] for name in step if (found := CODE.fullmatch(name)) and step[name] is not None}
 
 
-def _of_present_code(steps: Steps, first: Steps) -> tuple[Steps, Steps, str]:
+def of_present_code(steps: Steps, first: Steps) -> tuple[Steps, Steps, str]:
     """Returns the steps since the newest change of the agent's code, comparable ones of `first`, and a phrase."""
     versions = list(map(_reward_code, steps))
     for start in range(len(steps) - 1, 0, -1):

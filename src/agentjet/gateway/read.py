@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,14 +32,11 @@ from agentjet.gateway.health import (
     Refill,
     ServerFacts,
     SilentEpisode,
-    cutting_limit,
     health,
-    is_solved,
-    reward,
 )
 from agentjet.gateway.records import Unfinished
+from agentjet.gateway.variance import variance_facts, zero_variance
 from agentjet.protocol import (
-    REPORTED_BATCHES,
     CellView,
     CheckpointInfo,
     ClusterView,
@@ -50,13 +47,10 @@ from agentjet.protocol import (
     HealthView,
     JobBody,
     Response,
-    ScoredAnswer,
     StatusResponse,
     StepList,
     WaitingGroupView,
     WaitingView,
-    ZeroVariance,
-    batches_without_variance,
     flatten,
 )
 from agentjet.recipes.hooks import PlugInThreads
@@ -65,7 +59,7 @@ from agentjet.swarm.advantages import AdvantageHook, Members
 from agentjet.swarm.origin import policies_of
 from agentjet.swarm.queries import FIRST_STEPS, Queries, Silence
 from agentjet.swarm.state import Group
-from agentjet.types import JOURNAL, EpisodeFilter, Message, beginning
+from agentjet.types import JOURNAL, EpisodeFilter
 
 Result = TypeVar("Result")
 View = TypeVar("View", bound=Response)
@@ -99,7 +93,7 @@ class Live(Protocol):
     def leases(self) -> Mapping[str, float]:
         """Returns the time at which each live episode expires."""
 
-    def status(self) -> StatusResponse: ...
+    async def current_status(self) -> StatusResponse: ...
 
     def cluster(self) -> ClusterView: ...
 
@@ -128,8 +122,6 @@ class RunReader:
         self.folder = folder
         self.name = name or folder.name
         self.title = title or str(folder)
-        self.variance: ZeroVariance | None = None
-        """The report of a live run, as last refreshed by `zero_variance`."""
         self._live = live
         self._connect = connect
         self._opened = ExitStack()
@@ -140,10 +132,6 @@ class RunReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._num_reads = 0
         self._is_closed = False
-        self._variance_of: tuple[int, int] | None = None
-        """Policy version and revision of the settings that `variance` is about."""
-        self._turn = asyncio.Lock()
-        """Held while `variance` is refreshed."""
 
     @classmethod
     def at(cls, folder: Path, *, name: str = "", title: str = "") -> Self:
@@ -229,8 +217,7 @@ class RunReader:
         """Returns the status of the server, or the state at the end of the journal, which lacks times of clients."""
         if self._live is None:
             return await self.read(self._recorded_status)
-        await self.zero_variance()
-        return self._live.status()
+        return await self._live.current_status()
 
     async def job(self) -> JobBody:
         """Returns the job settings in force."""
@@ -259,28 +246,12 @@ class RunReader:
         text = OFFLINE if live is None else live.waiting_for(names_silent=False)  # The silent episode is a cell.
         return await self._combined(lambda queries: waiting_of(queries, text, has_leases=live is not None))
 
-    async def zero_variance(self) -> ZeroVariance | None:
-        """Returns the report of a live run whose newest batches had no reward variance.
-
-        Reads it if a batch was learned, or if settings changed. A busy journal leaves the former report.
-        """
-        assert self._live is not None
-        queries = self._live.queries
-        async with self._turn:
-            of = queries.policy_version, queries.settings.revision
-            if of != self._variance_of:
-                facts = variance_facts(queries)
-                with suppress(Later):
-                    self.variance = None if facts is None else await self.read(partial(variance_report, facts))
-                    self._variance_of = of
-        return self.variance
-
     def _recorded_status(self, journal: Journal) -> StatusResponse:
         queries, origin = _recorded(journal), journal.origin
         name, uniform = str(origin.get("model.name", "")), variance_facts(queries)
         return StatusResponse(
             **status_of(queries),
-            zero_variance=None if uniform is None else variance_report(uniform, journal),
+            zero_variance=None if uniform is None else zero_variance(uniform, journal),
             state="offline",
             waiting_for=OFFLINE,
             run=self.name,
@@ -576,41 +547,3 @@ def _group_view(one: FillingGroup, failed: Sequence[Episode]) -> WaitingGroupVie
         size=one.size,
         cells=cells,
     )
-
-
-# ---- batches without variance ----------------------------------------------------------------------------------------
-
-
-def variance_facts(queries: Queries) -> Facts | None:
-    """Returns the facts in memory if the newest batches had no reward variance."""
-    if batches_without_variance(queries.recent_steps) < REPORTED_BATCHES:
-        return None
-    return Facts(queries.recent_steps, queries.settings.job, queries.step_versions)
-
-
-def variance_report(facts: Facts, journal: Journal) -> ZeroVariance | None:
-    """Returns the report, with the first group of the newest batch; None if the run is solved."""
-    facts = replace(facts, first=journal.first_steps(FIRST_STEPS))
-    newest = facts.steps[-1]
-    members = [journal.known_episode(member) for member in journal.first_group(facts.versions[-1] - 1)]
-    if not members or is_solved(facts):
-        return None
-    asked = journal.first_call(members[0].id)
-    prompt = () if asked is None else asked.ask.messages
-    last = [(member, journal.last_call(member.id)) for member in members]
-    answers = Counter(("" if call is None else _text(call.response), member.reward or 0.0) for member, call in last)
-    fell = reward(facts)
-    return ZeroVariance(
-        batches=batches_without_variance(facts.steps),
-        truncated=newest.get("completion/truncated", 0.0),
-        limit=cutting_limit([newest], facts.job)[0],
-        task_id=members[0].task_id,
-        prompt=beginning(prompt[-1].content, SHOWN_CHARACTERS) if prompt else "",
-        answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
-        rewards_fell=fell is not None and fell.level == "bad",
-    )
-
-
-def _text(response: Message) -> str:
-    calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
-    return beginning(" ".join([response.content, *calls]).strip(), SHOWN_CHARACTERS)

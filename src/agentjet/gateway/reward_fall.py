@@ -16,7 +16,7 @@ from statistics import median
 from agentjet.gateway.learning import REWARD, code_versions
 
 COMPARED = 5
-"""Steps before the fall whose answers are compared with those since."""
+"""Steps before the fall whose answers and code versions are compared with those since."""
 UNLIKELY = 1e-4
 """Probability below which chance is ruled out. It is small because one looks after every step of a run."""
 CHANGES = (("completion/tokens", 2.0, "tokens an answer"), ("policy/entropy", 4.0, "nats of entropy a token"))
@@ -40,7 +40,7 @@ class RewardFall:
     other_answers: tuple[str, ...]
     """Phrases about answers that became unlike those before."""
     new_code: str
-    """A phrase if other versions of the agent's code play since the fall than at the highest reward, else ''."""
+    """A phrase if the versions of the agent's code changed within the steps that are compared, else ''."""
     is_chance: bool
     """True if chance alone may have made the rewards equal."""
 
@@ -61,7 +61,7 @@ def find_fall(steps: Sequence[Step], batch_size: int) -> RewardFall | None:
     best = max(before, key=itemgetter(REWARD), default=None)
     if not equal or best is None or best[REWARD] <= now:
         return None
-    answers, code = tuple(_other_answers(before, newest)), _new_code(best, newest[0])
+    answers, code = tuple(_other_answers(before, newest)), _new_code(before[-COMPARED:][0], newest[0])
     is_chance = not answers and _chance(before, newest, batch_size) >= UNLIKELY
     return RewardFall(best[REWARD], now, known[len(before) - 1][0], equal, answers, code, is_chance)
 

@@ -97,6 +97,11 @@ class Runs:
                     await self._open(name, record)
             except ConfigError as error:
                 log.error("run %s cannot be opened: %s", name, error)
+            except Exception as error:  # The boundary: a damaged row of its journal may raise anything.
+                if self._closing:
+                    raise
+                self._failed[name] = f"the log of the server has the failure, {type(error).__name__}"
+                log.exception("run %s cannot be opened", name)
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
         """Creates or opens a run, changes its job settings if `settings` has some, starts it if it has failed.
@@ -108,8 +113,10 @@ class Runs:
             self._check_not_closing()
             known = self._record(name)
             record = known or self._new_record(settings)
-            is_corrected = settings.policies not in ({}, record.policies) and await asyncio.to_thread(
-                self._is_unused, name
+            is_corrected = (
+                settings.policies not in ({}, record.policies)
+                and not self._is_up(name)
+                and await asyncio.to_thread(self._is_unused, name)
             )
             is_open = name in self._gateways and not is_corrected
             if is_corrected:  # Its policies were perhaps mistyped.
@@ -117,6 +124,8 @@ class Runs:
             # It may import a plug-in.
             job = await asyncio.to_thread(self._checked_job, record, settings, is_open=is_open)
             self._check_base_models(name, self._config_of(settings.policies or record.policies, {}))
+            if is_corrected and self._is_up(name):  # A request has started it meanwhile.
+                raise _policies_changed(known or record)
             if (known is None or is_corrected) and name in self._gateways:
                 await self._gateways.pop(name).close()
             if name not in self._gateways:
@@ -213,18 +222,15 @@ class Runs:
         if not is_open:
             before, after = _without_workers(before), _without_workers(after)
         if before != after:
-            raise Conflict(
-                "The policies of a run cannot change, and their workers only while it is not open; its policies are "
-                f"{json.dumps(record.policies)}. Leave `policies` out, choose another run, or end the run to change "
-                "workers.",
-                code="run_policies_changed",
-            )
+            raise _policies_changed(record)
         return config.job
 
+    def _is_up(self, name: str) -> bool:
+        """True for an open run whose start did not fail."""
+        return name in self._gateways and self._gateways[name].engine.state != "failed"
+
     def _is_unused(self, name: str) -> bool:
-        """True for a run without an episode that is not open, or whose start failed."""
-        if name in self._gateways and self._gateways[name].engine.state != "failed":
-            return False
+        """True for a run without an episode."""
         try:
             with closing(Journal.open_read_only(self._folder / name / JOURNAL)) as journal:
                 return journal.is_unused
@@ -345,6 +351,14 @@ class Runs:
         state: EngineState = "failed" if reason else "offline"
         policies = () if record is None else tuple(record.policies)
         return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
+
+
+def _policies_changed(record: RunRecord) -> Conflict:
+    return Conflict(
+        "The policies of a run cannot change, and their workers only while it is not open; its policies are "
+        f"{json.dumps(record.policies)}. Leave `policies` out, choose another run, or end the run to change workers.",
+        code="run_policies_changed",
+    )
 
 
 def _without_workers(policies: Mapping[str, PolicyConfig]) -> dict[str, PolicyConfig]:

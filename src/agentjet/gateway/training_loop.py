@@ -34,8 +34,8 @@ from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.loop_lag import LoopLag
 from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
-from agentjet.gateway.read import RunReader
-from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
+from agentjet.gateway.variance import VarianceReport
+from agentjet.protocol import CheckpointInfo
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Batch, SwarmState
 from agentjet.timeline.batch import TrainingBatch
@@ -68,7 +68,7 @@ class OpenRun:
     activity: Activity
     lag: LoopLag
     hooks: PlugInThreads
-    reader: RunReader
+    variance: VarianceReport
 
     @property
     def policies(self) -> tuple[PolicyId, ...]:
@@ -287,8 +287,7 @@ class TrainingLoop:
             log.error("%s", reason)
         elif reason := metrics_not_finite([merged], batch.job):
             log.warning("batch %d: %s", batch.id, reason)
-        if (found := await self._run.reader.zero_variance()) and found.batches == REPORTED_BATCHES:
-            log.warning("\n".join(report_lines(found)))
+        self._run.variance.batch_learned()
 
     def worker_failed(self, error: Exception, *, is_ours: bool) -> None:
         """Counts a failure against the batch being learned, if it `is_ours`. Quarantines the batch if needed."""

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from math import isfinite
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, beginning
 
@@ -16,6 +18,8 @@ PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
 
 
+NO_EFFECT = {"wait", "instance_id", "ends_at_version"}
+"""Fields of requests that do not change their effect."""
 MAX_REPR = 1000
 """Longest text of a body in a terminal or notebook."""
 
@@ -56,6 +60,20 @@ class Request(BaseModel):
     """A request body: unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    _digest: str = PrivateAttr("")
+
+    def digest(self) -> str:
+        """Returns a digest of the request's JSON, without the fields that do not change its effect."""
+        if not self._digest:
+            digest = hashlib.sha256()
+            for piece in self._pieces():
+                digest.update(piece.encode())
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    def _pieces(self) -> Iterator[str]:
+        """Yields the JSON. That of a large list in pieces: in a thread, each holds Python's lock for a moment only."""
+        yield self.model_dump_json(exclude=NO_EFFECT)
 
 
 class Response(BaseModel):

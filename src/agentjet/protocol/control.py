@@ -12,6 +12,7 @@ from pydantic import Field, computed_field, field_validator, model_validator
 from agentjet.errors import InvalidRequest
 from agentjet.protocol.base import (
     MAX_CALL_REWARDS,
+    NO_EFFECT,
     CallRewards,
     Finite,
     Int64,
@@ -138,7 +139,8 @@ class CloseGroupsRequest(Request):
     """The client begins no further episode of these groups: it gave an attempt up, or it stops.
 
     A group waits for its live episodes only. Then it is trained with the episodes it has if they are at least
-    `job.min_group_size`; otherwise it is dropped and counted. Groups that are not open are left as they are.
+    `job.min_group_size`, or if that is 0, as many as the recipe needs. Otherwise it is dropped and counted. Groups that
+    are not open are left as they are.
     """
 
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
@@ -189,6 +191,12 @@ class SftRequest(Request):
     check_only: bool = False
     """Check the demonstrations and count their tokens. Nothing is learned."""
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+
+    def _pieces(self) -> Iterator[str]:
+        yield '{"demonstrations":['
+        for number, one in enumerate(self.demonstrations):
+            yield f"{',' if number else ''}{one.model_dump_json()}"
+        yield f"],{self.model_dump_json(exclude=NO_EFFECT | {'demonstrations'})[1:]}"
 
 
 class SftResponse(Response):

@@ -68,7 +68,7 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
     try:
         value = json.loads(body)
     except RecursionError:
-        raise _too_deep("the body", limits) from None
+        raise _too_deep("", limits) from None
     except ValueError as error:
         raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
     _check_shape(value, limits)
@@ -107,14 +107,14 @@ def _check_counts(body: bytes, limits: Limits) -> None:
 
 def _check_shape(body: Any, limits: Limits) -> None:
     """Goes level by level, because deep nesting would exceed the recursion limit. Errors name the key of the body."""
-    level: list[tuple[str, Any]] = [("the body", body)]
+    level: list[tuple[str, Any]] = [("", body)]
     for depth in range(limits.depth):
         below: list[tuple[str, Any]] = []
-        for name, value in level:
+        for name, value in level:  # The name is empty outside a key of the body.
             if isinstance(value, dict):
                 if len(value) > limits.keys:
                     why = f"has an object with {len(value)} keys, above the limit of {limits.keys}."
-                    raise TooLarge(f"{name} {why}", param=name)
+                    raise TooLarge(f"{name or 'the body'} {why}", param=name or None)
                 below += [(name if depth else key, item) for key, item in value.items() if type(item) in (dict, list)]
             elif isinstance(value, list):
                 below += [(name, item) for item in value if type(item) in (dict, list)]
@@ -126,4 +126,4 @@ def _check_shape(body: Any, limits: Limits) -> None:
 
 def _too_deep(name: str, limits: Limits) -> InvalidRequest:
     why = f"nests its JSON more than {limits.depth} levels deep: flatten it."
-    return InvalidRequest(f"{name} {why}", code="nested_too_deep", param=name)
+    return InvalidRequest(f"{name or 'the body'} {why}", code="nested_too_deep", param=name or None)

@@ -30,6 +30,8 @@ from agentjet.types import CheckpointStamp, OperationKind
 
 NOT_FINITE = "batch/not_finite/"
 """Beginning of the metrics that name a metric which was left out, because it was not finite. Their value is 1."""
+MEMBERS_A_SLICE = 16
+"""Members of a learned batch that one transaction records, in about a millisecond of CPU time."""
 ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
 ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
@@ -191,9 +193,11 @@ class Batches:
             self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
             store.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
         yield merged
-        for episode_id in batch.episode_ids:
-            with store.transaction():
-                store.put(replace(store.episodes[episode_id], trained_in=batch.id))
+        members = batch.episode_ids
+        for start in range(0, len(members), MEMBERS_A_SLICE):
+            with store.transaction():  # Each writes the whole state once.
+                for episode_id in members[start : start + MEMBERS_A_SLICE]:
+                    store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             yield merged
 
     def quarantine(self, batch: Batch, reason: str) -> None:

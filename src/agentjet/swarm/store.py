@@ -8,7 +8,6 @@ read again, and what no row records is restored: see `Store.undo_with`. The stor
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sqlite3
 from collections import Counter
@@ -147,8 +146,8 @@ class Store:
             self.announce()
 
     def undo_with(self, restore: Callable[[], object]) -> None:
-        """Register the opposite of a change in memory that no row records, inside the transaction of the change. It is
-        called if the transaction is undone, by itself or with its commit.
+        """Register the opposite of a change in memory that no row records: inside the transaction of the change, or
+        after it and before its commit. It is called if the transaction is undone, by itself or with its commit.
         """
         self._restores.append(restore)
 
@@ -319,7 +318,7 @@ class Store:
         if known is None:
             return None
         fingerprint, episode_id = known
-        if fingerprint != _fingerprint(request):
+        if fingerprint != request.digest():
             raise Conflict(
                 f"Idempotency-Key {key!r} was used before for another request; a new request needs a new key.",
                 code="idempotency_key_reused",
@@ -329,13 +328,7 @@ class Store:
     def remember(self, scope: str, key: str | None, request: Request, episode_id: str) -> None:
         """Store a key inside the transaction with its effect, so that both are on disk or neither."""
         if key is not None:
-            self.journal.remember(scope, key, _fingerprint(request), episode_id, self._clock())
-
-
-def _fingerprint(request: Request) -> str:
-    """Digest of a request, without the fields that do not change its effect."""
-    no_effect = {"wait", "instance_id", "ends_at_version"}
-    return hashlib.sha256(request.model_dump_json(exclude=no_effect).encode()).hexdigest()
+            self.journal.remember(scope, key, request.digest(), episode_id, self._clock())
 
 
 class Leases:

@@ -12,7 +12,7 @@ import { Panel, useLoad } from "../parts/panel.js";
 // Why a group was dropped, in words. A reason that is not here is one of a recipe.
 const DROPPED = {
   zero_variance: "all rewards of the group were equal, so there was nothing to compare",
-  too_few: "fewer episodes finished than job.min_group_size",
+  too_few: "fewer episodes finished than job.min_group_size, or than the recipe needs",
   no_tokens: "its episodes sampled nothing",
   no_members: "all its episodes ended without a reward",
   stalled: "its task set finished nothing while others waited for it",
