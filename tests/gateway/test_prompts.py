@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +42,19 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path: Path, asked: str) -> 
         ask(text)
     assert (refused.value.code, refused.value.param, renderer.tokenised) == ("context_length_exceeded", asked, 0)
     assert ask("x" * 100) > 0 and 0 < renderer.tokenised < 1000
+
+
+def test_a_refused_prompt_leaves_nothing_in_the_tree(tmp_path: Path) -> None:
+    """Its episode may live for long, and the prompt may have megabytes."""
+    renderer, tree = Renderer(replace(make_model_info(tmp_path / "model"), context_length=2048)), ConversationTree()
+    fits, refused = Message("user", "hello"), Message("user", "x" * 200_000)
+    before = sys.getrefcount(fits), sys.getrefcount(refused)
+    with suppress(InvalidRequest):
+        prepare_prompt(renderer, tree, Conversation((refused,)), "template")
+        raise AssertionError("it does not fit")
+    prepare_prompt(renderer, tree, Conversation((fits,)), "template")
+    assert sys.getrefcount(refused) == before[1]
+    assert sys.getrefcount(fits) > before[0], "the next request probably continues it"
 
 
 def test_a_long_text_is_counted_first(tmp_path: Path) -> None:

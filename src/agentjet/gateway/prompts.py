@@ -65,11 +65,13 @@ def prepare_prompt(
         }
     bodies = {i: renderer.generation_tail + body for i, body in found.items() if body is not None}
     match = tree.match(renderer.render(conversation, sampled=bodies))
+    suffix = _tokenize_rest(renderer, match, "messages")
+    tree.keep(asked)  # not of a prompt that is refused: it may have megabytes, and the episode lives on
     return _prompt(
         renderer,
         tree,
         match,
-        _tokenize_rest(renderer, match, "messages"),
+        suffix,
         key=asked.key,
         ask=new_context(conversation, known, fingerprint),
         fork=tree.fork_cause(asked, known, match),

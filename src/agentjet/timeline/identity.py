@@ -48,19 +48,24 @@ class Identity:
         """The `tools_key` of the conversation."""
         return self.prefixes[0]
 
+    def continues(self, other: Identity) -> bool:
+        """True if this conversation begins with all of another one."""
+        length = len(other.messages)
+        return self.tools == other.tools and _num_common(other.messages, self.messages) == length
+
 
 class Identities:
     """Computes identities of successive conversations.
 
-    Agents send their whole history each time. So messages that a conversation shares with one of the last few are
-    neither hashed nor stored again.
+    Agents send their whole history each time. So messages that a conversation shares with one of the last few that
+    were kept are neither hashed nor stored again.
     """
 
     def __init__(self) -> None:
         self._last: list[Identity] = []
 
     def of(self, conversation: Conversation) -> Identity:
-        """Returns the identity of a conversation. It does not depend on earlier conversations."""
+        """Returns the identity of a conversation. It does not depend on earlier conversations, and is not kept."""
         tools, schemas = tools_key(conversation.tools), schemas_of(conversation.tools)
         known, same = Identity((), (), (tools,)), 0
         for other in self._last:
@@ -70,11 +75,12 @@ class Identities:
         for message in conversation.messages[same:]:
             answers.append(answer_key(message, schemas))
             prefixes.append(_digest([prefixes[-1], answers[-1]]))
-        found = Identity(known.messages[:same] + conversation.messages[same:], tuple(answers), tuple(prefixes))
-        # A conversation that only grew is stored once.
-        kept = [other for other in self._last if other is not known or same < len(known.messages)]
-        self._last = [*kept[1 - REMEMBERED :], found]
-        return found
+        return Identity(known.messages[:same] + conversation.messages[same:], tuple(answers), tuple(prefixes))
+
+    def keep(self, asked: Identity) -> None:
+        """Keeps a conversation for the next ones. One that only grew is stored once."""
+        others = [other for other in self._last if not asked.continues(other)]
+        self._last = [*others[1 - REMEMBERED :], asked]
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:

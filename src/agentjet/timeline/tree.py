@@ -152,6 +152,10 @@ class ConversationTree:
         """Returns the identity of a conversation of this tree."""
         return self._identities.of(conversation)
 
+    def keep(self, asked: Identity) -> None:
+        """Keeps the messages of a conversation, which the next ones probably continue."""
+        self._identities.keep(asked)
+
     def recognise(self, asked: Identity) -> dict[int, Call]:
         """Returns the assistant messages that the policy sampled in answer to the messages before them: index to call.
 
