@@ -131,7 +131,7 @@ READS = (
 )
 SERVER_READS = ("/metrics", "/readyz", "/healthz", "/swarm/v1/runs", "/v1/nothing", "/v1/chat/completions")
 """Routes that `look` does not have."""
-LOOK_READS = ("/swarm/v1/look", "/swarm/v1/studies/none")
+LOOK_READS = ("/swarm/v1/look", "/swarm/v1/studies/none", "/swarm/v1/compare?runs=none", "/swarm/v1/compare?runs=")
 MOST_WHOLE = 200
 """Episodes of a run that are all read. Of a longer one: the newest, and those of lists."""
 NUM_NEWEST = 12
@@ -219,7 +219,7 @@ def read_everything(source: Source, run: str) -> Answers:
 
 def model_reads(source: Source, run: str, key: str) -> Answers:
     """The routes that need the key of an episode."""
-    paths = ("/v1/models", "/v1/models/policy", "/v1/models/planner", "/v1/models/none")
+    paths = ("/v1/models", "/v1/models/policy", "/v1/models/planner", "/v1/models/none", "/v1/nothing")
     found = {path: source.get(run, path, Authorization=f"Bearer {key}") for path in paths}
     found |= {f"/k/KEY{path}": source.get(run, f"/k/{quote(key)}{path}") for path in paths}
     return {f"{run} {path}".strip(): answer_of(answer, source) for path, answer in found.items()}

@@ -21,20 +21,23 @@ from tests.locks.answers import Answers, normalised
 from tests.locks.data_dirs import Source
 from tests.server.serving import ADMIN
 
-OF_A_SERVER = (
+OF_EACH_RUN = (
     "status",
     "status --json",
     "watch --once",
+    "checkpoints list",
+    "episodes list",
+    "episodes list --limit 3 --json",
+    "episodes list --limit 3 --sort reward --min-reward 0.5 --status finished",
+    "track --once --to jsonl:OUT/steps.jsonl --cursors OUT",
+)
+OF_SMALL = (
     "job show",
     "job show --json",
     "cluster status",
     "cluster status --json",
-    "checkpoints list",
     "checkpoints list --json",
-    "episodes list",
-    "episodes list --limit 3 --json",
     "episodes list --limit 3 --sort oldest",
-    "episodes list --limit 3 --sort reward --min-reward 0.5 --status finished",
     "episodes list --limit 3 --sort=-num_tokens --mode train --task-set math",
     "episodes list --limit 3 --task 12+30 --group math/12+30 --client trainer-a --code-version v1",
     "episodes list --limit 3 --batch 1 --min-version 1 --max-version 1 --max-reward 1",
@@ -44,14 +47,12 @@ OF_A_SERVER = (
     "episodes list --task none",
     "episodes list --before none",
     "episodes show none",
-)
-OF_ITS_DEFAULT_RUN = ("runs list", "runs list --json")
-EXPORTS = (
     "episodes export OUT/all.jsonl --status all",
     "episodes export OUT/good.jsonl --mode train --min-reward 1",
-    "track --once --to jsonl:OUT/steps.jsonl --cursors OUT",
+    "runs list",
+    "runs list --json",
 )
-"""Commands of a server that write a file."""
+"""Of the default run of `small` only."""
 OF_FOLDERS = (
     "compare small rolled",
     "compare rolled branched --json",
@@ -154,9 +155,9 @@ def outputs(wanted: Iterable[str], place: Path, names: Mapping[str, str], **envi
 def outputs_of_server(source: Source, run: str, episodes: Iterable[str]) -> Answers:
     """The output of the commands over a run of a server; `episodes` are shown."""
     shown = [f"episodes show {one}" for one in episodes]
-    overlaid = [f"{command} --overlay {overlay}" for command in shown[:2] for overlay in OVERLAYS]
-    wanted = [*OF_A_SERVER, *EXPORTS, *shown, *overlaid, *(f"{command} --json" for command in shown[:2])]
-    wanted += [] if run else OF_ITS_DEFAULT_RUN
+    overlaid = [f"{command} --overlay {overlay}" for command in shown[:1] for overlay in OVERLAYS]
+    wanted = [*OF_EACH_RUN, *shown, *overlaid, *(f"{command} --json" for command in shown[:1])]
+    wanted += OF_SMALL if source.name == "small" and not run else ()
     url = f"{source.url}/runs/{run}" if run else source.url
     found = outputs(wanted, source.data_dir.parent, source.names, AGENTJET_URL=url, AGENTJET_TOKEN=ADMIN)
     return {f"{run} {command}".strip(): text for command, text in found.items()}

@@ -51,7 +51,7 @@ def present_of_server(source: Source, served: Served) -> Answers:
 
 def present_of_look(source: Source, name: str) -> Answers:
     """The answers of `look`; those that are as the server's are only named."""
-    found = ask(source, "", LOOK_READS)
+    found = ask(source, "", (*LOOK_READS, f"/swarm/v1/compare?runs={source.default}"))
     for run in RUNS.get(name, ("",)):
         found |= read_everything(source, run)
     return without_same(found, {} if name == EARLIER else recorded(f"{name}.server"))
@@ -62,7 +62,7 @@ def present_of_commands(source: Source) -> Answers:
     found: Answers = {}
     for run in RUNS.get(source.name, ("",)):
         newest = [episode["episode_id"] for episode in walk(source, run, "sort=newest")]
-        found |= commands.outputs_of_server(source, run, newest[:2] if source.name == "long" else newest[::5])
+        found |= commands.outputs_of_server(source, run, newest[:2] if source.name == "long" else newest[::6])
     return found
 
 

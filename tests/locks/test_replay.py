@@ -11,30 +11,26 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.cluster import checkpoint as cluster_checkpoint
 from agentjet.compute.cluster.group import Group, Rendezvous, join
 from agentjet.compute.cluster.learner import RankLearner
-from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.worker import make_deterministic
-from agentjet.config import JobConfig, LoraConfig, ModelConfig
+from agentjet.config import JobConfig, ModelConfig
 from agentjet.swarm import Journal, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import JOURNAL, SOLE_POLICY
 from bench.scaling.faults import make_sampler_python
-from tests import recorded_data_dir
 from tests.cluster.rank_cases import whole
 from tests.compute.test_locks import machine
 from tests.e2e.server import Server, are_equal
-from tests.locks.data_dirs import DEMO, EARLIER, MACHINE, unpack
+from tests.locks.data_dirs import DEMO, MACHINE, unpack
 from tests.tiny import make_model
 
 HOST = "127.0.0.1"
@@ -44,35 +40,28 @@ Weights = list[str]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that was killed, with all batches since a checkpoint, or since its first weights."""
+    """A run without a checkpoint."""
 
     model: ModelConfig
-    checkpoint: Path | None
     batches: list[tuple[TrainingBatch, JobConfig]]
-    fingerprints: list[int | None]
-    """After each batch; None for the batch that was pending."""
+    fingerprints: list[int]
+    """After each batch."""
     machine: str
-    """The machine that learned them, as `test_locks` names it; empty if it is not known."""
+    """The machine that learned them, as `test_locks` names it."""
 
 
-@pytest.fixture(scope="module", params=[DEMO, EARLIER])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    place = tmp_path_factory.mktemp(request.param)
-    data_dir = unpack(request.param, place)
-    earlier = request.param == EARLIER
-    folder = data_dir / "runs" / "default"
-    with closing(Journal.open(folder / JOURNAL)) as journal:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    data_dir = unpack(DEMO, tmp_path_factory.mktemp(DEMO))
+    with closing(Journal.open(data_dir / "runs" / "default" / JOURNAL)) as journal:
         held = journal.job_settings()
         assert held is not None
         swarm = SwarmState(journal, held.given)
-        batches = swarm.batches.from_version(2 if earlier else 0)
+        batches = swarm.batches.from_version(0)
         training = [(swarm.batches.training_batches(batch)[SOLE_POLICY], batch.job) for batch in batches]
-        known = [journal.fingerprints(batch.id).get(SOLE_POLICY) for batch in batches]
-    model = data_dir.parent / recorded_data_dir.MODEL if earlier else data_dir / recorded_data_dir.MODEL
-    rank = recorded_data_dir.SETTINGS["model__lora__rank"] if earlier else 0
-    settings = ModelConfig(name=str(model), device="cpu", dtype="float32", threads=1, lora=LoraConfig(rank=rank))
-    start = folder / "checkpoints" / "step_000002" if earlier else None
-    return Recorded(settings, start, training, known, "" if earlier else (data_dir / MACHINE).read_text().strip())
+        fingerprints = [journal.fingerprints(batch.id)[SOLE_POLICY] for batch in batches]
+    model = ModelConfig(name=str(data_dir / "model"), device="cpu", dtype="float32", threads=1)
+    return Recorded(model, training, fingerprints, (data_dir / MACHINE).read_text().strip())
 
 
 @pytest.fixture(scope="module")
@@ -98,31 +87,16 @@ def learn(learner: PolicyLearner, run: Recorded) -> tuple[Weights, list[int]]:
     return weights, fingerprints
 
 
-def embedded(run: Recorded) -> PolicyLearner:
-    policy = load_policy(run.model)
-    learner = PolicyLearner(policy)
-    if run.checkpoint is not None:
-        checkpoint.load(run.checkpoint, policy, learner)
-    return learner
-
-
-def one_rank(run: Recorded, group: Group, sharding: str) -> PolicyLearner:
-    learner = RankLearner(load_policy(run.model), group, sharding)  # type: ignore[arg-type]
-    if run.checkpoint is not None:
-        cluster_checkpoint.load(run.checkpoint, learner, group)
-    return learner
-
-
 def test_both_backends_replay_a_journal_bit_by_bit(run: Recorded, group: Group) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     make_deterministic()
     try:
-        weights, fingerprints = learn(embedded(run), run)
-        assert len(weights) > 1 and all(before != after for before, after in pairwise(weights)), "weights changed"
-        assert learn(embedded(run), run) == (weights, fingerprints)
+        weights, fingerprints = learn(PolicyLearner(load_policy(run.model)), run)
+        assert len(set(weights)) == len(weights) == 6, "each batch changes the weights"
+        assert learn(PolicyLearner(load_policy(run.model)), run) == (weights, fingerprints)
         for sharding in ("gathered", "sharded"):
-            assert learn(one_rank(run, group, sharding), run)[0] == weights, sharding
+            assert learn(RankLearner(load_policy(run.model), group, sharding), run)[0] == weights, sharding  # type: ignore[arg-type]
         if machine() == run.machine:
             assert fingerprints == run.fingerprints
     finally:
