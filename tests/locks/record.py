@@ -443,29 +443,28 @@ def record_data_dirs(names: Sequence[str]) -> None:
         shutil.rmtree(PLACE)
 
 
-def record_answers() -> None:
+def record_answers(names: Sequence[str]) -> None:
+    """Records the answers over all data dirs, or over some of them."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        for name in JOBS:
-            with opened(name, place / "server") as (source, served):
-                write(f"{name}.server", test_reading.present_of_server(source, served))
-                write(f"{name}.commands", test_reading.present_of_commands(source))
-                if name == "small":
-                    write("openapi", forms(served.app.openapi()))
-        for name in (*JOBS, EARLIER):
+        for name in names or (*JOBS, EARLIER):
+            if name != EARLIER:
+                with opened(name, place / "server") as (source, served):
+                    write(f"{name}.server", test_reading.present_of_server(source, served))
+                    write(f"{name}.commands", test_reading.present_of_commands(source))
+                    if name == "small":
+                        write("openapi", forms(served.app.openapi()))
             with looked_at(name, place / "look") as source:
                 write(f"{name}.look", test_reading.present_of_look(source, name))
         write("folders.commands", test_reading.present_of_folders(place / "folders"))
 
 
-def record_transcripts() -> None:
+def record_transcripts(names: Sequence[str]) -> None:
+    """Records all transcripts, or some of them."""
     with tempfile.TemporaryDirectory() as scratch:
-        transcripts.record_all(Path(scratch))
+        transcripts.record_all(Path(scratch), names)
 
 
 if __name__ == "__main__":
     _, what, *rest = sys.argv
-    if what == "data-dirs":
-        record_data_dirs(rest)
-    else:
-        {"answers": record_answers, "transcripts": record_transcripts}[what]()
+    {"data-dirs": record_data_dirs, "answers": record_answers, "transcripts": record_transcripts}[what](rest)

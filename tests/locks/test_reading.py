@@ -68,7 +68,7 @@ def present_of_commands(source: Source) -> Answers:
 
 def present_of_folders(place: Path) -> Answers:
     """The output of commands that need no server."""
-    for name in (*JOBS, EARLIER):
+    for name in ("small", "rolled", "branched", EARLIER):
         unpack(name, place)
     return commands.outputs((*commands.OF_FOLDERS, *commands.OF_NOTHING), place, {str(place): "PLACE"})
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from tests.timeline.models import make_model
 FOLDER = RECORDED / "transcripts"
 CONNECTION = {"host", "connection", "content-length", "transfer-encoding", "date", "server", "accept-encoding"}
 """Headers that are of the connection."""
-ID = re.compile(r"(?<![0-9a-fA-F.])[0-9a-f]{16,}(?![0-9a-fA-F])")
+ID = re.compile(r"(?<![0-9a-fA-F.])[0-9a-f]{16,}(?![0-9a-fA-F])|(?<=call_)[0-9a-f]{12}(?![0-9a-f])")
 NUMBERED = re.compile(r"«(\d+)»")
 TIMES = re.compile(r'("created(?:_at)?": ?)[\d.]+')
 
@@ -130,6 +130,8 @@ class Scene:
     play: Callable[[Served, dict[str, Any], Path], Awaitable[None]]
     """Runs the client on an episode."""
     serve: Callable[[Path], AbstractAsyncContextManager[Served]]
+    mode: str = "train"
+    """Mode of the episode."""
 
     @property
     def path(self) -> Path:
@@ -163,15 +165,13 @@ PLAIN: tuple[tuple[str, Any], ...] = (
     (CHAT, {"model": "policy", "messages": HELLO}),
     (CHAT, {"model": "policy", "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}),
     (CHAT, {"model": "policy", "messages": HELLO, "n": 2, "logprobs": True, "seed": 3, "user": "me"}),
-    (CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 4, "top_k": 5, "return_token_ids": True}),
+    (CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 4, "top_k": 5, "top_logprobs": 0}),
     (CHAT, {"model": "policy@judge", "messages": HELLO, "stop": ["the"], "temperature": 0.5}),
     (CHAT, {"model": "policy", "messages": SUM, "tools": TOOLS, "tool_choice": "required"}),
     (CHAT, {"model": "policy", "messages": SUM, "tools": TOOLS, "tool_choice": FORCED, "stream": True}),
     (CHAT, {"model": "policy", "messages": HELLO, "response_format": JSON_SCHEMA}),
-    (COMPLETIONS, {"model": "policy", "prompt": "hello the", "logprobs": 1, "echo": True, "max_tokens": 3}),
-    (COMPLETIONS, {"model": "policy", "prompt": [1, 5, 6, 7], "return_token_ids": True, "stream": True}),
-    (COMPLETIONS, {"model": "policy", "prompt": [[5, 6], [7, 8]], "max_tokens": 2}),
-    (COMPLETIONS, {"model": "policy", "prompt": "hello", "echo": True, "max_tokens": 0, "logprobs": 2}),
+    (COMPLETIONS, {"model": "policy", "prompt": "hello the", "max_tokens": 3, "logprobs": 0}),
+    (COMPLETIONS, {"model": "policy", "prompt": [1, 5, 6, 7], "stream": True}),
     (MESSAGES, {"model": "policy", "max_tokens": 50, "messages": HELLO, "system": "You are kind."}),
     (f"{MESSAGES}/count_tokens", {"model": "policy", "messages": HELLO}),
     (MESSAGES, {"model": "policy", "max_tokens": 2, "messages": HELLO, "stream": True}),
@@ -183,6 +183,7 @@ PLAIN: tuple[tuple[str, Any], ...] = (
     (CHAT, {"model": "policy", "messages": []}),
     (CHAT, {"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
     (COMPLETIONS, {"model": "policy", "prompt": "hello", "suffix": "x"}),
+    (COMPLETIONS, {"model": "policy", "prompt": "hello", "echo": True}),
     (MESSAGES, {"model": "policy", "messages": HELLO}),
     (MESSAGES, {"model": "nobody", "max_tokens": 5, "messages": HELLO}),
     (RESPONSES, {"model": "policy", "input": "hello", "previous_response_id": "resp_none"}),
@@ -192,6 +193,13 @@ PLAIN: tuple[tuple[str, Any], ...] = (
     ("/v1/embeddings", {"model": "policy", "input": "hello"}),
 )
 """Requests of a program that sends JSON itself; the last ones are refused. `LAST` is the id of the last answer."""
+SCORING: tuple[tuple[str, Any], ...] = (
+    (COMPLETIONS, {"model": "policy", "prompt": "hello the", "logprobs": 1, "echo": True, "max_tokens": 1}),
+    (COMPLETIONS, {"model": "policy", "prompt": [[5, 6], [7, 8]], "max_tokens": 2, "logprobs": 2, "echo": True}),
+    (COMPLETIONS, {"model": "policy", "prompt": ["hello", "the"], "max_tokens": 2, "stream": True}),
+    (CHAT, {"model": "policy", "messages": HELLO, "temperature": 0}),
+)
+"""Requests of an evaluation by likelihoods, in an episode of an evaluation."""
 
 
 def serve_plain(folder: Path) -> AbstractAsyncContextManager[Served]:
@@ -200,19 +208,32 @@ def serve_plain(folder: Path) -> AbstractAsyncContextManager[Served]:
 
 
 async def play_plain(served: Served, episode: dict[str, Any], folder: Path) -> None:
-    headers = {"Authorization": f"Bearer {episode['api_key']}", "Content-Type": "application/json"}
-    async with httpx.AsyncClient(base_url=served.url, headers=headers, trust_env=False) as http:
-        last = ""
-        for path, body in PLAIN:
-            if isinstance(body, dict) and body.get("previous_response_id") == "LAST":
-                body = {**body, "previous_response_id": last}
-            answer = await (http.post(path, content=body) if isinstance(body, bytes) else http.post(path, json=body))
-            last = answer.json().get("id", last) if answer.headers["content-type"] == "application/json" else last
+    await send(served, episode, PLAIN)
+    async with plain(served, episode) as http:
         for path in ("/v1/models", "/v1/models/policy", "/v1/models/none", "/v1/nothing", CHAT):
             await http.get(path)
         await http.get("/v1/models", headers={"Authorization": ""})
         await http.post(MESSAGES, json={"model": "policy"}, headers={"Authorization": "", "x-api-key": "wrong"})
         await http.post(f"/k/{episode['api_key']}{CHAT}", json=PLAIN[0][1], headers={"Authorization": ""})
+
+
+async def play_scoring(served: Served, episode: dict[str, Any], folder: Path) -> None:
+    await send(served, episode, SCORING)
+
+
+def plain(served: Served, episode: dict[str, Any]) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {episode['api_key']}", "Content-Type": "application/json"}
+    return httpx.AsyncClient(base_url=served.url, headers=headers, trust_env=False)
+
+
+async def send(served: Served, episode: dict[str, Any], requests: Iterable[tuple[str, Any]]) -> None:
+    last = ""
+    async with plain(served, episode) as http:
+        for path, body in requests:
+            if isinstance(body, dict) and body.get("previous_response_id") == "LAST":
+                body = {**body, "previous_response_id": last}
+            answer = await (http.post(path, content=body) if isinstance(body, bytes) else http.post(path, json=body))
+            last = answer.json().get("id", last) if answer.headers["content-type"] == "application/json" else last
 
 
 CLIENTS = ("openai_sdk.py", "anthropic_sdk.py")
@@ -227,7 +248,11 @@ def scenes() -> list[Scene]:
             name = f"{exercise.client}.{exercise.command[1]}"
             name += ".thinking" * (exercise.template != "smollm2") + ".role" * bool(exercise.role)
             found.setdefault(name, of_exercise(name, exercise))
-    return [*found.values(), Scene("plain", play_plain, serve_plain)]
+    return [
+        *found.values(),
+        Scene("plain", play_plain, serve_plain),
+        Scene("scoring", play_scoring, serve_plain, "eval"),
+    ]
 
 
 # ---- recording and replay --------------------------------------------------------------------------------------------
@@ -238,7 +263,7 @@ async def record(scene: Scene, folder: Path) -> str:
     async with scene.serve(folder) as served:
         recorder = Recorder(served.app.build_middleware_stack())
         served.app.middleware_stack = recorder
-        episode = await served.begin(group="g")
+        episode = await served.begin(mode=scene.mode)
         await scene.play(served, episode, folder)
     return transcript(Names(episode["api_key"]), recorder.exchanges)
 
@@ -252,7 +277,7 @@ async def replay(scene: Scene, recorded: str, folder: Path) -> str:
     parts = [Sent.parse(text) for text in re.split(r"(?m)^(?:>>>|<<<) ", recorded)[1:]]
     found = ""
     async with scene.serve(folder) as served:
-        episode = await served.begin(group="g")
+        episode = await served.begin(mode=scene.mode)
         names = Names(episode["api_key"])
         async with httpx.AsyncClient(base_url=served.url, timeout=30, trust_env=False) as http:
             for asked in parts[::2]:
@@ -265,7 +290,8 @@ async def replay(scene: Scene, recorded: str, folder: Path) -> str:
     return found
 
 
-def record_all(folder: Path) -> None:
+def record_all(folder: Path, names: Sequence[str]) -> None:
+    """Writes the transcripts of all scenes, or of those named."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for scene in scenes():
+    for scene in (one for one in scenes() if not names or one.name in names):
         scene.path.write_text(asyncio.run(record(scene, folder / scene.name)), encoding="utf-8")
