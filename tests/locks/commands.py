@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,7 +129,6 @@ def output(command: str, place: Path, names: Mapping[str, str], **environment: s
     `OUT` is a folder for files.
     """
     out = place / "out"
-    out.mkdir(exist_ok=True)
     arguments = [part.replace("OUT", str(out)) for part in shlex.split(command)]
     working = Path.cwd()
     os.chdir(place)
@@ -148,6 +148,8 @@ def output(command: str, place: Path, names: Mapping[str, str], **environment: s
 
 
 def outputs(wanted: Iterable[str], place: Path, names: Mapping[str, str], **environment: str) -> Answers:
+    shutil.rmtree(place / "out", ignore_errors=True)
+    (place / "out").mkdir()
     with terminal():
         return {f"agentjet {command}": output(command, place, names, **environment) for command in wanted}
 
