@@ -25,6 +25,7 @@ from agentjet import Episode, Swarm, Task
 from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.server.auth import SECRET_FILES
 from agentjet.types import JOURNAL
+from bench.face import history
 from examples.arithmetic.agent import FEEDBACK, QUESTION, ask, training_tasks
 from tests.compute.test_locks import machine
 from tests.e2e.server import Server
@@ -284,25 +285,11 @@ async def unfinished(client: Client) -> None:
 # ---- long ------------------------------------------------------------------------------------------------------------
 
 
-async def long(served: Served) -> None:
-    """500 batches and 10,000 trained episodes, with some that were aborted, evaluated or dropped."""
-    client = Client(served)
-    for version in range(500):
-        mine = {"client_id": f"trainer-{'ab'[version % 2]}", "code_version": f"v{1 + version // 250}"}
-        for place in range(5):
-            task, task_set = f"{(version * 5 + place) % 400}+{place}", ("math", "code", "search")[(version + place) % 3]
-            rewards = [float((version * 7 + place * 3 + member * 5) % 9 < 2 + version // 100) for member in range(4)]
-            await client.group(task, *rewards, task_set=task_set, **mine)
-        if version % 10 == 0:
-            lost = await client.begin(f"slow-{version}", **mine)
-            await client.abort(lost, ("Timeout: no answer in 60 s", "KeyError: 'sum'")[version // 10 % 2])
-        if version % 25 == 0:
-            checked = await client.begin("7+8", mode="eval", task_set="held out", client_id="judge")
-            await client.finish(checked, version / 500)
-            await client.evaluate(version, version / 500, name="sums", task_list="sums-1")
-        await client.learned(version + 1)
-    await client.group("half", 1.0, 0.0, task_set="math", client_id="trainer-a", code_version="v2")
-    await client.begin("half", task_set="math", client_id="trainer-a", code_version="v2")
+def record_long() -> None:
+    """The run of `bench.face`, with the calls of its newest batch only. Its server starts at its checkpoint."""
+    history.KEPT_BATCHES = 1
+    history.write(PLACE / "long", steps=500, long_tokens=300, now=START)
+    pack("long", START)
 
 
 # ---- rolled back and branched ----------------------------------------------------------------------------------------
@@ -423,12 +410,12 @@ async def record_branched() -> None:
 
 
 async def record_data_dir(name: str) -> None:
-    if name == DEMO:
-        await asyncio.to_thread(record_demo)
+    if name in (DEMO, "long"):
+        await asyncio.to_thread(record_demo if name == DEMO else record_long)
     elif name == "branched":
         await record_branched()
     else:
-        pack(name, await play(name, START, {"small": small, "long": long}[name]))
+        pack(name, await play(name, START, small))
 
 
 def record_data_dirs(names: Sequence[str]) -> None:
