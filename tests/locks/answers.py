@@ -147,9 +147,8 @@ def walk(source: Source, run: str, query: str) -> Iterator[dict[str, Any]]:
             return
 
 
-def records(source: Source, run: str) -> Iterator[str]:
+def records(source: Source, run: str, episodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The paths of batches, groups and episodes. Each episode in the short form, one of each kind also with tokens."""
-    episodes = list(walk(source, run, "sort=oldest"))
     is_long = len(episodes) > MOST_WHOLE
     shown = episodes[-NUM_NEWEST:] if is_long else episodes
     seen = set()
@@ -183,15 +182,6 @@ def ask(source: Source, run: str, paths: Iterable[str]) -> Answers:
     return {f"{run} {path}".strip(): answer_of(source.get(run, path), source) for path in paths}
 
 
-def whole_list(source: Source, run: str) -> Answers:
-    """Number and digest of all episodes in each order, as they are listed."""
-    found: Answers = {}
-    for order in ("newest", "oldest", "reward", "-reward", "-num_tokens", "-num_calls"):
-        lines = [json.dumps(one, sort_keys=True) for one in walk(source, run, f"sort={order}")]
-        found[f"{run} all episodes, {order}".strip()] = digest(lines, f"{source.name}{run}.{order}")
-    return found
-
-
 def digest(lines: Sequence[str], name: str) -> Answer:
     """The number and the digest of lines, which are in the file `name`, and some of them."""
     (PRESENT / "lines").mkdir(parents=True, exist_ok=True)
@@ -214,7 +204,10 @@ def all_events(source: Source, run: str) -> Answers:
 
 def read_everything(source: Source, run: str) -> Answers:
     """The answers to all questions that a server and `look` take."""
-    return ask(source, run, (*READS, *records(source, run), *lists(source, run))) | whole_list(source, run)
+    episodes = list(walk(source, run, "sort=oldest"))
+    found = ask(source, run, (*READS, *records(source, run, episodes), *lists(source, run)))
+    lines = [json.dumps(one, sort_keys=True) for one in episodes]
+    return found | {f"{run} all episodes".strip(): digest(lines, f"{source.name}{run}.episodes")}
 
 
 def model_reads(source: Source, run: str, key: str) -> Answers:
