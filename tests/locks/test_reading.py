@@ -92,7 +92,9 @@ def test_commands_of_a_server(server: tuple[Source, Served]) -> None:
     check(f"{source.name}.commands", present_of_commands(source))
 
 
-@pytest.mark.parametrize("name", [*JOBS, EARLIER])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name == "long" else ()) for name in (*JOBS, EARLIER)]
+)
 def test_read_routes_of_look(name: str, tmp_path: Path) -> None:
     with looked_at(name, tmp_path) as source:
         present = present_of_look(source, name)
