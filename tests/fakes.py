@@ -487,8 +487,11 @@ async def running(
     card: ModelInfo | None = None,
     prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
     wait_ready: bool = True,
+    now: float = 1_000_000.0,
 ) -> AsyncIterator[Running]:
-    """Runs on `data_dir`, started and closed again. The job is two groups of two unless `job` says otherwise."""
+    """Runs on `data_dir`, started at the time `now` and closed again. The job is two groups of two unless `job` says
+    otherwise.
+    """
     card = card or make_model_info(data_dir.parent / "tokenizer")
     settings = {"batch_size": 2, "group_size": 2, "max_tokens": 32, "checkpoint_every": 0, **(job or {})}
     config = ServeConfig.model_validate(
@@ -499,7 +502,7 @@ async def running(
             "job": settings,
         }
     )
-    clock, stopwatch = Clock(), Clock()
+    clock, stopwatch = Clock(now), Clock()
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
     runs = Runs(config, compute, clock=clock, stopwatch=stopwatch)
