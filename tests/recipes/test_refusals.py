@@ -10,9 +10,9 @@ import pytest
 from pydantic import model_validator
 
 from agentjet.recipes import hooks
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.grpo import Grpo
 from tests.recipes.batches import recipe_of
 
 COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "archer", "digirl")
@@ -117,7 +117,7 @@ class Waiting(PolicyLoss):
     ("setting", "reason"),
     [
         (f"{__name__}:Exiting", r"test_refusals.py:\d+: SystemExit: the validator ends the program"),
-        ({"name": f"{__name__}:Exiting", "ends": False}, r"Exiting': `validators` did not return within 0.05 s; it was"),
+        ({"name": f"{__name__}:Exiting", "ends": False}, r"Exiting': `validators` did not return within 0.05 s; it"),
         ({"name": "grpo", "loss": f"{__name__}:Waiting"}, r"the recipe 'grpo': `validators` did not return within"),
     ],
 )

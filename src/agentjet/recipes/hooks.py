@@ -248,7 +248,6 @@ def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> 
 def columns(
     recipe: Recipe, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
 ) -> tuple[Forest, dict[str, float]]:
-    """Returns the forest with the columns of the recipe, and metrics."""
     from agentjet.timeline.forest import Forest
 
     hook = "columns"
@@ -271,14 +270,12 @@ def columns(
 
 
 def weights(recipe: Recipe, forest: Forest) -> NDArray[np.float32]:
-    """Returns the weight [M] of each token in the loss."""
     found = called(recipe, "weights", lambda: recipe.weights(forest))
     _check_column(recipe, "weights", forest, found, "weights")
     return found
 
 
 def contributing(recipe: Recipe, forest: Forest) -> NDArray[np.bool_]:
-    """Returns True [M] for targets that must be computed."""
     found: Any = called(recipe, "contributing", lambda: recipe.contributing(forest))
     _check_column(recipe, "contributing", forest, found, "values")
     if found.dtype != bool:
