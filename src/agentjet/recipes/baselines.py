@@ -44,7 +44,7 @@ class Grpo(PolicyGradient):
 
     def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
         centred_G = centred(rewards_G)
-        if len(rewards_G) < 2:
+        if len(rewards_G) < 2:  # One reward has no sample deviation.
             return centred_G
         return np.asarray(centred_G / (np.std(rewards_G, ddof=1) + EPS))
 

@@ -90,6 +90,7 @@ class GspoLoss(PolicyLoss):
     is_linear: ClassVar[bool] = True
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # `logp - logp.detach()` is 0. It gives the ratio of the sequence the gradient of each of its tokens.
         ratio = (columns["sequence_log_ratio"] + logp - logp.detach()).clamp(max=10.0).exp()
         return surrogate(ratio, columns["advantage"], 1 - self.clip_low, 1 + self.clip_high)
 

@@ -192,6 +192,7 @@ class Ppo(Critic):
 
     def value_loss(self, columns: Mapping[str, Tensor]) -> Tensor:
         value, old, goal = columns["new_value"], columns["value"], columns["return"]
+        # As PPO clips ratios: a value that moved far has no gradient, unless it moved away from the return.
         near = old + (value - old).clamp(-self.value_clip, self.value_clip)
         return 0.5 * ((value - goal) ** 2).maximum((near - goal) ** 2)
 

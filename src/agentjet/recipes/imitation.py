@@ -119,6 +119,7 @@ class DigirlCurriculum(Imitation):
         facts = facts_of(batch)
         surprises_ER = surprises(facts, self.comparisons(facts))
         found = surprises_ER[~np.isnan(surprises_ER)]
+        # A surprise of exactly 0 is not imitated, so the bound is the smallest number above 0.
         lowest = max(np.quantile(found, self.quantile), np.nextafter(0, 1)) if len(found) else np.inf
         return np.asarray(np.nan_to_num(surprises_ER, nan=-np.inf) >= lowest, np.float64)
 
