@@ -130,16 +130,13 @@ class PolicyGradient(Recipe):
         With `by_role` only members in which the role spoke are compared (Dr. MAS, github.com/langfengQ/DrMAS). Each
         member counts once, while Dr. MAS counts calls.
         """
+        rewards_ER = compared_rewards(facts)
         for group in np.unique(facts.groups):
             members = np.flatnonzero(facts.groups == group)
             for role in np.flatnonzero(facts.spoke[members].any(0)).tolist():
-                named_G = facts.role_rewards[members, role]
-                is_named_G = ~np.isnan(named_G)
-                compared_G = facts.spoke[members, role].copy() if self.by_role else np.ones(len(members), bool)
-                if is_named_G.any():
-                    compared_G &= is_named_G
+                rewards_G = rewards_ER[members, role]
+                compared_G = ~np.isnan(rewards_G) & (facts.spoke[members, role] | (not self.by_role))
                 if compared_G.any():
-                    rewards_G = np.where(is_named_G, named_G, facts.rewards[members])
                     yield Comparison(members[compared_G], role, rewards_G[compared_G])
 
     def compared(self, facts: Facts) -> NDArray[np.bool_]:
