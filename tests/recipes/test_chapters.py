@@ -15,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.recipes import registry
+from agentjet.recipes import hooks, registry
 from agentjet.recipes.losses import Clip, PolicyLoss
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.recipe import FinishedGroup, Recipe
 from agentjet.recipes.registry import make_recipe
+from agentjet.timeline.forest import build_forest
 from tests.recipes.batches import advantages, make_batch, recipe_of
 
 NAMES = registry.built_in()
@@ -444,6 +445,16 @@ def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             registry.make_recipe(value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_without_a_token_in_the_batch_learns_nothing(name: str) -> None:
+    recipe = make_recipe(name)
+    heads = recipe.value_heads.names if recipe.value_heads else ()
+    outputs = {column: np.zeros(0, np.float32) for column in (*recipe.needs, *heads)}
+    batch = replace(make_batch([[1, 0]]), forest=build_forest([]).with_columns(**outputs))
+    forest, _ = hooks.columns(recipe, batch, outputs)
+    assert forest.num_targets == 0 and not hooks.contributing(recipe, forest).any()
 
 
 def test_fewer_than_two_tokens_cannot_be_whitened() -> None:

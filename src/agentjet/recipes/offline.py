@@ -260,6 +260,8 @@ class Dpo(Recipe):
     def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
         """Adds the derivative of the loss by each token's log-probability, negated, as the advantage."""
         forest, facts = batch.forest, facts_of(batch)
+        if not forest.num_targets:
+            return forest, {}
         call, sequence = forest["call"], forest["sequence"]
         ratio_S = np.bincount(sequence, outputs["proximal"].astype(np.float64) - outputs["reference"])
         start_S = forest.parent[forest.node[np.unique(sequence, return_index=True)[1]]]

@@ -68,8 +68,7 @@ class Follower:
         Raises `ConfigError` if the target belongs to another run or, without `stay`, if the run has no step. Raises
         `TrackerError`.
         """
-        run_id = id_of_run(self._first_step(stay))
-        run = Run(run_id, self.name or f"agentjet-{run_id}", self.source.settings())
+        run = Run.of(self._first_step(stay), self.name, self.source.settings())
         path = getattr(self.sink, "path", None)
         place = path if isinstance(path, Path) else None
         with open_cursor(self._cursor_path(run, place), run.id) as cursor:
@@ -175,7 +174,7 @@ class Cursor:
         self.is_new = not held
         """True until the first `advance`."""
         try:
-            found = json.loads(held) if held else {"run": run_id, "version": 0}
+            found: Any = json.loads(held) if held else {"run": run_id, "version": 0}
             owner, self.version = str(found["run"]), int(found["version"])
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ConfigError(f"{path} is not a cursor of `agentjet track`: choose another target") from None

@@ -53,6 +53,12 @@ class Run:
     settings: Mapping[str, Any]
     """Settings by dotted name."""
 
+    @classmethod
+    def of(cls, first: Step, name: str, settings: Mapping[str, Any]) -> Run:
+        """The run whose first step this is."""
+        run_id = id_of_run(first)
+        return cls(run_id, name or f"agentjet-{run_id}", settings)
+
 
 def id_of_run(first: Step) -> str:
     """Identifies the run with this first step. A journal keeps its steps for ever."""
