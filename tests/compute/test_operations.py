@@ -30,8 +30,8 @@ from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams

@@ -62,7 +62,7 @@ def track(
     from agentjet.client import Retry
     from agentjet.client.threads import raise_on_signals
     from agentjet.trackers.follower import Follower
-    from agentjet.trackers.sink import FORMS, open_sink
+    from agentjet.trackers.sinks import FORMS, open_sink
 
     if not to:
         raise ConfigError(f"--to is missing: give one of {FORMS}, or module:Class")

@@ -6,19 +6,21 @@ import inspect
 import json
 import math
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agentjet.recipes import registry
+from agentjet.recipes import hooks, registry
 from agentjet.recipes.losses import Clip, PolicyLoss
 from agentjet.recipes.policy_gradient import PolicyGradient
-from agentjet.recipes.recipe import FinishedGroup
+from agentjet.recipes.recipe import FinishedGroup, Recipe
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.dapo import overlong
-from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import build_forest
 from tests.recipes.batches import advantages, make_batch, recipe_of
 
 NAMES = registry.built_in()
@@ -29,6 +31,13 @@ CRITICS = {"archer", "digirl", "distill", "ppo"}
 SCALED = {"rft", "mars", "reinforce", "direct_advantage", "dense_turn_credit", "digirl_curriculum", *CRITICS}
 """Recipes whose advantages are not differences of the rewards of episodes within a group."""
 
+AS_GRPO = (
+    "grpo",
+    *("cispo", "gspo", "sapo", "etr", "adaptive_kl", "awr", "dr_mas"),
+    *("scaling_inter", "task_temperature", "pass_rate", "staged"),
+)
+"""Recipes with the advantages of GRPO: they differ in the loss, the roles or the sampling."""
+
 STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50, 100, 51], [1, 50], [1, 50, 100, 53]]
 """Prompts of calls after the states 50, 51, 52 and 53, where every answer is 100."""
 
@@ -36,27 +45,41 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
 @pytest.mark.parametrize(
     ("name", "batch", "parameters", "expected"),
     [
-        ("grpo", {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
-        ("cispo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("gspo", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("adaptive_kl", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("awr", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        *((name, {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]) for name in AS_GRPO),
+        *((name, {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]) for name in AS_GRPO),
         (
             "dart",  # three turns of 1, seven of 0
             {"groups": [[1, 0]], "calls": [[1] * 3, [1] * 7]},
             {},
             [1.449135] * 3 + [-0.621058] * 7,
         ),
-        ("scaling_inter", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("task_temperature", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("pass_rate", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("staged", {"groups": [[1, 0, 0, 0]]}, {}, [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("rapo_pruning", {"groups": [[1, 0], [1, 1]]}, {}, [1.414212, -1.414212, 0, 0]),
         ("single_stream", {"groups": [[1, 0], [0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
+        (
+            "single_stream",  # r - v: 0.5, -2/3, 0; mean -1/18, sample deviation 0.585314
+            {"groups": [[1], [0], [1]], "means": [0.5, math.nan, 1]},
+            {},
+            [0.949156, -1.044072, 0.094916],
+        ),
+        ("single_stream", {"groups": [[1]]}, {}, [0]),
+        *(
+            (name, {"groups": [[0], [0], [0]], "named": [5, 3, 4], "means": [0, 5, math.nan]}, {}, expected)
+            for name, expected in (("single_stream", [0.999999, -0.999999, 0]), ("digirl_curriculum", [1, 0, 0]))
+        ),  # Rewards of roles are not compared with those of tasks: their mean in the batch is 4.
         ("digirl_curriculum", {"groups": [[1, 0, 0, 0]]}, {}, [1, 0, 0, 0]),
+        ("digirl_curriculum", {"groups": [[0, 0]]}, {}, [0, 0]),  # failures are not imitated
+        (
+            "digirl_curriculum",  # the quantile is 0.53
+            {
+                "groups": [[1], [1], [0], [0], [1], [0], [0], [0], [0], [1]],
+                "means": [0.9, 0.2, 0.1, 0.8, 0.5, 0.3, 0.3, 0.3, 0.3, 0.95],
+            },
+            {},
+            [0, 1, *[0] * 8],
+        ),
         ("dr_grpo", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
         ("dro", {"groups": [[1, 0, 0, 0]]}, {}, [0.75, -0.25, -0.25, -0.25]),
         ("rloo", {"groups": [[0.2, 0.8, 0.5]]}, {}, [-0.45, 0.45, 0]),
+        ("rloo", {"groups": [[1, 0, 0, 0]]}, {}, [1, -1 / 3, -1 / 3, -1 / 3]),
         # mean 3/5, variance 1.2/4 = 0.3 over the tokens 1 1 1 0 0
         ("reinforce_pp", {"groups": [[1, 0]], "calls": [[3], [2]]}, {}, [0.730297, -1.095445]),
         (
@@ -65,14 +88,26 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
             {},
             [1.242118, -1.656157, -0.20702, -0.20702],
         ),
+        *(
+            (
+                name,  # only the first two name a reward for the role: mean 1/2, variance 1/3 over the tokens 1 1 0 0
+                {"groups": [[1, 0, 0.5]], "calls": [[2], [2], [3]], "named": [1, 0, math.nan]},
+                {},
+                [0.866025, -0.866025, 0],
+            )
+            for name in ("reinforce_pp", "reinforce_pp_baseline")
+        ),
         ("opo", {"groups": [[1, 0, 0]], "calls": [[2], [4], [2]]}, {}, [0.75, -0.25, -0.25]),  # 2 / 8 is the baseline
         ("hapo_tlga", {"groups": [[1, 0]], "calls": [[2], [6]]}, {}, [1.732047, -0.577349]),
         ("hapo_tlga", {"groups": [[1, 0]], "calls": [[1], [40]]}, {}, [0.707106, -0.707106]),  # 6.3 is too far
-        (
-            "rapo",  # two of four groups teach: factor 2
-            {"groups": [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]},
-            {},
-            [2.999994, *[-0.999998] * 3, *[0] * 8, 1.732048, 1.732048, -1.732048, -1.732048],
+        *(
+            (
+                name,  # two of four groups teach: factor 2
+                {"groups": [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]},
+                {},
+                [2.999994, *[-0.999998] * 3, *[0] * 8, 1.732048, 1.732048, -1.732048, -1.732048],
+            )
+            for name in ("rapo", "rapo_pruning")
         ),
         (
             "rapo",  # one of four groups teaches: factor 4, at most 3
@@ -105,9 +140,14 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
             {"max_length": 20, "buffer": 5},
             [0.740612, 0.740612, -0.105802, -1.375422],
         ),
+        (
+            "dapo",  # penalties 0 -0.375 -0.5 make the rewards 1 0.625 0.5
+            {"groups": [[1, 1, 1]], "calls": [[4], [9], [99]]},
+            {"max_length": 10, "buffer": 4, "factor": 0.5},
+            [1.120893, -0.320255, -0.800638],
+        ),
         ("loop", {"groups": [[1, 0.5, 0, 0.5, 1, 0]]}, {}, [0.6, 0, -0.6, 0, 0.6, -0.6]),
         ("rft", {"groups": [[1, 0.5, 0, 1]]}, {}, [1, 0, 0, 1]),
-        ("dr_mas", {"groups": [[1, 0, 1, 0]]}, {}, [0.866024, -0.866024, 0.866024, -0.866024]),
         (
             "mars",  # the mean 0.125 is subtracted, then summed to the end
             {"groups": [[0, 0]], "calls": [[1, 1], [1, 1]], "turn_rewards": [[0, -1], [0.5, 1]]},
@@ -115,11 +155,9 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
             [-1.25, -1.125, 1.25, 0.875],
         ),
         ("reinforce", {"groups": [[1, -0.5, 0]]}, {}, [1, -0.5, 0]),
-        ("sapo", {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
         ("grpo_passk", {"groups": [[0.2, 1, 0.4], [1, 1, 0]]}, {}, [0, 1.441150, 0, 0, 0, 0]),  # 0.6 / 0.416334
         ("oapl", {"groups": [[1, 0, 0, 1]]}, {}, [0.379885, -0.620115, -0.620115, 0.379885]),
         ("oapl", {"groups": [[1, 0, 0, 1]]}, {"temperature": 0.5}, [0.283110, -0.716890, -0.716890, 0.283110]),
-        ("etr", {"groups": [[1, 0, 0, 1]]}, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
         (
             "direct_advantage",
             {"groups": [[1]], "calls": [[1, 1, 1]], "turn_rewards": [[0.3, 0.04, -0.2]]},
@@ -140,6 +178,10 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
             },
             {"costs": {"ask": 0.1, "get_memory": 0.02, "navigate": 0.01}},
             [0.786866, 0.242568, -1.461322, 0.431889],
+        ),
+        *(
+            ("hc_grpo", {"groups": [[1, 0]], "metrics": {"ask": [30, 30]}}, parameters, [0.707106, -0.707106])
+            for parameters in ({}, {"costs": {"ask": 0.001}, "only_success": True})  # both costs are the largest one
         ),
         (
             "craft_gui",  # rewards 1, 0.5 / 0.7, 0.3 and the episode's 0: mean 0.503571, deviation 0.441917
@@ -207,9 +249,21 @@ def test_every_recipe_has_a_number_here() -> None:
     assert {case[0] for case in mark.args[1]} == set(ESTIMATORS) - CRITICS
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_is_one_small_file(name: str) -> None:
-    assert len(inspect.getsource(inspect.getmodule(registry.find(name)) or registry).splitlines()) <= 100  # type: ignore[arg-type]
+@pytest.mark.parametrize("chapter", registry.CHAPTERS)
+def test_a_chapter_has_the_recipes_of_the_table_and_names_them(chapter: str) -> None:
+    module = import_module(f"agentjet.recipes.{chapter}")
+    own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    recipes = [kind for kind in own if issubclass(kind, Recipe) and "name" in kind.__annotations__]
+    assert sorted(kind.model_fields["name"].default for kind in recipes) == registry.CHAPTERS[chapter].split()
+    assert [name for name in registry.CHAPTERS[chapter].split() if f"`{name}`" not in (module.__doc__ or "")] == []
+    assert max(len(inspect.getsource(kind).splitlines()) for kind in recipes) <= 100
+
+
+def test_the_import_paths_of_plug_ins_stay() -> None:
+    for name in NAMES:
+        before = import_module(f"agentjet.recipes.shelf.{name}")
+        assert registry.find(name) in vars(before).values()
+        assert registry.find(f"agentjet.recipes.shelf.{name}:{registry.find(name).__name__}") is registry.find(name)
 
 
 @pytest.mark.parametrize("name", sorted({*ESTIMATORS} - SCALED - {"stepwise_grpo"}))
@@ -220,7 +274,24 @@ def test_only_differences_of_rewards_count(name: str) -> None:
     assert shifted == pytest.approx(found, abs=1e-5)
     reordered = advantages(make_batch([group[::-1] for group in groups]), name)
     assert reordered == pytest.approx([*found[2::-1], *found[:2:-1]], abs=1e-6)
-    assert advantages(make_batch([[0.1] * 7]), name) == [0.0] * 7, "equal rewards, in spite of rounding"
+    for rewards in ([0.7], [0.5] * 3, [0.1] * 7):
+        assert advantages(make_batch([rewards]), name) == [0.0] * len(rewards), "equal rewards, in spite of rounding"
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@given(
+    tenths=st.lists(st.integers(-50, 50), min_size=1, max_size=12), shift=st.integers(-20, 20), seed=st.integers(0, 99)
+)
+def test_better_rewards_have_larger_advantages(name: str, tenths: list[int], shift: int, seed: int) -> None:
+    group_advantages, rewards_G = recipe_of(name).group_advantages, np.array(tenths) / 10
+    advantages_G = group_advantages(rewards_G)
+    order = np.random.default_rng(seed).permutation(len(tenths))
+    assert np.all(np.isfinite(advantages_G))
+    assert group_advantages(rewards_G + shift) == pytest.approx(advantages_G, abs=1e-6)
+    assert group_advantages(rewards_G[order]) == pytest.approx(advantages_G[order], abs=1e-9)
+    assert advantages_G.sum() == pytest.approx(0, abs=1e-6)
+    better = np.subtract.outer(rewards_G, rewards_G) > 0
+    assert np.all(np.subtract.outer(advantages_G, advantages_G)[better] > 0)
 
 
 def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -> tuple[float, float]:
@@ -300,36 +371,29 @@ def test_the_journal_stores_a_recipe_as_it_is(name: str) -> None:
         assert make_recipe(json.loads(recipe.model_dump_json())) == recipe
 
 
-def test_dapos_penalty_has_a_bound() -> None:
-    assert overlong(np.array([[4.0], [9.0], [99.0]]), 10, 4, 0.5).tolist() == [[0.0], [-0.375], [-0.5]]
+def test_dapos_buffer_is_shorter_than_its_episodes() -> None:
     with pytest.raises(ValueError, match="buffer = 4096 is above max_length = 100"):
         recipe_of("dapo", max_length=100)
 
 
-def one_is_not_compared() -> TrainingBatch:
-    """Rewards 1, 0 and 0.5 of 2, 2 and 3 tokens. Only the first two episodes name a reward for the role."""
-    batch = make_batch([[1, 0, 0.5]], calls=[[2], [2], [3]])
-    assert batch.facts is not None
-    return replace(batch, facts=replace(batch.facts, role_rewards=np.array([[1.0], [0.0], [np.nan]])))
-
-
-def test_what_is_not_compared_is_not_trained() -> None:
-    batch = one_is_not_compared()
-    # mean 1/2, variance 1/3 over the tokens 1 1 0 0
-    assert advantages(batch, "reinforce_pp") == pytest.approx([0.866025, -0.866025, 0], abs=2e-6)
-    assert advantages(batch, "reinforce_pp_baseline") == pytest.approx([0.866025, -0.866025, 0], abs=2e-6)
-    assert make_recipe("reinforce_pp_baseline").smallest_group == 2
+def test_what_is_not_compared_is_not_imitated() -> None:
     awr = recipe_of("awr")
-    forest = awr.columns(batch, {})[0]
+    forest = awr.columns(make_batch([[1, 0, 0.5]], calls=[[2], [2], [3]], named=[1, 0, np.nan]), {})[0]
     assert forest.num_targets == 4 and awr.weights(forest).tolist() == [0.25] * 4
-    one = make_batch([[1, 0, 0.5]])
-    assert one.facts is not None
-    one = replace(one, facts=replace(one.facts, role_rewards=np.array([[1.0], [np.nan], [np.nan]])))
+    one = make_batch([[1, 0, 0.5]], named=[1, np.nan, np.nan])
     assert awr.columns(one, {})[0].num_targets == 0, "compared with no other episode"
 
 
+def test_costs_have_the_order_of_their_source() -> None:
+    costs = recipe_of("hc_grpo").costs  # type: ignore[attr-defined]
+    assert costs["navigate"] > costs["ask"] > 10 * costs["get_memory"], "arXiv 2512.18571"
+    with pytest.raises(ValueError, match="greater than 0"):
+        recipe_of("hc_grpo", costs={"ask": -1})
+
+
 @pytest.mark.parametrize(
-    ("name", "rewards", "kept"), [("rft", [1, 0.5, 0, 1], 4), ("loop", [1, 0.5, 0, 0.5], 4), ("rft", [0, 0], 0)]
+    ("name", "rewards", "kept"),
+    [("rft", [1, 0.5, 0, 1], 4), ("loop", [1, 0.5, 0, 0.5], 4), ("rft", [0, 0], 0), ("digirl_curriculum", [1, 0], 2)],
 )
 def test_rejected_episodes_are_in_no_denominator(name: str, rewards: list[float], kept: int) -> None:
     recipe = recipe_of(name)
@@ -354,6 +418,7 @@ def test_turns_of_any_length_count_the_same(name: str) -> None:
 
 def test_defaults_of_publications() -> None:
     assert (make_recipe("gspo").mini_batches, make_recipe("loop").epochs, make_recipe("grpo").mini_batches) == (4, 2, 1)
+    assert [make_recipe(name).smallest_group for name in ("single_stream", "reinforce_pp_baseline")] == [1, 2]
 
 
 def test_a_loss_says_itself_that_it_is_linear() -> None:
@@ -380,6 +445,16 @@ def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             registry.make_recipe(value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_without_a_token_in_the_batch_learns_nothing(name: str) -> None:
+    recipe = make_recipe(name)
+    heads = recipe.value_heads.names if recipe.value_heads else ()
+    outputs = {column: np.zeros(0, np.float32) for column in (*recipe.needs, *heads)}
+    batch = replace(make_batch([[1, 0]]), forest=build_forest([]).with_columns(**outputs))
+    forest, _ = hooks.columns(recipe, batch, outputs)
+    assert forest.num_targets == 0 and not hooks.contributing(recipe, forest).any()
 
 
 def test_fewer_than_two_tokens_cannot_be_whitened() -> None:

@@ -1,4 +1,4 @@
-"""The gradient of every policy loss of the shelf equals that of one row per call in float64, to 1e-9.
+"""The gradient of every built-in policy loss equals that of one row per call in float64, to 1e-9.
 
 The recipe makes its columns from the facts of a batch. The baseline takes these as numbers, and computes
 log-probabilities, losses, weights and gradients without code of `recipes/` and of the learner. `test_gradients` has
