@@ -20,7 +20,7 @@ from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeCo
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
-from agentjet.swarm import Episode, SwarmState
+from agentjet.swarm import EpisodeRecord, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set
 from agentjet.types import (
@@ -518,6 +518,6 @@ async def running(
         await runs.close()
 
 
-def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[Episode]:
+def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[EpisodeRecord]:
     """Returns the newest episodes, or those of a status, newest first."""
     return swarm.store.journal.find_episodes(EpisodeQuery(limit=limit, status=status)).episodes

@@ -102,7 +102,11 @@ class Module:
             if token.type not in LAYOUT | {tokenize.COMMENT}:
                 lines |= set(range(token.start[0], token.end[0] + 1))
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         return len(lines)
 
@@ -140,9 +144,7 @@ def single_importer(modules: Iterable[Module]) -> list[str]:
         for imported in module.imports(names):
             importers[imported].add(module.name)
     packages = {module.name for module in modules if module.path.name == "__init__.py"}
-    return sorted(
-        name for name in names - packages if len(importers[name]) == 1 and not importers[name] <= REGISTRIES
-    )
+    return sorted(name for name in names - packages if len(importers[name]) == 1 and not importers[name] <= REGISTRIES)
 
 
 def same_names(modules: Iterable[Module]) -> list[str]:

@@ -28,7 +28,7 @@ from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.gateway.collection import Collection
 from agentjet.protocol import EvaluationRequest
-from agentjet.server.look import Look, create_look_app
+from agentjet.server.look import OfflineViewer, create_look_app
 from agentjet.swarm.journal_file import SCHEMA_VERSION
 from tests.cli.test_commands import run
 from tests.fakes import running
@@ -50,10 +50,10 @@ LIVE_ONLY = {
 
 
 @asynccontextmanager
-async def looking(found: Found) -> AsyncIterator[tuple[httpx.AsyncClient, Look]]:
+async def looking(found: Found) -> AsyncIterator[tuple[httpx.AsyncClient, OfflineViewer]]:
     """A client of the application, with the key of a session."""
     collection = Collection(found.runs, found.studies)
-    look = Look(collection, found.forwards, ServerConfig())
+    look = OfflineViewer(collection, found.forwards, ServerConfig())
     transport = httpx.ASGITransport(create_look_app(look, ServerConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         opened = await http.post("/swarm/v1/sessions/exchange", json={"code": look.code})

@@ -17,7 +17,7 @@ import pytest
 
 from agentjet.errors import Later
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from tests.fakes import Running, recent_episodes, running
 
 pytestmark = pytest.mark.anyio
@@ -35,11 +35,11 @@ class Counted:
         swarm.begin = self.begin  # type: ignore[method-assign]
         swarm.reap = self.reap  # type: ignore[method-assign]
 
-    def begin(self, request: BeginRequest, **named: Any) -> Episode:
+    def begin(self, request: BeginRequest, **named: Any) -> EpisodeRecord:
         self.begins += 1
         return self._begin(request, **named)
 
-    def reap(self, most: int | None = None, *, first: str = "") -> list[Episode]:
+    def reap(self, most: int | None = None, *, first: str = "") -> list[EpisodeRecord]:
         self.looks += 1
         return self._reap(most, first=first)
 

@@ -32,7 +32,7 @@ import pytest
 from agentjet.errors import Conflict, Later
 from agentjet.gateway.concurrency import GroupCommit
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName
-from agentjet.swarm import Episode, Group, Journal
+from agentjet.swarm import EpisodeRecord, Group, Journal
 from agentjet.timeline.tree import ConversationTree
 from tests.fakes import RUN, Running, recent_episodes, running
 from tests.swarm.world import World, refused_commits
@@ -280,7 +280,7 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
         swarm, other = run.gateway.swarm, await begin(run, "other")
         put, found = swarm.store.put, list[tuple[int, int]]()
 
-        def watched(episode: Episode) -> None:
+        def watched(episode: EpisodeRecord) -> None:
             if episode.trained_in is not None:
                 found.append(trained(tmp_path / "d"))
                 if len(found) == 2:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.cluster.group import Group, Rendezvous, join
+from agentjet.compute.cluster.group import RankGroup, Rendezvous, join
 from agentjet.compute.cluster.learner import RankLearner
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
@@ -65,11 +65,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
+def group() -> Iterator[RankGroup]:
     """The group of one rank."""
     rendezvous = Rendezvous(HOST)
     join(0, 1, rendezvous.address, rendezvous, HOST)
-    yield Group(0, 1, torch.device("cpu"))
+    yield RankGroup(0, 1, torch.device("cpu"))
     dist.destroy_process_group()
 
 
@@ -87,7 +87,7 @@ def learn(learner: PolicyLearner, run: Recorded) -> tuple[Weights, list[int]]:
     return weights, fingerprints
 
 
-def test_both_backends_replay_a_journal_bit_by_bit(run: Recorded, group: Group) -> None:
+def test_both_backends_replay_a_journal_bit_by_bit(run: Recorded, group: RankGroup) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     make_deterministic()

@@ -15,7 +15,7 @@ import pytest
 
 from agentjet.errors import InvalidRequest, NotFound
 from agentjet.protocol import EpisodeQuery
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from agentjet.types import EpisodeOrder, Message, NewContext
 from tests.swarm.world import World
 
@@ -27,11 +27,11 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.close()
 
 
-def found(world: World, **query: Any) -> list[Episode]:
+def found(world: World, **query: Any) -> list[EpisodeRecord]:
     return list(world.journal.find_episodes(EpisodeQuery(**query)).episodes)
 
 
-def played(world: World) -> dict[str, Episode]:
+def played(world: World) -> dict[str, EpisodeRecord]:
     """Episodes that differ in everything that can be asked for, by name."""
     low, high = world.begin("g1"), world.begin("g1")
     world.call(low, 5), world.call(high, 5, 6, 7)
@@ -105,7 +105,7 @@ def test_pages_in_every_order(world: World, sort: EpisodeOrder, limit: int) -> N
         "-num_calls": lambda e: (-e.num_calls, -e.seq),
     }  # fmt: skip
     assert whole == sorted(whole, key=keys[sort]) and len(whole) == (5 if "reward" in sort else 7)
-    listed: list[Episode] = []
+    listed: list[EpisodeRecord] = []
     page = world.journal.find_episodes(EpisodeQuery(sort=sort, limit=limit))
     while page.next is not None:
         listed += page.episodes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
-from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, Advantages, Overlay, overlaid
+from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, EpisodeAdvantages, Overlay, overlaid
 from agentjet.errors import ConfigError
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
 from agentjet.types import Mode, Reward
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentjet.protocol import CallView, EpisodeTree
 
 NOTE = "dim"
-NO_ADVANTAGES = Advantages()
+NO_ADVANTAGES = EpisodeAdvantages()
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 
 app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export them.", no_args_is_help=True)
@@ -97,7 +97,7 @@ def show_episode(
     from rich.console import Console
 
     console = Console(highlight=False)
-    for line in episode_lines(tree, overlay, Advantages.of(tree, group)):
+    for line in episode_lines(tree, overlay, EpisodeAdvantages.of(tree, group)):
         console.print(line, soft_wrap=True)
 
 
@@ -212,7 +212,9 @@ def export_episodes(
     typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
-def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", advantages: Advantages = NO_ADVANTAGES) -> list[Text]:
+def episode_lines(
+    tree: EpisodeTree, overlay: Overlay = "author", advantages: EpisodeAdvantages = NO_ADVANTAGES
+) -> list[Text]:
     """An episode as coloured lines."""
     from rich.text import Text
 

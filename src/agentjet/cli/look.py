@@ -234,11 +234,11 @@ async def _serve(found: Found, listener: socket.socket, only_print: bool) -> Non
     from agentjet.config import ServerConfig
     from agentjet.gateway.collection import Collection
     from agentjet.server.http import uvicorn_config
-    from agentjet.server.look import Look, create_look_app
+    from agentjet.server.look import OfflineViewer, create_look_app
 
     server = ServerConfig()
     collection = Collection(found.runs, found.studies)
-    app_look = Look(collection, found.forwards, server)
+    app_look = OfflineViewer(collection, found.forwards, server)
     try:
         for read in found.forwards.values():
             await read("/status")

@@ -52,7 +52,7 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.recipes import hooks
-from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.types import (
     DEFAULT_RUN,
@@ -236,7 +236,7 @@ class Gateway:
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
-    async def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
+    async def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> EpisodeRecord:
         """Starts an episode. Waits up to `request.wait` seconds for a place in the batch. Raises `Later`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
@@ -258,7 +258,7 @@ class Gateway:
             with self.swarm.places.held(request, refusal):
                 await self._waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
 
-    async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> Episode:
+    async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> EpisodeRecord:
         """Starts an episode now. The hook `rollout` of a plug-in is called for a new group. Raises `Later`."""
         with suppress(RolloutNeeded):
             return self._begin_now(request, idempotency_key)
@@ -274,7 +274,7 @@ class Gateway:
 
     def _begin_now(
         self, request: BeginRequest, idempotency_key: str | None, rollout: AnsweredRollout | None = None
-    ) -> Episode:
+    ) -> EpisodeRecord:
         if self.engine.state in NOT_SERVING:
             raise self.engine.refusal()
         self._check_limit(request, idempotency_key)
@@ -340,13 +340,17 @@ class Gateway:
         """Returns the time at which each live episode expires without activity."""
         return {episode.id: self.swarm.expires_at(episode) for episode in self.queries.live()}
 
-    async def heartbeat(self, episode_id: str) -> Episode:
+    async def heartbeat(self, episode_id: str) -> EpisodeRecord:
         return await self._durably(self.swarm.heartbeat(episode_id))
 
-    async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+    async def finish(
+        self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None
+    ) -> EpisodeRecord:
         return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
 
-    async def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
+    async def abort(
+        self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None
+    ) -> EpisodeRecord:
         return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
@@ -355,7 +359,7 @@ class Gateway:
         self.changed.notify()  # A group may be closing, without an event.
         return num_waiting
 
-    async def _durably(self, episode: Episode) -> Episode:
+    async def _durably(self, episode: EpisodeRecord) -> EpisodeRecord:
         await self.durable()
         return episode
 

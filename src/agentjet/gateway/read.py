@@ -28,8 +28,7 @@ from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.health import (
     REASONS,
     CodeCounts,
-    Facts,
-    Refill,
+    RunFacts,
     ServerFacts,
     SilentEpisode,
     health,
@@ -54,10 +53,10 @@ from agentjet.protocol import (
     flatten,
 )
 from agentjet.recipes.hooks import PlugInThreads
-from agentjet.swarm import Episode, Journal
+from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.advantages import AdvantageHook, Members
 from agentjet.swarm.origin import policies_of
-from agentjet.swarm.queries import FIRST_STEPS, Queries, Silence
+from agentjet.swarm.queries import FIRST_STEPS, Queries, Refill, Silence
 from agentjet.swarm.state import Group
 from agentjet.types import JOURNAL, EpisodeFilter
 
@@ -389,11 +388,11 @@ def settings_of(journal: Journal) -> dict[str, Any]:
 # ---- health ----------------------------------------------------------------------------------------------------------
 
 
-def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts | None = None) -> Facts:
+def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts | None = None) -> RunFacts:
     """Returns the facts in memory. `checkpoints` are policy versions. `server` is None for a run without a server."""
     members = [episode for group in queries.groups for episode in queries.members(group)]
     finished = sum(episode.status == "finished" for episode in members)
-    return Facts(
+    return RunFacts(
         steps=queries.recent_steps,
         job=queries.settings.job,
         versions=queries.step_versions,
@@ -419,7 +418,7 @@ def _silent(queries: Queries) -> SilentEpisode | None:
 def _refill(queries: Queries) -> Refill | None:
     """The groups that wait because members failed."""
     found = queries.refill()
-    return None if found is None or not queries.num_lost else Refill(*found)
+    return found if queries.num_lost else None
 
 
 def _newest_code(queries: Queries) -> CodeCounts | None:
@@ -431,7 +430,7 @@ def _newest_code(queries: Queries) -> CodeCounts | None:
     return CodeCounts(version, counts.finished, counts.aborted)
 
 
-def health_of(facts: Facts, journal: Journal) -> HealthView:
+def health_of(facts: RunFacts, journal: Journal) -> HealthView:
     """Returns the health, with what only the journal has: evaluations, reasons of lost episodes, usual durations."""
     reason, client, code = usual_reason(newest_lost(journal, min(facts.num_lost, REASONS)))
     return health(
@@ -462,7 +461,7 @@ class FillingGroup:
 
     group: Group
     size: int
-    members: Sequence[Episode]
+    members: Sequence[EpisodeRecord]
     silences: dict[str, Silence]
 
 
@@ -487,7 +486,7 @@ def waiting_of(queries: Queries, text: str, *, has_leases: bool) -> Callable[[Jo
     num_lost = queries.num_lost
 
     def of_journal(journal: Journal) -> WaitingView:
-        failed: dict[int | None, list[Episode]] = {}
+        failed: dict[int | None, list[EpisodeRecord]] = {}
         if num_lost and any(len(one.members) < one.size for one in found):
             for episode in newest_lost(journal, min(num_lost, MAX_LOST)):
                 failed.setdefault(episode.group_id, []).append(episode)
@@ -496,7 +495,7 @@ def waiting_of(queries: Queries, text: str, *, has_leases: bool) -> Callable[[Jo
     return of_journal
 
 
-def newest_lost(journal: Journal, limit: int) -> list[Episode]:
+def newest_lost(journal: Journal, limit: int) -> list[EpisodeRecord]:
     """Returns up to `limit` newest training episodes that were aborted or expired, although they were needed."""
     if not limit:
         return []
@@ -505,12 +504,12 @@ def newest_lost(journal: Journal, limit: int) -> list[Episode]:
     return sorted(found, key=lambda episode: episode.seq, reverse=True)[:limit]
 
 
-def usual_reason(lost: Iterable[Episode]) -> tuple[str, str, str]:
+def usual_reason(lost: Iterable[EpisodeRecord]) -> tuple[str, str, str]:
     """The most frequent reason of these episodes, or '', and the client and code version if all with it have one.
 
     Reasons that differ in numbers, such as durations and ids, count as one; the most frequent of these is returned.
     """
-    alike: dict[str, list[Episode]] = {}
+    alike: dict[str, list[EpisodeRecord]] = {}
     for episode in lost:
         if episode.reason:
             alike.setdefault(NUMBERS.sub("#", episode.reason), []).append(episode)
@@ -522,7 +521,7 @@ def usual_reason(lost: Iterable[Episode]) -> tuple[str, str, str]:
     return reason, clients.pop() if len(clients) == 1 else "", codes.pop() if len(codes) == 1 else ""
 
 
-def _group_view(one: FillingGroup, failed: Sequence[Episode]) -> WaitingGroupView:
+def _group_view(one: FillingGroup, failed: Sequence[EpisodeRecord]) -> WaitingGroupView:
     cells = []
     for episode in one.members:
         silence = one.silences.get(episode.id)

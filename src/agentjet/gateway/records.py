@@ -39,7 +39,7 @@ from agentjet.protocol import (
     StepList,
     flatten,
 )
-from agentjet.swarm import Episode, Journal
+from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.advantages import Advantages, Members
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.journal import BatchRecord
@@ -80,12 +80,12 @@ def steps(journal: Journal, after: int | None, limit: int, names: Collection[str
 # ---- episodes --------------------------------------------------------------------------------------------------------
 
 
-def view(episode: Episode, *, expires_at: float | None = None) -> EpisodeView:
+def view(episode: EpisodeRecord, *, expires_at: float | None = None) -> EpisodeView:
     """Returns the view of an episode without its calls. `expires_at` is the end of the lease of a live one."""
     return EpisodeView(**_facts(episode), expires_at=expires_at)
 
 
-def _facts(episode: Episode) -> dict[str, Any]:
+def _facts(episode: EpisodeRecord) -> dict[str, Any]:
     """Returns the fields of `EpisodeView`, except `expires_at`."""
     same = EpisodeView.model_fields.keys() - {"episode_id", "reason", "expires_at"}
     renamed = {"episode_id": episode.id, "reason": episode.reason or episode.dropped}
@@ -118,7 +118,7 @@ class _ShownCall:
     texts: Sequence[str]
 
 
-def _shown_calls(journal: Journal, episode: Episode) -> tuple[Kept, list[_ShownCall]]:
+def _shown_calls(journal: Journal, episode: EpisodeRecord) -> tuple[Kept, list[_ShownCall]]:
     calls, names = journal.calls(episode.id), journal.control_tokens()
     orphaned = orphans([call for call, *_ in calls], journal.undelivered(episode.id))
     shown = [
@@ -235,12 +235,12 @@ def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
     return Unfinished(members_with_recipe(journal, record, groups), finish)
 
 
-def _is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[str]) -> bool:
+def _is_uniform(journal: Journal, members: Sequence[EpisodeRecord], policies: Sequence[str]) -> bool:
     has_rewards = all(member.reward is not None for member in members)
     return has_rewards and is_uniform(journal, members, policies, of_turns=False)
 
 
-def _group(members: Sequence[Episode], zero_variance: bool, found: Advantages) -> BatchGroup:
+def _group(members: Sequence[EpisodeRecord], zero_variance: bool, found: Advantages) -> BatchGroup:
     first = members[0]
     return BatchGroup(
         id=first.group_id,
@@ -317,7 +317,7 @@ def group(journal: Journal, group_id: int, leases: Leases) -> Unfinished[GroupVi
     return Unfinished(of, finish)
 
 
-def _batch_of(journal: Journal, episodes: Sequence[Episode]) -> BatchRecord | None:
+def _batch_of(journal: Journal, episodes: Sequence[EpisodeRecord]) -> BatchRecord | None:
     """The batch that trained episodes of a group, or the newest one if it has some."""
     trained = next((episode.trained_in for episode in episodes if episode.trained_in is not None), None)
     ids = {episode.id for episode in episodes}
@@ -326,7 +326,7 @@ def _batch_of(journal: Journal, episodes: Sequence[Episode]) -> BatchRecord | No
 
 
 def members_with_recipe(
-    journal: Journal, record: BatchRecord, groups: Sequence[Sequence[Episode]]
+    journal: Journal, record: BatchRecord, groups: Sequence[Sequence[EpisodeRecord]]
 ) -> Members | Advantages:
     """The members of a batch, with the recipe of the job it was composed with. A note if members are gone."""
     if sum(map(len, groups)) < sum(map(len, record.groups)):
@@ -334,7 +334,7 @@ def members_with_recipe(
     return Members(groups, policies_of(journal.origin), record.job.get("recipe"), journal.stored_batch(record.id))
 
 
-def _advantage(found: Advantages, episode: Episode) -> dict[str, Any]:
+def _advantage(found: Advantages, episode: EpisodeRecord) -> dict[str, Any]:
     """Returns the fields about the advantage of an episode: one number, or those by policy and role."""
     of = found.of.get(episode.id, {})
     if of.keys() == {""}:

@@ -84,14 +84,14 @@ class VarianceReport:
         return self.found
 
 
-def variance_facts(queries: Queries) -> health.Facts | None:
+def variance_facts(queries: Queries) -> health.RunFacts | None:
     """Returns the facts in memory if the newest batches had no reward variance."""
     if batches_without_variance(queries.recent_steps) < REPORTED_BATCHES:
         return None
-    return health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions)
+    return health.RunFacts(queries.recent_steps, queries.settings.job, queries.step_versions)
 
 
-def zero_variance(facts: health.Facts, journal: Journal) -> ZeroVariance | None:
+def zero_variance(facts: health.RunFacts, journal: Journal) -> ZeroVariance | None:
     """Returns the report, with the first group of the newest batch; None if the run is solved."""
     facts = replace(facts, first=journal.first_steps(FIRST_STEPS))
     newest = facts.steps[-1]

@@ -160,7 +160,7 @@ class EpisodeView(Response):
     """A refusal ended a call of the agent, so the reward may judge the refusal instead of the policy."""
 
 
-class CallFacts(Response):
+class CallSummary(Response):
     """A call of an episode, without its tokens."""
 
     call_id: str
@@ -185,7 +185,7 @@ class CallFacts(Response):
     """Seconds from the arrival of the request to `created`; null in journals of earlier versions."""
 
 
-class CallView(CallFacts):
+class CallView(CallSummary):
     """A call of an episode. `tokens`, `texts`, `mask`, `logprobs` and `versions` run in parallel: first the context
     that was new, then what was sampled. Before them come the first `kept` tokens of call `parent`.
     """
@@ -200,7 +200,7 @@ class CallView(CallFacts):
     """The policy version that sampled each token; null for context."""
 
 
-class CallRuns(CallFacts):
+class CallRuns(CallSummary):
     """A call of an episode in short form. Its first `num_context` tokens are context, the others are sampled.
 
     A run `[value, count]` has `count` successive tokens with the same value. Runs are about sampled tokens only.

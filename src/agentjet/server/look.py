@@ -29,7 +29,7 @@ from agentjet.server import page, records
 from agentjet.server.auth import Keys
 from agentjet.server.deps import BEARER, SMALL_BODY, VIEWER, GuardedRoute
 from agentjet.server.error_handlers import HANDLED, PROBLEMS, error_response, respond_to_error
-from agentjet.server.http import Entry, allowed_hosts
+from agentjet.server.http import RunMiddleware, allowed_hosts
 from agentjet.server.limits import Limits
 from agentjet.server.runs import RUN, EnteredRun, bearer_of, entered_run, route_path
 from agentjet.types import DEFAULT_RUN
@@ -43,7 +43,7 @@ Forward = Callable[[str], Awaitable[Any]]
 """Returns the JSON answer of a run's server to a path below `/swarm/v1`, with its query. Raises `RequestError`."""
 
 
-class Look:
+class OfflineViewer:
     """The collection on HTTP: its keys and the code of its link."""
 
     def __init__(self, collection: Collection, forwards: Mapping[str, Forward], server: ServerConfig) -> None:
@@ -77,7 +77,7 @@ class Look:
 class EnteredRecords(EnteredRun):
     """A run of `agentjet look`. All runs have the same keys."""
 
-    look: Look
+    look: OfflineViewer
     name: str
 
     @property
@@ -91,7 +91,7 @@ class EnteredRecords(EnteredRun):
 class Forwarding:
     """Middleware that sends the requests of a run that another server has to that server."""
 
-    def __init__(self, app: ASGIApp, look: Look) -> None:
+    def __init__(self, app: ASGIApp, look: OfflineViewer) -> None:
         self._app = app
         self._look = look
 
@@ -121,7 +121,7 @@ class Forwarding:
         await answer(scope, receive, send)
 
 
-def create_look_app(look: Look, server: ServerConfig) -> FastAPI:
+def create_look_app(look: OfflineViewer, server: ServerConfig) -> FastAPI:
     """Returns the application. The caller closes the collection."""
     app = FastAPI(
         title="AgentJet",
@@ -137,7 +137,7 @@ def create_look_app(look: Look, server: ServerConfig) -> FastAPI:
     app.include_router(records.router)
     app.include_router(page.router)
     app.add_middleware(Forwarding, look=look)
-    app.add_middleware(Entry, runs=look, allowed=allowed_hosts(server))
+    app.add_middleware(RunMiddleware, runs=look, allowed=allowed_hosts(server))
     return app
 
 

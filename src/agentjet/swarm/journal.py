@@ -35,7 +35,7 @@ from agentjet.swarm.state import (
     NOT_NEEDED,
     NOT_NEEDED_REASONS,
     Batch,
-    Episode,
+    EpisodeRecord,
     Group,
     JobSettings,
     State,
@@ -49,7 +49,7 @@ EVENTS_KEPT = 100_000
 EPISODES_KEPT = 2_000_000
 _OF_REASON = " OR ".join(f"body ->> 'reason' GLOB '{start}:*'" for start in NOT_NEEDED_REASONS)
 IS_NOT_NEEDED = f"(status = 'aborted' AND ({_OF_REASON}))"
-"""SQL of `Episode.is_not_needed`."""
+"""SQL of `EpisodeRecord.is_not_needed`."""
 TASKS_KEPT = 1_000_000
 SLICE_ROWS = 100
 SLICE_BYTES = 2 * 2**20
@@ -170,7 +170,7 @@ _CALL = TypeAdapter[RecordedCall](
 )
 _METRICS = TypeAdapter(dict[str, Any])
 """Reads the metrics of a step in a quarter of the time of `json.loads`."""
-_EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
+_EPISODE, _GROUP, _STATE = TypeAdapter(EpisodeRecord), TypeAdapter(Group), TypeAdapter(State)
 _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
 
 
@@ -211,7 +211,7 @@ def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """A learned batch."""
 
     version: int
@@ -224,7 +224,7 @@ class Step(NamedTuple):
 class EpisodePage(NamedTuple):
     """Episodes in the order that was asked for."""
 
-    episodes: Sequence[Episode]
+    episodes: Sequence[EpisodeRecord]
     next: str | None
     """The id of the last one if others follow, else None."""
     total: int | None
@@ -370,7 +370,7 @@ class Journal:
 
     # ---- episodes and groups -------------------------------------------------------------------------------
 
-    def put_episode(self, episode: Episode) -> None:
+    def put_episode(self, episode: EpisodeRecord) -> None:
         """Store a new or changed episode."""
         row = (episode.seq, episode.id, episode.status, episode.is_settled, _EPISODE.dump_json(episode).decode())
         self._db.execute(
@@ -379,30 +379,30 @@ class Journal:
             row,
         )
 
-    def episode(self, episode_id: str) -> Episode | None:
+    def episode(self, episode_id: str) -> EpisodeRecord | None:
         body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
         return None if body is None else self.episode_of(body)
 
-    def known_episode(self, episode_id: str) -> Episode:
+    def known_episode(self, episode_id: str) -> EpisodeRecord:
         """An episode. Raises `NotFound`."""
         episode = self.episode(episode_id)
         if episode is None:
             raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
 
-    def episode_of(self, body: str) -> Episode:
+    def episode_of(self, body: str) -> EpisodeRecord:
         """The episode of a row."""
         return _EPISODE.validate_json(body)
 
-    def unsettled_episodes(self) -> list[Episode]:
+    def unsettled_episodes(self) -> list[EpisodeRecord]:
         """The unsettled ones, in the order they began."""
         return self._episodes("NOT settled ORDER BY seq", ())
 
-    def episodes_of_group(self, group_id: int) -> list[Episode]:
+    def episodes_of_group(self, group_id: int) -> list[EpisodeRecord]:
         """The episodes of a group, in the order they began."""
         return self._episodes("json_extract(body, '$.group_id') = ? ORDER BY seq", (group_id,))
 
-    def members_of(self, groups: Sequence[Sequence[str]]) -> list[list[Episode]]:
+    def members_of(self, groups: Sequence[Sequence[str]]) -> list[list[EpisodeRecord]]:
         """The episodes of each group that the journal still has. `groups` have their ids."""
         ids = json.dumps([member for group in groups for member in group])
         found = {one.id: one for one in self._episodes("id IN (SELECT value FROM json_each(?))", (ids,))}
@@ -441,7 +441,7 @@ class Journal:
             raise InvalidRequest(message, code="invalid_value", status=422, param="before")
         return {"seq": seq, "key": value}
 
-    def never_trained(self, start: float, end: float, longest: float, limit: int) -> list[Episode]:
+    def never_trained(self, start: float, end: float, longest: float, limit: int) -> list[EpisodeRecord]:
         """The newest training episodes that ended between two times and never train: dropped, aborted or expired ones.
 
         `longest` is the longest duration of an episode: ids begin with the time of the beginning.
@@ -453,7 +453,7 @@ class Journal:
             (_first_id(start - longest), _first_id(end + 0.001), start, end, limit),
         )
 
-    def _episodes(self, condition: str, values: Any) -> list[Episode]:
+    def _episodes(self, condition: str, values: Any) -> list[EpisodeRecord]:
         return [
             self.episode_of(body)
             for (body,) in self._db.execute(f"SELECT body FROM episodes WHERE {condition}", values)
@@ -654,7 +654,7 @@ class Journal:
             found.append(BatchRecord(held["id"], groups, held["job"], held["composed"], learned))
         return found
 
-    def steps(self, after: int | None, limit: int, names: Collection[str] = ()) -> list[Step]:
+    def steps(self, after: int | None, limit: int, names: Collection[str] = ()) -> list[StepRecord]:
         """The oldest `limit` steps to versions above `after`, or the newest `limit`, in order.
 
         `names` are the metrics to return; empty for all.
@@ -668,7 +668,9 @@ class Journal:
         found = []
         for version, composed, metrics in sorted(rows):
             values = _METRICS.validate_json(metrics)
-            found.append(Step(version, composed, {n: v for n, v in values.items() if n in names} if names else values))
+            found.append(
+                StepRecord(version, composed, {n: v for n, v in values.items() if n in names} if names else values)
+            )
         return found
 
     # ---- keys and events -----------------------------------------------------------------------------------
