@@ -28,6 +28,8 @@ def listed(query: dict[str, str]) -> Json:
     """Answers `GET /episodes` as the server does."""
     equal = {FIELDS.get(name, name): value for name, value in query.items() if name in ("status", "task_set", "task")}
     found = [row for row in ROWS if all(str(row[name]) == value for name, value in equal.items())]
+    if "text" in query:
+        found = found[:7]
     if query.get("sort") == "reward":
         found = sorted((row for row in found if row["reward"] is not None), key=lambda row: row["reward"])
     first = (
@@ -82,6 +84,7 @@ def test_episodes_are_found_by_the_text_of_their_messages(tab: Tab) -> None:
     page.get_by_label("Text of messages and rewards").fill('say "2 & 3"')
     page.get_by_role("button", name="Apply").click()
     expect(page.locator(".chips")).to_contain_text('Text of messages and rewards: say "2 & 3"')
+    expect(page.locator(".view-head")).to_contain_text("7 of 7")  # The list is asked for after the chips are drawn.
     assert any(parse_qs(urlsplit(request).query).get("text") == ['say "2 & 3"'] for request in asked)
 
 

@@ -63,7 +63,10 @@ class Request(BaseModel):
     _digest: str = PrivateAttr("")
 
     def digest(self) -> str:
-        """Returns a digest of the request's JSON, without the fields that do not change its effect."""
+        """Returns a digest of the request's JSON, without the fields that do not change its effect.
+
+        It is computed once. A `model_copy` keeps it, so only a server, which copies no request, asks for it.
+        """
         if not self._digest:
             digest = hashlib.sha256()
             for piece in self._pieces():
