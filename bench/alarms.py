@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from agentjet.config import JobConfig
-from agentjet.gateway.health import RULES, STATED, TEXT, Facts, SilentEpisode
+from agentjet.gateway.health import RULES, STATED, TEXT, RunFacts, SilentEpisode
 from agentjet.gateway.learning import learning
 from agentjet.protocol import EvaluationView
 from agentjet.swarm.store import RECENT_STEPS
@@ -214,7 +214,7 @@ class Run:
             )
         )
 
-    def looks(self) -> Iterator[Facts]:
+    def looks(self) -> Iterator[RunFacts]:
         """Yields the facts after every step."""
         self.simulate()
         tasks = int(self.rng.integers(30, 300))
@@ -224,8 +224,8 @@ class Run:
                 self.evaluate(self.success(at) if scored is None else scored, 100 if scored is not None else tasks, at)
             yield self.facts(at)
 
-    def facts(self, at: int) -> Facts:
-        return Facts(
+    def facts(self, at: int) -> RunFacts:
+        return RunFacts(
             steps=self.steps[max(0, at + 1 - RECENT_STEPS) : at + 1],
             job=self.job,
             versions=range(max(1, at + 2 - RECENT_STEPS), at + 2),
@@ -284,7 +284,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def alarms_of(facts: Facts, expected: bool) -> set[str]:
+def alarms_of(facts: RunFacts, expected: bool) -> set[str]:
     """The rules that warn at a look, and false answers about learning; `expected` if the run does rise.
 
     These are the functions that `health` calls; its view is left out, which takes longer than they do.

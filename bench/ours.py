@@ -22,7 +22,7 @@ from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.job import OptimizerConfig
-from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.recipes.baselines import Grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import Conversation, Message, SamplingParams

@@ -19,13 +19,15 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
+from agentjet.swarm import EpisodeRecord, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set
 from agentjet.types import (
     Call,
     CheckpointStamp,
     Conversation,
+    EpisodeFilter,
     Message,
     ModelInfo,
     Op,
@@ -485,8 +487,11 @@ async def running(
     card: ModelInfo | None = None,
     prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
     wait_ready: bool = True,
+    now: float = 1_000_000.0,
 ) -> AsyncIterator[Running]:
-    """Runs on `data_dir`, started and closed again. The job is two groups of two unless `job` says otherwise."""
+    """Runs on `data_dir`, started at the time `now` and closed again. The job is two groups of two unless `job` says
+    otherwise.
+    """
     card = card or make_model_info(data_dir.parent / "tokenizer")
     settings = {"batch_size": 2, "group_size": 2, "max_tokens": 32, "checkpoint_every": 0, **(job or {})}
     config = ServeConfig.model_validate(
@@ -497,7 +502,7 @@ async def running(
             "job": settings,
         }
     )
-    clock, stopwatch = Clock(), Clock()
+    clock, stopwatch = Clock(now), Clock()
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
     runs = Runs(config, compute, clock=clock, stopwatch=stopwatch)
@@ -511,3 +516,8 @@ async def running(
         for event in (compute.may_start, compute.may_learn, compute.may_sample):
             event.set()
         await runs.close()
+
+
+def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[EpisodeRecord]:
+    """Returns the newest episodes, or those of a status, newest first."""
+    return swarm.store.journal.find_episodes(EpisodeQuery(limit=limit, status=status)).episodes

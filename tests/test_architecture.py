@@ -73,7 +73,7 @@ PACKAGES = {
         "fastapi itsdangerous prometheus_client psutil pydantic pydantic_core starlette uvicorn",
     ),
     "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
-    "trackers": rule(VOCABULARY, "mlflow tensorboardX trackio wandb"),
+    "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
     "research": rule(f"{VOCABULARY} database config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
     "__init__": rule(f"{VOCABULARY} client"),
 }

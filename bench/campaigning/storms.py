@@ -16,7 +16,7 @@ from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.servers import ServerUnavailable
 from bench.campaigning.planted import Planted
@@ -43,14 +43,14 @@ class Doomed(Notebook):
 
     number = 0
 
-    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
         made = super().entry(kind, content, because, key=key)
         if made.number == self.number:
             os.kill(os.getpid(), signal.SIGKILL)
         return made
 
 
-def conduct(folder: Path, planted: Planted, question: Question, kill_at: int = 0) -> list[Entry]:
+def conduct(folder: Path, planted: Planted, question: Question, kill_at: int = 0) -> list[JournalEntry]:
     (folder / "launches").mkdir(parents=True, exist_ok=True)
     files = planted.files()
     repo = MemoryRepo(files)
@@ -130,7 +130,7 @@ class FullDisk(Notebook):
     rng: np.random.Generator
     full = 0
 
-    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
         if self.rng.random() < 0.05:
             self.full += 1
             raise sqlite3.OperationalError("database or disk is full")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.config import JobConfig
-from agentjet.swarm import Batch, Episode, Journal
+from agentjet.swarm import Batch, EpisodeRecord, Journal
 from agentjet.swarm.journal import encode_call
 from agentjet.swarm.state import JobSettings, State, new_episode_id
 from agentjet.types import Call, CheckpointStamp, Message, NewContext
@@ -99,9 +99,9 @@ def write(data_dir: Path, *, steps: int = 500, long_tokens: int = 10_000, now: f
 
 def _episode(
     draw: random.Random, seq: int, group_id: int, batch_id: int, steps: int, begun: float, tokens: int
-) -> Episode:
+) -> EpisodeRecord:
     task_set, task = SETS[group_id % len(SETS)], f"task-{group_id % 400}"
-    return Episode(
+    return EpisodeRecord(
         id=new_episode_id(begun),
         seq=seq,
         client_id=CLIENTS[group_id % len(CLIENTS)],
@@ -124,15 +124,15 @@ def _episode(
     )
 
 
-def _lost(draw: random.Random, seq: int, batch_id: int, begun: float) -> Episode:
+def _lost(draw: random.Random, seq: int, batch_id: int, begun: float) -> EpisodeRecord:
     reason = draw.choice(["Timeout: the tool did not answer in 60 s", "JSONDecodeError: line 1", "KeyError: 'sum'"])
-    return Episode(
+    return EpisodeRecord(
         new_episode_id(begun), seq, CLIENTS[0], f"task-{seq % 400}", "code", f"code/task-{seq % 400}", None, "train",
         batch_id, begun, "aborted", begun + 20.0, reason=reason, num_calls=1, num_tokens=80, code_version="v1",
     )  # fmt: skip
 
 
-def _add_calls(journal: Journal, draw: random.Random, episode: Episode) -> None:
+def _add_calls(journal: Journal, draw: random.Random, episode: EpisodeRecord) -> None:
     """Two calls, the second with what the environment said; the first samples all but 20 of the tokens."""
     parent: Call | None = None
     for number, sampled in enumerate((max(1, episode.num_tokens - 20), 20)):

@@ -119,9 +119,9 @@ def read_csv(path: Path) -> Points:
 
 
 def read_tensorboard(folder: Path) -> Points:
-    from agentjet.trackers.tensorboard import _events
+    from agentjet.trackers.sinks import tensorboard_events
 
-    found = [event for file in folder.glob("*.tfevents.*") for event in _events(file)]
+    found = [event for file in folder.glob("*.tfevents.*") for event in tensorboard_events(file)]
     scalars = [(event.step, one) for event in found for one in event.summary.value if not one.HasField("tensor")]
     return [(step, one.tag, one.simple_value) for step, one in scalars]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.recipes.baselines import Grpo
 
 
 class Sleepy(Grpo):

@@ -31,7 +31,7 @@ Z = 1.96
 
 
 def names() -> list[str]:
-    """Returns all recipes that are registered: those of the shelf and of installed packages."""
+    """Returns all recipes that are registered: the built-in ones and those of installed packages."""
     return sorted({*registry.built_in(), *registry.installed()})
 
 

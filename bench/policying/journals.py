@@ -19,8 +19,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.errors import Later
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
-from agentjet.swarm import Batch, Episode, Journal, SwarmState
-from agentjet.swarm.records import find_episodes
+from agentjet.swarm import Batch, EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.state import State
 from agentjet.types import SOLE_POLICY, Call, Message
 
@@ -41,11 +40,13 @@ def run_state(journal: Journal, **job: Any) -> SwarmState:
     return SwarmState(journal, JobConfig(**(settings | job)))
 
 
-def begin(swarm: SwarmState, task: str) -> Episode:
+def begin(swarm: SwarmState, task: str) -> EpisodeRecord:
     return swarm.begin(BeginRequest(task_id=task, client_id=CLIENT))
 
 
-def record(swarm: SwarmState, episode: Episode, number: int, parent: Call | None, context: int, sampled: int) -> Call:
+def record(
+    swarm: SwarmState, episode: EpisodeRecord, number: int, parent: Call | None, context: int, sampled: int
+) -> Call:
     """Record a call that continues `parent` from its end, with `context` new tokens before `sampled` ones."""
     call = Call(
         id=f"{episode.id}.{number}",
@@ -70,10 +71,10 @@ def record(swarm: SwarmState, episode: Episode, number: int, parent: Call | None
 # ---- a long run --------------------------------------------------------------------------------------------
 
 
-def settled(number: int) -> Iterator[Episode]:
+def settled(number: int) -> Iterator[EpisodeRecord]:
     """Episodes of learned batches, with what real ones carry."""
     for n in range(number):
-        yield Episode(
+        yield EpisodeRecord(
             id=f"ep_{n:027x}",
             seq=n + 1,
             client_id=CLIENT,
@@ -167,10 +168,10 @@ def costs(folder: Path, number: int) -> dict[str, float]:
     journal = Journal.open(path)
     swarm = run_state(journal)
     pages = [
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50)), 20),
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50, status="finished")), 20),
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50, status="aborted")), 20),
-        timed(lambda: find_episodes(swarm.store.journal, EpisodeQuery(limit=50, before=f"ep_{number // 2:027x}")), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50)), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50, status="finished")), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50, status="aborted")), 20),
+        timed(lambda: swarm.store.journal.find_episodes(EpisodeQuery(limit=50, before=f"ep_{number // 2:027x}")), 20),
     ]
     store = swarm.store
     before = deepcopy(store.state), dict(store.episodes), dict(store.groups)

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from agentjet.compute.channel import LargeRequest, Request
-from agentjet.compute.cluster.routing import Load, Work, choose
+from agentjet.compute.channel import LargeRequest, WorkerRequest
+from agentjet.compute.cluster.routing import Load, RoutedCompletion, choose
 from agentjet.swarm import Journal
 from agentjet.types import PolicyId
 from bench.gatewaying.processes import started
@@ -213,7 +213,7 @@ def measure_batch(folder: Path, effort: Effort) -> tuple[float, float, float]:
         began = time.process_time()
         [training] = swarm.batches.training_batches(batch).values()
         built = time.process_time()
-        message = b"".join(LargeRequest._encoded(Request("load_batch", 1, PolicyId(), (training,))).parts())
+        message = b"".join(LargeRequest._encoded(WorkerRequest("load_batch", 1, PolicyId(), (training,))).parts())
         sent = time.process_time()
         journal.close()
     nodes = training.forest.num_nodes
@@ -241,7 +241,7 @@ def measure_routing(replicas: int = 100) -> float:
     """CPU seconds of a choice among replicas, for each of them."""
     rng, loads = np.random.default_rng(0), {number: Load(80, 65_536) for number in range(replicas)}
     for number in range(20 * replicas):
-        work = Work(rng.integers(0, 49_000, 2500).astype(np.int32))
+        work = RoutedCompletion(rng.integers(0, 49_000, 2500).astype(np.int32))
         work.update_keys()
         loads[number % replicas].add(work)
     began, times = time.process_time(), 100

@@ -20,9 +20,9 @@ import psutil
 
 from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy
-from agentjet.compute.cluster.fleet import Replica
+from agentjet.compute.cluster.fleet import ReplicaHandle
 from agentjet.compute.cluster.ray_launcher import RayLauncher
-from agentjet.compute.cluster.routing import Work
+from agentjet.compute.cluster.routing import RoutedCompletion
 
 POLL_SECONDS = 0.002
 PROCESS = re.compile(r"process (\d+)")
@@ -33,7 +33,7 @@ STARTING = ("rendezvous", "join", "add")
 class Resumed(list[int]):
     """The tokens of a completion whose replica was killed. Calls `report` at the first ones of another replica."""
 
-    def __init__(self, work: Work, dead: Replica, report: Callable[[], None]) -> None:
+    def __init__(self, work: RoutedCompletion, dead: ReplicaHandle, report: Callable[[], None]) -> None:
         super().__init__(work.sampled)
         self.is_waiting = True
         self._work = work
@@ -137,7 +137,7 @@ class Kills:
         known = self._pids("replica")
         return [pid for one in fleet[:count] if (pid := known.get(one.name, 0))]
 
-    def _replicas(self, pids: Sequence[int]) -> list[Replica]:
+    def _replicas(self, pids: Sequence[int]) -> list[ReplicaHandle]:
         hosted = self._hosted()
         if hosted is None:
             return []

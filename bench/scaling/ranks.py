@@ -23,7 +23,7 @@ from bench.scaling.spawn import spawn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentjet.compute.cluster.group import Group
+    from agentjet.compute.cluster.group import RankGroup
     from agentjet.compute.cluster.learner import RankLearner, Sharding
     from agentjet.compute.embedded.learner import PolicyLearner
 
@@ -164,7 +164,7 @@ def relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     return math.sqrt(difference / norm)
 
 
-def _gradient_error(group: Group, model: str, batch: TrainingBatch, mode: Sharding, path: Path) -> float:
+def _gradient_error(group: RankGroup, model: str, batch: TrainingBatch, mode: Sharding, path: Path) -> float:
     import torch
 
     learner = _learner(group, model, mode)
@@ -175,7 +175,7 @@ def _gradient_error(group: Group, model: str, batch: TrainingBatch, mode: Shardi
 
 
 def _load_and_save(
-    group: Group, model: str, copied: tuple[Path, Path], learned: tuple[Path, TrainingBatch, Path]
+    group: RankGroup, model: str, copied: tuple[Path, Path], learned: tuple[Path, TrainingBatch, Path]
 ) -> None:
     """Load a checkpoint and save it elsewhere; then load another one, learn a batch and save that."""
     from agentjet.compute.cluster import checkpoint
@@ -189,7 +189,7 @@ def _load_and_save(
     checkpoint.save(folder / LEARNED, learner, group, state)
 
 
-def _learner(group: Group, model: str, mode: Sharding) -> RankLearner:
+def _learner(group: RankGroup, model: str, mode: Sharding) -> RankLearner:
     from agentjet.compute.cluster.learner import RankLearner
     from agentjet.compute.embedded.model import load_policy
 

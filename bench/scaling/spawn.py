@@ -52,11 +52,11 @@ def _run(
 ) -> None:
     import torch
 
-    from agentjet.compute.cluster.group import Group, join
+    from agentjet.compute.cluster.group import RankGroup, join
     from agentjet.compute.embedded.worker import make_deterministic
 
     torch.set_num_threads(1)
     make_deterministic()
     join(rank, num_ranks, address, None, HOST)
-    end.send(function(Group(rank, num_ranks, torch.device("cpu")), *arguments))
+    end.send(function(RankGroup(rank, num_ranks, torch.device("cpu")), *arguments))
     end.close()

@@ -29,7 +29,7 @@ from agentjet.gateway.checkpoints import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
 from agentjet.types import PolicyId
 from tests.cli.test_commands import at, run
-from tests.fakes import Running, running
+from tests.fakes import Running, recent_episodes, running
 from tests.server.serving import Served
 
 pytestmark = pytest.mark.anyio
@@ -186,7 +186,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
         assert swarm.queries.dropped() == {"rolled_back": 13}
         assert counts["finished"] == before["finished"]
-        undone = swarm.queries.recent_episodes(5)[-1]
+        undone = recent_episodes(swarm, 5)[-1]
         assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")
         assert (swarm.episode(waiting).dropped, swarm.episode(live.id).status) == ("rolled_back", "aborted")
         with pytest.raises(Conflict, match="rolled back"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentjet.cli.checkpoints import roll_back
-from agentjet.cli.runs import read_run
+from agentjet.cli.runs import read_runs
 from agentjet.errors import ConfigError
 from agentjet.gateway.collection import code_notes, compared_tasks, differing_settings, figures, notes
 from agentjet.gateway.learning import held_out_fall
@@ -58,12 +58,12 @@ async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
             await up.gateway.versions.record_evaluation(
                 EvaluationRequest(policy_version=1, score=score, num_tasks=1, num_episodes=1)
             )
-        reads_only(data_dir)  # while the server runs
+        await asyncio.to_thread(reads_only, data_dir)  # while the server runs
 
 
 def reads_only(data_dir: Path) -> None:
     files = sorted(path.name for path in data_dir.iterdir())
-    read_run(data_dir)
+    read_runs([data_dir])
     assert sorted(path.name for path in data_dir.iterdir()) == files
 
 
@@ -98,7 +98,7 @@ def test_batches_that_were_undone_do_not_count(tmp_path: Path) -> None:
                 roll_back(tmp_path / "a", "1")
 
     asyncio.run(scenario())
-    found, _ = read_run(tmp_path / "a")
+    found = read_runs([tmp_path / "a"]).runs[0].figures
     assert (found["policy_version"], found["batches"], found["episodes"]) == (5, 3, 12)
     assert found["reward_best_version"] == 1, "not 2, which was undone"
     assert (found["evaluations"], found["score_first"], found["score_best_version"]) == (1, 0.5, 5)

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.cluster import STAMP, make_environment, sampler_packages
-from agentjet.cli.doctor import GB, Machine, find_folder, report
+from agentjet.cli.doctor import GB, Hardware, find_folder, report
 from agentjet.cli.main import app
 from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
@@ -23,14 +23,14 @@ from tests.test_architecture import loaded
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "ray": "2.60.0"}
 VLLM = {sys.executable: "0.32.0"}
-EIGHT = Machine(
+EIGHT = Hardware(
     memory=1000 * GB,
     gpus=(80 * GB,) * 8,
     versions=VERSIONS,
     vllm=VLLM,
     is_ray_node=True,
 )
-LAPTOP = Machine(memory=25 * GB, versions=VERSIONS, vllm=VLLM)
+LAPTOP = Hardware(memory=25 * GB, versions=VERSIONS, vllm=VLLM)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def settings(model: Path, **compute: object) -> ServeConfig:
     )
 
 
-def lines(config: ServeConfig, machine: Machine) -> str:
+def lines(config: ServeConfig, machine: Hardware) -> str:
     return "\n".join(f"{finding.verdict} {finding.text}" for finding in report(config, machine))
 
 
@@ -62,15 +62,15 @@ def test_what_fits(model: Path) -> None:
 
 
 def test_auto_is_gathered_if_that_fits(model: Path) -> None:
-    large = Machine(10**12, (200 * GB,) * 2, VERSIONS)
+    large = Hardware(10**12, (200 * GB,) * 2, VERSIONS)
     assert "each of 2 ranks (sharded): " in lines(settings(model, ranks=2), EIGHT)
     assert "each of 1 ranks (gathered): " in lines(settings(model), EIGHT), "one rank holds all layers"
-    assert "each of 1 ranks (gathered): 144.6 GB" in lines(settings(model), Machine(10**12, (250 * GB,) * 2))
+    assert "each of 1 ranks (gathered): 144.6 GB" in lines(settings(model), Hardware(10**12, (250 * GB,) * 2))
     assert "each of 2 ranks (gathered): 96.4 GB" in lines(settings(model, ranks=2), large)
 
 
 def test_without_a_gpu_advice_can_be_followed(model: Path) -> None:
-    small = Machine(40 * GB, ())
+    small = Hardware(40 * GB, ())
     text = lines(settings(model, ranks=2), small)
     assert "does not fit; fewer ranks get more of this machine's memory each" in text
     assert "use a smaller model, or a machine with more memory" in text
@@ -197,7 +197,7 @@ def test_the_bundled_model_is_on_this_machine(model: Path, tmp_path: Path, monke
 
 
 def test_missing_packages(model: Path) -> None:
-    bare = Machine(memory=10**12, versions={"torch": "2.13.0"})
+    bare = Hardware(memory=10**12, versions={"torch": "2.13.0"})
     text = lines(settings(model, address="auto", sampler_python=""), bare)
     assert "problem ray is not installed: pip install '.[cluster]'" in text
     assert "note vllm is not installed in the samplers' environment: agentjet cluster install" in text
@@ -211,7 +211,7 @@ def test_missing_packages(model: Path) -> None:
 def test_a_wrong_sampler_python(model: Path) -> None:
     text = lines(settings(model, sampler_python="/nowhere/python"), EIGHT)
     assert "problem compute.sampler_python: /nowhere/python is not a program: set it to the Python of" in text
-    without = Machine(memory=10**12, versions=VERSIONS, vllm={sys.executable: ""})
+    without = Hardware(memory=10**12, versions=VERSIONS, vllm={sys.executable: ""})
     assert f"problem compute.sampler_python: {sys.executable} has no vllm: set it" in lines(settings(model), without)
 
 

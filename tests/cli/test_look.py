@@ -23,12 +23,12 @@ import httpx
 import pytest
 
 from agentjet.cli.look import Found, RemoteRun
-from agentjet.cli.runs import read_run
+from agentjet.cli.runs import read_runs
 from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.gateway.collection import Collection
 from agentjet.protocol import EvaluationRequest
-from agentjet.server.look import Look, create_look_app
+from agentjet.server.look import OfflineViewer, create_look_app
 from agentjet.swarm.journal_file import SCHEMA_VERSION
 from tests.cli.test_commands import run
 from tests.fakes import running
@@ -50,10 +50,10 @@ LIVE_ONLY = {
 
 
 @asynccontextmanager
-async def looking(found: Found) -> AsyncIterator[tuple[httpx.AsyncClient, Look]]:
+async def looking(found: Found) -> AsyncIterator[tuple[httpx.AsyncClient, OfflineViewer]]:
     """A client of the application, with the key of a session."""
     collection = Collection(found.runs, found.studies)
-    look = Look(collection, found.forwards, ServerConfig())
+    look = OfflineViewer(collection, found.forwards, ServerConfig())
     transport = httpx.ASGITransport(create_look_app(look, ServerConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         opened = await http.post("/swarm/v1/sessions/exchange", json={"code": look.code})
@@ -169,9 +169,8 @@ def test_lists_and_comparisons(tmp_path: Path) -> None:
             assert listed["studies"][2]["summary"]["verdicts"] == {"refuted": 1}
             found = await read(http, "/swarm/v1/compare?runs=a-b,a-b-2")
             assert list(found["settings"]) == ["job.optimizer.lr"]
-            for one in found["runs"]:
-                figures, _ = read_run(Path(one["title"]))
-                assert one["figures"] == figures
+            printed = await asyncio.to_thread(read_runs, [Path(one["title"]) for one in found["runs"]])
+            assert [one["figures"] for one in found["runs"]] == [one.figures for one in printed.runs]
             study = await read(http, "/swarm/v1/studies/digits")
             assert study["study"]["findings"][0]["verdict"] == "supported"
             assert study == await read(http, "/swarm/v1/studies/digits"), "it is read again only if it grew"

@@ -23,8 +23,7 @@ from agentjet.research.campaign.llm import anthropic_blocks
 from agentjet.research.campaign.subject_file import read_subject
 from agentjet.research.journal import StudyFolder
 from agentjet.research.plan import read_space
-from agentjet.trackers.files import JsonlSink
-from agentjet.trackers.sink import Run
+from agentjet.trackers.sinks import JsonlSink, Run
 from tests.cli.test_doctor import LAPTOP, lines, settings
 
 JSON = "[" * 100_000

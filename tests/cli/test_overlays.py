@@ -11,7 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.overlays import CONTEXT, NEGATIVE, POSITIVE, UNTRAINED, VERSIONS, Advantages, advantage_bar, overlaid
+from agentjet.cli.overlays import (
+    CONTEXT,
+    NEGATIVE,
+    POSITIVE,
+    UNTRAINED,
+    VERSIONS,
+    EpisodeAdvantages,
+    advantage_bar,
+    overlaid,
+)
 from agentjet.client import Swarm
 from agentjet.protocol import CallView
 from tests.fakes import saying
@@ -90,7 +99,7 @@ def test_the_advantage_of_a_group(tmp_path: Path) -> None:
 
 
 def test_advantages_by_role() -> None:
-    found = Advantages(None, {"planner": 1.0, "planner/critic": -2.0})
+    found = EpisodeAdvantages(None, {"planner": 1.0, "planner/critic": -2.0})
     roles = ("planner", "planner/critic", "planner/other", "coder")
     assert [found.of_call(call(role=role)) for role in roles] == [1.0, -2.0, 1.0, None]
 

@@ -26,7 +26,7 @@ from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError, InvalidRequest
 from agentjet.types import Reward, Task
 from tests.client.test_command import episode
-from tests.fakes import saying
+from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, Served, serving
 
 AGENT = """
@@ -70,7 +70,7 @@ def test_a_program_is_trained_and_evaluated(served: Served, folder: Path) -> Non
     trained = run(served, "--reward", "reward.py:score", "--steps", "2", "--concurrency", "3")
     assert (trained["steps"], trained["rewards"], trained["aborted"]) == (2, [1.0, 1.0], 0)
     [version] = trained["code_versions"]
-    episodes = served.run.gateway.swarm.queries.recent_episodes(100)
+    episodes = recent_episodes(served.run.gateway.swarm, 100)
     assert {episode.code_version for episode in episodes} == {version}
     assert all(episode.num_calls == 1 for episode in episodes if episode.trained_in is not None)
     evaluated = run(served, "--reward", "reward.py:score", "--eval", "--repeats", "2")
@@ -128,7 +128,7 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     refused(r"reward.py: SyntaxError: .*line 1", "--reward", "reward.py:score")
     result = CliRunner().invoke(app, ["run", "--task-file", "tasks.jsonl", "--reward", "stdout"])
     assert result.exit_code == 2 and "COMMAND" in result.output
-    assert served.run.gateway.swarm.queries.recent_episodes(1) == []
+    assert recent_episodes(served.run.gateway.swarm, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -412,9 +412,7 @@ def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Pa
             rewards: list[float] = []
             async with asyncio.timeout(120):
                 while process.returncode is None and 0.75 not in rewards:
-                    rewards = [
-                        e.reward for e in served.run.gateway.swarm.queries.recent_episodes(100) if e.reward is not None
-                    ]
+                    rewards = [e.reward for e in recent_episodes(served.run.gateway.swarm, 100) if e.reward is not None]
                     await asyncio.sleep(0.01)
                 agent.write_text(broken)
                 out, err = await process.communicate()

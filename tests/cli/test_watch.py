@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from agentjet.cli.main import app
 from agentjet.cli.status import status_lines
 from agentjet.cli.watch import Lines, event_line, follow
-from agentjet.cli.watch_screen import Look, picture, screen
+from agentjet.cli.watch_screen import Snapshot, picture, screen
 from agentjet.client import AsyncSwarm
 from agentjet.errors import Unreachable
 from agentjet.protocol import (
@@ -79,7 +79,7 @@ def waiting(*groups: WaitingGroupView, needed: int = 3) -> WaitingView:
     return WaitingView(text="rewards: 1 of 3", needed=needed, places=3, num_groups=len(groups), groups=list(groups))
 
 
-def look(**more: Any) -> Look:
+def look(**more: Any) -> Snapshot:
     metrics: dict[str, list[float | None]] = {
         "reward/mean": [0.1, 0.2, 0.4, 0.8], "time/sample": [3.0] * 4, "time/wait": [1.0] * 4,
         "time/learn": [1.0] * 4, "perf/tokens_per_second": [1940.0] * 4,
@@ -89,11 +89,11 @@ def look(**more: Any) -> Look:
     filling = group(cell("finished", 0.0), cell("live", None, 38.0, 82.0), cell("failed"), task="t2")
     rules = [HealthRuleView(name="truncated", level="warn", text="12% were cut", docs="docs/health.md#truncated")]
     status = seen(step=57, ends_at_version=200, clients={"train-0": 2.0}, holding={"train-0": 6})
-    found = Look("http://host:8400", status, health("yes", *rules), waiting(finished, filling), steps)
-    return Look(**{**found.__dict__, **more})
+    found = Snapshot("http://host:8400", status, health("yes", *rules), waiting(finished, filling), steps)
+    return Snapshot(**{**found.__dict__, **more})
 
 
-def drawn(shown: Look, width: int = 100) -> list[str]:
+def drawn(shown: Snapshot, width: int = 100) -> list[str]:
     console = Console(record=True, width=width, file=io.StringIO(), highlight=False)
     console.print(screen(shown, width))
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -265,7 +265,7 @@ async def test_a_server_that_stops_is_shown_and_followed_again(monkeypatch: pyte
     stub.streams.append([event("step", policy_version=58, metrics={})])
     back = asyncio.Event()
 
-    def on_look(shown: Look) -> None:
+    def on_look(shown: Snapshot) -> None:
         problems.append(shown.problem)
         if kinds == ["state", "step"]:
             back.set()
@@ -289,7 +289,7 @@ async def test_many_events_are_one_read(monkeypatch: pytest.MonkeyPatch) -> None
             await asyncio.Event().wait()
 
     monkeypatch.setattr("agentjet.cli.watch._pause", pause)
-    stub, looks = Stub(), list[Look]()
+    stub, looks = Stub(), list[Snapshot]()
     stub.streams = [[event("state", state="learning", reason="")] * 50]
     following = asyncio.create_task(follow(cast(AsyncSwarm, stub), 100.0, lambda one: None, looks.append))
     await asyncio.wait_for(done.wait(), 30)

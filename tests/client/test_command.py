@@ -21,7 +21,7 @@ from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.types import Task
 from tests.client.server import TOKEN as FAKE_TOKEN
 from tests.client.server import URL, FakeServer
-from tests.fakes import saying
+from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, serving
 
 ROW = {"id": "t1", "question": "two words", "answer": 7, "deep": {"list": [1]}}
@@ -335,7 +335,7 @@ def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> N
             report = await swarm.train(
                 Command([sys.executable, str(script)], judge), tasks, steps=1, concurrency=3, progress=False
             )
-            ended = served.run.gateway.swarm.queries.recent_episodes(100)
+            ended = recent_episodes(served.run.gateway.swarm, 100)
         trained = [one for one in ended if one.trained_in == 0]
         assert sorted((one.task_id, one.reward, one.num_calls) for one in trained) == [
             ("t1", 0.0, 1),

@@ -27,6 +27,7 @@ from agentjet.client import (
 from agentjet.client.report import estimate
 from agentjet.errors import Conflict
 from agentjet.types import Task
+from tests.fakes import recent_episodes
 from tests.server.serving import TOKEN, serving
 
 TASKS = [Task(f"t{number}") for number in range(3)]
@@ -217,7 +218,7 @@ def test_the_temperature_of_an_evaluation_is_that_of_every_call(tmp_path: Path) 
             await swarm.evaluate(agent, TASKS[:1], progress=False, temperature=0.0)
             await swarm.evaluate(agent, TASKS[:1], progress=False)
             assert [asked.params.temperature for asked in served.run.compute.asked] == [0.0, 0.7]
-            stored = served.run.gateway.swarm.queries.recent_episodes(2)
+            stored = recent_episodes(served.run.gateway.swarm, 2)
             assert [episode.temperature for episode in stored] == [None, 0.0]
             refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t", "temperature": 0.5})
             assert refused.status_code == 422 and "mode 'eval'" in refused.text

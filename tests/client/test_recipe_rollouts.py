@@ -13,8 +13,8 @@ import pytest
 from agentjet.client import AsyncEpisode, AsyncSwarm, Retry
 from agentjet.client.rollout import RolloutQueue
 from agentjet.errors import Conflict
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
-from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.types import Task
 from tests.server.serving import TOKEN, Served, serving
 

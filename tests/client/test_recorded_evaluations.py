@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.runs import read_run
+from agentjet.cli.runs import read_runs
 from agentjet.client import AsyncEpisode, AsyncSwarm, Endpoint, EpisodeResult, EvalReport, Retry
 from agentjet.client.evaluation import record_if_possible
 from agentjet.types import Task
@@ -55,7 +55,7 @@ def test_before_and_after_training_are_on_the_list_and_in_compare(tmp_path: Path
 
     asyncio.run(scenario())
     assert "not recorded" not in capsys.readouterr().out
-    figures, _ = read_run(tmp_path / "data")
+    figures = read_runs([tmp_path / "data"]).runs[0].figures
     assert (figures["evaluations"], figures["evaluation_first"], figures["evaluation_last"]) == (2, 0.25, 1.0)
     assert figures["score_first"] is figures["score_best"] is figures["score_best_version"] is None
 
@@ -221,7 +221,7 @@ def test_the_best_is_a_held_out_score(tmp_path: Path) -> None:
             assert tags() == {"best": 0}
 
     asyncio.run(scenario())
-    figures, _ = read_run(tmp_path / "data")
+    figures = read_runs([tmp_path / "data"]).runs[0].figures
     assert {name: value for name, value in figures.items() if "score" in name or "evaluation" in name} == {
         "evaluations": 3,
         "score_first": 0.5,

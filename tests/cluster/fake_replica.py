@@ -24,7 +24,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from agentjet.compute.channel import Answer, Request
+from agentjet.compute.channel import Answer, WorkerRequest
 from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -170,7 +170,7 @@ class FakeReplica:
     def __init__(self, link: Link, hooks: Hooks) -> None:
         self._link = link
         self._hooks = hooks
-        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
         self._passages: Counter[str] = Counter()
         self._info: ModelInfo | None = None
         self._settings = SamplerConfig()

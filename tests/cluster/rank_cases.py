@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentjet.compute.cluster import checkpoint
-from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.group import RankGroup
 from agentjet.compute.cluster.learner import RankLearner, Sharding
 from agentjet.compute.cluster.rank import RankPolicyHost
 from agentjet.compute.cluster.weights import WeightsServer
@@ -86,7 +86,7 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def gradients_of_ranks(group: Group, models: dict[str, Path], cases: dict[Case, tuple[int, ...]]) -> Any:
+def gradients_of_ranks(group: RankGroup, models: dict[str, Path], cases: dict[Case, tuple[int, ...]]) -> Any:
     found = {}
     for (kind, sharding), batches in cases.items():
         with Double() if kind == "double" else nullcontext():
@@ -124,7 +124,7 @@ def digest(arrays: Arrays) -> str:
     return found.hexdigest()
 
 
-def save_and_replay(group: Group, models: dict[str, Path], folder: Path, cases: list[Case]) -> Any:
+def save_and_replay(group: RankGroup, models: dict[str, Path], folder: Path, cases: list[Case]) -> Any:
     """Learn, save, learn on; then the same from the checkpoint, with the optimiser offloaded if it was not, else not.
 
     Returns what rank 0 found, by case.
@@ -157,7 +157,7 @@ def save_and_replay(group: Group, models: dict[str, Path], folder: Path, cases: 
 
 
 def load_and_save(
-    group: Group, models: dict[str, Path], case: Case, path: Path, target: Path, batches: tuple[int, ...]
+    group: RankGroup, models: dict[str, Path], case: Case, path: Path, target: Path, batches: tuple[int, ...]
 ) -> Any:
     """Load a checkpoint, learn, and save another one; returns what was restored, and the state at the end."""
     kind, sharding = case
@@ -169,7 +169,7 @@ def load_and_save(
     return (restored, after) if group.rank == 0 else None
 
 
-def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
+def refuse(group: RankGroup, models: dict[str, Path], folder: Path) -> list[str]:
     """The errors of a rank, which can go on after each."""
     learner = RankLearner(policy_of("full", models["full"]), group, "sharded")
     errors: list[str] = []
@@ -193,7 +193,7 @@ def refuse(group: Group, models: dict[str, Path], folder: Path) -> list[str]:
     return errors
 
 
-def fail(group: Group, models: dict[str, Path], cases: list[Case]) -> dict[Case, dict[str, tuple[str, str]]]:
+def fail(group: RankGroup, models: dict[str, Path], cases: list[Case]) -> dict[Case, dict[str, tuple[str, str]]]:
     """The error of an operation that fails on all ranks between two others, and the state after these, by its hook."""
     job = JobConfig(recipe=Failing(), micro_batch_tokens=60, optimizer=OptimizerConfig(lr=1e-2))
     first, second = (training_batch(recorded_batch(number), number) for number in BEFORE)
@@ -215,7 +215,7 @@ def fail(group: Group, models: dict[str, Path], cases: list[Case]) -> dict[Case,
     return found
 
 
-def publish_adapter(group: Group, model: Path) -> Any:
+def publish_adapter(group: RankGroup, model: Path) -> Any:
     """Publish `policy_of("lora")`; returns the publication and the weights in its file, by name."""
     server = WeightsServer("127.0.0.1", b"secret") if group.rank == 0 else None
     learner = RankLearner(policy_of("lora", model), group, "sharded")
@@ -228,7 +228,7 @@ def publish_adapter(group: Group, model: Path) -> Any:
 
 
 def all_work(
-    group: Group, models: dict[str, Path], folder: Path, cases: dict[Case, tuple[int, ...]], replays: list[Case]
+    group: RankGroup, models: dict[str, Path], folder: Path, cases: dict[Case, tuple[int, ...]], replays: list[Case]
 ) -> Any:
     return (
         gradients_of_ranks(group, models, cases),

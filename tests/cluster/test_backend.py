@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.channel import Answer, Request, encode, read
+from agentjet.compute.channel import Answer, WorkerRequest, encode, read
 from agentjet.compute.cluster import backend, learner_group, meters
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
 from agentjet.compute.cluster.handshake import dial
@@ -39,7 +39,7 @@ from tests.fakes import Clock
 pytestmark = pytest.mark.anyio
 
 POLICY = PolicyId()
-Handler = Callable[[Request], Any]
+Handler = Callable[[WorkerRequest], Any]
 """Returns the answer to a request, or raises it."""
 
 
@@ -47,7 +47,7 @@ class ThreadProcess:
     """A "process": a thread that connects to the gateway and answers requests."""
 
     def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[WorkerRequest] = []
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._where = [environment[name] for name in Link.VARIABLES]
@@ -123,14 +123,14 @@ class ThreadLauncher:
     def ops(self, name: str) -> list[str]:
         return [request.op for request in self.all[name].requests]
 
-    def _rank(self, request: Request) -> Any:
+    def _rank(self, request: WorkerRequest) -> Any:
         if request.op == "publish":
             self.version, wanted = request.args
             return publication(self.version) if wanted else None
         fixed = {"rendezvous": "127.0.0.1:1", "add": INFO, "optim_step": {"optim/steps": 1.0}}
         return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
 
-    def _replica(self, request: Request) -> Any:
+    def _replica(self, request: WorkerRequest) -> Any:
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
@@ -212,7 +212,7 @@ async def test_a_rank_that_dies_ends_its_group_and_the_next_group_keeps_the_repl
 async def test_an_error_that_all_ranks_raise_leaves_the_group(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (compute, launcher):
 
-        def damaged(request: Request) -> Any:
+        def damaged(request: WorkerRequest) -> Any:
             if request.op == "load":
                 raise CheckpointError("damaged")
             return launcher._rank(request)
@@ -229,12 +229,12 @@ async def test_ranks_that_do_not_agree_are_ended(tmp_path: Path, other: str, mon
     monkeypatch.setattr(learner_group, "ANSWER_SECONDS", 0.05)
     async with cluster(tmp_path) as (compute, launcher):
 
-        def alone(request: Request) -> Any:
+        def alone(request: WorkerRequest) -> Any:
             if request.op == "optim_step":
                 raise ComputeError("only here")
             return launcher._rank(request)
 
-        def silent(request: Request) -> Any:
+        def silent(request: WorkerRequest) -> Any:
             return NotImplemented if request.op == "optim_step" else launcher._rank(request)
 
         launcher.special = {"default/policy/rank-1.1": alone}
@@ -250,7 +250,7 @@ async def test_a_learner_that_dies_during_a_publish_ends_it(tmp_path: Path) -> N
     async with cluster(tmp_path) as (compute, launcher):
         adopting = threading.Event()
 
-        def stuck(request: Request) -> Any:
+        def stuck(request: WorkerRequest) -> Any:
             if request.op == "adopt" and request.args[0].version == 1:
                 adopting.set()
                 return NotImplemented
@@ -270,7 +270,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
     async with cluster(tmp_path) as (compute, launcher):
         asked = threading.Event()
 
-        def silent(request: Request) -> Any:
+        def silent(request: WorkerRequest) -> Any:
             if request.op == "optim_step":
                 asked.set()
                 return NotImplemented
@@ -292,7 +292,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
 async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (compute, launcher):
 
-        def refuse(request: Request) -> Any:
+        def refuse(request: WorkerRequest) -> Any:
             raise ConfigError("vLLM does not hold this model")
 
         launcher.special = {"default/policy/replica-1": refuse}
@@ -318,7 +318,7 @@ async def test_replicas_that_cannot_start_end_a_start_at_once(tmp_path: Path) ->
     async with cluster(tmp_path) as (compute, launcher):
         loading = threading.Event()
 
-        def load(request: Request) -> Any:
+        def load(request: WorkerRequest) -> Any:
             return loading.wait(30) if request.op == "add" else launcher._rank(request)
 
         launcher.special = {f"default/policy/rank-{rank}.1": load for rank in range(2)}
@@ -336,7 +336,7 @@ async def test_a_refusal_quotes_the_first_error_of_the_replica_s_log(tmp_path: P
     cause = "RuntimeError: not enough shared memory: 160 MiB required, 64 MiB free"
     async with cluster(tmp_path) as (compute, launcher):
 
-        def refuse(request: Request) -> Any:
+        def refuse(request: WorkerRequest) -> Any:
             log = compute._log_path("default/policy/replica-1")
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(f"(EngineCore pid=8) ERROR 11-24 04:56:03 [core.py:1] {cause}\n")
@@ -444,7 +444,7 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
     async with cluster(tmp_path, gpus=6) as (compute, launcher):
         release = threading.Event()
 
-        def hold(request: Request) -> Any:
+        def hold(request: WorkerRequest) -> Any:
             if request.op == "sample":
                 release.wait()
             return launcher._replica(request)

@@ -28,7 +28,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.compute.channel import Answer, Request, encode, read
+from agentjet.compute.channel import Answer, WorkerRequest, encode, read
 from agentjet.compute.cluster import handshake, hub
 from agentjet.compute.cluster.handshake import dial, verify
 from agentjet.compute.cluster.hub import Hub, Link, Peer
@@ -104,7 +104,7 @@ def test_requests_and_answers_after_the_handshake() -> None:
             peer, connection = await connect(opened, "a")
             with connection, connection.makefile("rb") as stream:
                 asked = asyncio.create_task(peer.ask("load", POLICY, 1))
-                request: Request = await asyncio.to_thread(read, stream)
+                request: WorkerRequest = await asyncio.to_thread(read, stream)
                 connection.sendall(encode(Answer(request.id, "loaded")))
                 assert await asked == "loaded"
             assert (peer.host, peer.num_messages) == ("127.0.0.1", 1)

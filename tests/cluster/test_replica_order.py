@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.channel import Answer, Request
+from agentjet.compute.channel import Answer, WorkerRequest
 from agentjet.compute.cluster import guardian, replica
-from agentjet.compute.cluster.replica import Replica, start_vllm
+from agentjet.compute.cluster.replica import ReplicaServer, start_vllm
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError
@@ -100,13 +100,13 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.deliver: Callable[[Request], object] = lambda request: None
+        self.deliver: Callable[[WorkerRequest], object] = lambda request: None
         self.changed = asyncio.Event()
 
     def before_exit(self) -> None:
         self.sent.append("before exit")
 
-    def read_forever(self, deliver: Callable[[Request], object]) -> None:
+    def read_forever(self, deliver: Callable[[WorkerRequest], object]) -> None:
         self.deliver = deliver
 
     def send(self, message: Any) -> None:
@@ -131,7 +131,7 @@ class Scene:
         async def start(*_: Any) -> Any:
             return self.engine
 
-        self._task = asyncio.create_task(Replica(self.link, start).run())  # type: ignore[arg-type]
+        self._task = asyncio.create_task(ReplicaServer(self.link, start).run())  # type: ignore[arg-type]
         await asyncio.sleep(0)
         self.ask("load", ModelConfig(), INFO, SamplerConfig(), ComputeConfig())
         self.engine.may_score.set()
@@ -146,7 +146,7 @@ class Scene:
 
     def ask(self, op: str, *args: Any) -> int:
         self._num_asked += 1
-        self.link.deliver(Request(op, self._num_asked, PolicyId(), args))
+        self.link.deliver(WorkerRequest(op, self._num_asked, PolicyId(), args))
         return self._num_asked
 
     def sample(self, **params: Any) -> int:

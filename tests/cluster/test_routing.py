@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from agentjet.compute.cluster.routing import BLOCK_TOKENS, MORE, Load, Work, choose
+from agentjet.compute.cluster.routing import BLOCK_TOKENS, MORE, Load, RoutedCompletion, choose
 
 
-def work(tokens: Iterable[int], losses: int = 0) -> Work:
-    found = Work(np.fromiter(tokens, np.int32), losses=losses)
+def work(tokens: Iterable[int], losses: int = 0) -> RoutedCompletion:
+    found = RoutedCompletion(np.fromiter(tokens, np.int32), losses=losses)
     found.update_keys()
     return found
 

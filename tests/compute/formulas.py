@@ -1,6 +1,6 @@
-"""The policy losses of the shelf, written out by hand: no code of `recipes/`.
+"""The built-in policy losses, written out by hand: no code of `recipes/`.
 
-`test_gradients` and `test_shelf_gradients` compare their gradients with those of the learner. Arguments: the
+`test_gradients` and `test_recipe_gradients` compare their gradients with those of the learner. Arguments: the
 log-probabilities [M] of sampled tokens, with gradient; columns [M] of numbers, of which `logprob` is that at sampling,
 `sequence` numbers the (episode, role), and `mean_log_ratio` is the mean of logp - logprob over the tokens of the
 sequence, without gradient; the parameters of the loss.

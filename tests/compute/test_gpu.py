@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from agentjet.compute.cluster import checkpoint as rank_checkpoint
-from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.group import RankGroup
 from agentjet.compute.cluster.learner import RankLearner, Sharding
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
@@ -138,7 +138,7 @@ def test_a_rank_that_offloads_gives_the_weights_of_one_that_does_not(tmp_path: P
     rows = sampled_rows(on_device(folder))
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    group = Group(0, 1, torch.device(DEVICE))
+    group = RankGroup(0, 1, torch.device(DEVICE))
 
     def change(offload: bool, saved: Path) -> torch.Tensor:
         learner = RankLearner(on_device(folder, dtype="bfloat16", offload=offload), group, sharding)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import Answer, Request, read
+from agentjet.compute.channel import Answer, WorkerRequest, read
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
@@ -257,7 +257,7 @@ class Slow:
 
     def ask(self, id: int, grammar: str = "", max_tokens: int = 40) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=id, grammar=grammar, piece_tokens=1)
-        self.worker._answer(Request("sample", id, POLICY, (id, tokens(1, 9), params)))
+        self.worker._answer(WorkerRequest("sample", id, POLICY, (id, tokens(1, 9), params)))
 
     def compiled(self) -> None:
         """Handle the next grammar that the thread has compiled, or could not compile."""
@@ -306,7 +306,7 @@ def test_others_are_sampled_while_a_grammar_is_compiled(slow: Slow) -> None:
 
 
 def drop(slow: Slow) -> None:
-    slow.worker._answer(Request("cancel", 9, POLICY, (2,)))
+    slow.worker._answer(WorkerRequest("cancel", 9, POLICY, (2,)))
 
 
 def remove(slow: Slow) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.merging import Shares, base_of, merge, merge_folders
+from agentjet.compute.merging import WeightShares, base_of, merge, merge_folders
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
 from tests.tiny import make_model
@@ -33,12 +33,12 @@ def test_the_arithmetic(rescale: float, expected: list[float]) -> None:
     merged, shares = merge(base, ({"w": torch.tensor(change)} for change in CHANGES), rescale)
     assert merged["w"].tolist() == pytest.approx(expected)
     assert merged["only_in_base"].dtype == torch.bfloat16 and merged["only_in_base"].tolist() == [1, 1]
-    assert shares == [Shares(2, 1), Shares(1, 1), Shares(1, 1)]
+    assert shares == [WeightShares(2, 1), WeightShares(1, 1), WeightShares(1, 1)]
 
 
 def test_a_model_without_unique_weights() -> None:
     merged, shares = merge({"w": torch.zeros(1)}, [{"w": torch.ones(1)}, {"w": torch.full((1,), 3.0)}], 1.2)
-    assert merged["w"].tolist() == [2.0] and shares == [Shares(1, 0)] * 2
+    assert merged["w"].tolist() == [2.0] and shares == [WeightShares(1, 0)] * 2
 
 
 def test_folders_of_an_adapter_and_of_a_model(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import PART_BYTES, Answer, Channel, Request, encode
+from agentjet.compute.channel import PART_BYTES, Answer, Channel, WorkerRequest, encode
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.backend import WorkerProcess
 from agentjet.compute.embedded.model import BaseModel
@@ -501,7 +501,7 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
     add(worker, A, model_of(tiny_folder))
     monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        worker._answer(Request("remove", 1, A, ()))
+        worker._answer(WorkerRequest("remove", 1, A, ()))
     output.seek(8)
     answer = pickle.load(output)
     assert isinstance(answer.error, ComputeError) and answer.ends
@@ -543,7 +543,7 @@ class Silent(Channel):
     def __init__(self) -> None:
         super().__init__(asyncio.StreamReader(), cast(Any, None))
 
-    def _write(self, request: Request) -> None:
+    def _write(self, request: WorkerRequest) -> None:
         pass
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.runs import read_run
+from agentjet.cli.runs import read_runs
 from tests.e2e.server import PATIENCE, Server, environment, is_running
 from tests.tiny import make_model
 
@@ -104,7 +104,7 @@ def test_the_demo_writes_what_it_promises(model: Path, tmp_path: Path) -> None:
     assert result["episodes"] >= 2 * 2 * 8
     assert 0 <= result["multi_turn_share"] <= 1
     assert len(result["rewards"]) == 2 and all(map(math.isfinite, result["rewards"]))
-    figures, _ = read_run(out / "server")
+    figures = read_runs([out / "server"]).runs[0].figures
     assert [figures["evaluation_first"], figures["evaluation_last"]] == [
         result["base_success"],
         result["final_success"],

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from agentjet.cli.main import app
 from agentjet.client.inputs import read_tasks
 from examples.arithmetic.agent import held_out_tasks
-from tests.fakes import saying
+from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "black_box_node"
@@ -47,7 +47,7 @@ def test_a_program_in_another_language_is_trained(
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert (report["steps"], report["aborted"]) == (1, 0), report
-    trained = [e for e in served.run.gateway.swarm.queries.recent_episodes(100) if e.trained_in == 0]
+    trained = [e for e in recent_episodes(served.run.gateway.swarm, 100) if e.trained_in == 0]
     assert len(trained) == 4
     for episode in trained:
         a, b = map(int, episode.task_id.split("+"))

@@ -27,7 +27,7 @@ from examples.claude_style_cli import cli, train
 from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace, asked
 from examples.claude_style_cli.repairs import TASKS, row
 from examples.claude_style_cli.reward import PARTLY, score
-from tests.fakes import saying
+from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.tiny import make_model, make_model_info, set_options
 
@@ -183,7 +183,7 @@ def test_the_program_as_it_is_is_trained(served: Served, tmp_path: Path, monkeyp
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert (report["steps"], report["aborted"], report["mean_reward"]) == (1, 0, 1.0), report
-    trained = [e for e in served.run.gateway.swarm.queries.recent_episodes(100) if e.trained_in == 0]
+    trained = [e for e in recent_episodes(served.run.gateway.swarm, 100) if e.trained_in == 0]
     assert [(e.num_calls, e.metrics) for e in trained] == [(len(CALLS), {"solved": 1.0, "wrote": 1.0})] * 2
     assert not Path("add.py").exists()
 

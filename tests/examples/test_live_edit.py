@@ -14,7 +14,7 @@ import pytest
 from agentjet import Swarm
 from examples.arithmetic.agent import training_tasks
 from examples.live_edit.run import AGENT, BROKEN, CORRECTED, draw, edit_live
-from tests.fakes import saying
+from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
 
@@ -62,7 +62,7 @@ def test_the_prompt_is_corrected_without_a_restart_or_a_lost_episode(served: Ser
     assert (result["server_restarts"], result["lost_finished_episodes"]) == (0, 0)
     assert result["rewards"][:2] == [0.0, 0.0] and result["rewards"][-1] == 1.0
     assert BROKEN in AGENT.read_text() and CORRECTED in (out / AGENT.name).read_text()
-    codes = {episode.code_version for episode in served.run.gateway.swarm.queries.recent_episodes(1000)}
+    codes = {episode.code_version for episode in recent_episodes(served.run.gateway.swarm, 1000)}
     assert codes == {broken["code_version"], corrected["code_version"]}
     draw(out / "reward.png", result)
     assert (out / "reward.png").stat().st_size > 5000

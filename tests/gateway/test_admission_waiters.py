@@ -17,8 +17,8 @@ import pytest
 
 from agentjet.errors import Later
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
-from agentjet.swarm import Episode
-from tests.fakes import Running, running
+from agentjet.swarm import EpisodeRecord
+from tests.fakes import Running, recent_episodes, running
 
 pytestmark = pytest.mark.anyio
 WAITING = 20
@@ -35,11 +35,11 @@ class Counted:
         swarm.begin = self.begin  # type: ignore[method-assign]
         swarm.reap = self.reap  # type: ignore[method-assign]
 
-    def begin(self, request: BeginRequest, **named: Any) -> Episode:
+    def begin(self, request: BeginRequest, **named: Any) -> EpisodeRecord:
         self.begins += 1
         return self._begin(request, **named)
 
-    def reap(self, most: int | None = None, *, first: str = "") -> list[Episode]:
+    def reap(self, most: int | None = None, *, first: str = "") -> list[EpisodeRecord]:
         self.looks += 1
         return self._reap(most, first=first)
 
@@ -73,7 +73,7 @@ async def test_only_room_wakes_those_who_wait_for_it(tmp_path: Path) -> None:
         assert (await counted.settled())[0] == 1, "the one that joined the group"
         await gateway.abort(held[1].id, AbortRequest())  # Group a keeps its finished member, and its place.
         assert (await counted.settled())[0] == 0
-        for episode in gateway.swarm.queries.recent_episodes(10, status="live"):
+        for episode in recent_episodes(gateway.swarm, 10, status="live"):
             await gateway.abort(episode.id, AbortRequest())
         begins, looks = await counted.settled()
         assert sum(task.done() for task in waiting) == 1

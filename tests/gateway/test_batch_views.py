@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import NotFound
-from agentjet.gateway.batch_views import Unfinished, View, batch, batch_list, group, members_of, of_advantages, records
+from agentjet.gateway.records import Unfinished, View, batch, batches, group, members_with_recipe
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.recipes.registry import make_recipe
 from agentjet.swarm.advantages import AdvantageHook, Advantages, Members
@@ -41,8 +41,8 @@ def learned(world: World, *rewards: tuple[float, ...]) -> Advantages:
 
 
 def found_in(world: World, batch_id: int) -> Advantages:
-    [record] = records(world.journal, batch_id + 1, 1)
-    return called(of_advantages(world.journal, record, members_of(world.journal, record)))
+    [record] = world.journal.batch_records(batch_id + 1, 1)
+    return called(members_with_recipe(world.journal, record, world.journal.members_of(record.groups)))
 
 
 def called(found: Members | Advantages) -> Advantages:
@@ -150,8 +150,8 @@ def test_what_was_lost_and_changed(world: World) -> None:
     assert first.job_changes == []
     changes = {change.key: (change.before, change.after) for change in second.job_changes}
     assert changes["temperature"] == (1.0, 0.5) and changes["recipe.kl_coef"] == (0.0, 0.1) and len(changes) == 2
-    assert [one.id for one in batch_list(world.journal, None, 5).batches] == [1, 0]
-    assert [one.id for one in batch_list(world.journal, 1, 5).batches] == [0]
+    assert [one.id for one in batches(world.journal, None, 5).batches] == [1, 0]
+    assert [one.id for one in batches(world.journal, 1, 5).batches] == [0]
     with pytest.raises(NotFound, match="no batch 7"):
         finished(batch(world.journal, 7))
 

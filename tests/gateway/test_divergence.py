@@ -46,7 +46,7 @@ async def test_metrics_that_are_no_number_are_left_out_and_named(
 
 async def named(run: Running) -> tuple[str, str]:
     """The level and the text of the rule about metrics."""
-    health = await run.gateway.overview.health()
+    health = await run.gateway.reader.health()
     return next((rule.level, rule.text) for rule in health.rules if rule.name == "metrics")
 
 

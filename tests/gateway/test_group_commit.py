@@ -32,9 +32,9 @@ import pytest
 from agentjet.errors import Conflict, Later
 from agentjet.gateway.concurrency import GroupCommit
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName
-from agentjet.swarm import Episode, Group, Journal
+from agentjet.swarm import EpisodeRecord, Group, Journal
 from agentjet.timeline.tree import ConversationTree
-from tests.fakes import RUN, Running, running
+from tests.fakes import RUN, Running, recent_episodes, running
 from tests.swarm.world import World, refused_commits
 
 pytestmark = pytest.mark.anyio
@@ -86,7 +86,7 @@ async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None
 
         results = await asyncio.gather(begin(run, "b"), fails(), begin(run, "c"), return_exceptions=True)
         assert isinstance(results[1], Conflict)
-        assert [e.task_id for e in swarm.queries.recent_episodes(10)] == ["c", "b", "a"]
+        assert [e.task_id for e in recent_episodes(swarm, 10)] == ["c", "b", "a"]
         assert on_disk(tmp_path / "d") == 3
 
 
@@ -241,7 +241,7 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
             db.execute("PRAGMA max_page_count = 1000000")
         told = [r for r in results if isinstance(r, str)]
         assert all(isinstance(r, str | Later) for r in results) and any(isinstance(r, Later) for r in results)
-        ids = [episode.id for episode in run.gateway.swarm.queries.recent_episodes(10)]
+        ids = [episode.id for episode in recent_episodes(run.gateway.swarm, 10)]
         assert sorted(ids) == sorted([kept, *told]), "who was told is there, and nobody else"
         assert on_disk(tmp_path / "d") == len(ids) == run.gateway.swarm.queries.status_counts()["live"]
         assert len([e for e in seen if e.kind == "episode"]) == len(told)
@@ -280,7 +280,7 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
         swarm, other = run.gateway.swarm, await begin(run, "other")
         put, found = swarm.store.put, list[tuple[int, int]]()
 
-        def watched(episode: Episode) -> None:
+        def watched(episode: EpisodeRecord) -> None:
             if episode.trained_in is not None:
                 found.append(trained(tmp_path / "d"))
                 if len(found) == 2:

@@ -22,15 +22,14 @@ from agentjet.gateway.health import (
     STATED,
     TEXT,
     CodeCounts,
-    Facts,
-    Refill,
+    RunFacts,
     ServerFacts,
     SilentEpisode,
     health,
     remedies,
 )
 from agentjet.gateway.loop_lag import Gap
-from agentjet.gateway.overview import health_of
+from agentjet.gateway.read import health_of
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -40,8 +39,8 @@ from agentjet.protocol import (
     duration,
     flatten,
 )
-from agentjet.swarm import Episode
-from agentjet.swarm.queries import Silence
+from agentjet.swarm import EpisodeRecord
+from agentjet.swarm.queries import Refill, Silence
 from bench import alarms
 from tests.fakes import running, saying
 from tests.gateway.test_learning import evaluation
@@ -65,9 +64,9 @@ def each(metric: str, *values: float) -> Steps:
     return [{metric: value} for value in values]
 
 
-def held(cpu: float, wall: float) -> Facts:
+def held(cpu: float, wall: float) -> RunFacts:
     """A server whose event loop was held."""
-    return Facts(server=replace(UP, loop=Gap(0.0, cpu, wall, "agentjet.swarm.f")))
+    return RunFacts(server=replace(UP, loop=Gap(0.0, cpu, wall, "agentjet.swarm.f")))
 
 
 def fallen(num: int, **metrics: float) -> Steps:
@@ -119,153 +118,159 @@ SOLVED = same(6, reward__mean=1.0, reward__std=0.0, reward__max=1.0, groups__zer
 SOUND = same(6, reward__mean=0.5, reward__std=0.5, groups__zero_variance=0.0)
 
 
-TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
-    ("engine", Facts(server=ServerFacts("failed", "no such model")), "bad", "no such model", Facts(server=UP)),
+TRIPS: list[tuple[str, RunFacts, str, str, RunFacts]] = [
+    ("engine", RunFacts(server=ServerFacts("failed", "no such model")), "bad", "no such model", RunFacts(server=UP)),
     (
         "engine",
-        Facts(server=replace(UP, workers_started=2, workers_hung=1)),
+        RunFacts(server=replace(UP, workers_started=2, workers_hung=1)),
         "warn",
         "1 workers ended",
-        Facts(server=replace(UP, workers_started=2)),
+        RunFacts(server=replace(UP, workers_started=2)),
     ),
-    ("disk", Facts(server=replace(UP, refusal="disk full")), "bad", "disk full", Facts(server=UP)),
-    ("disk", Facts(server=replace(UP, checkpoint_error="no space")), "bad", "no space", Facts(server=UP)),
-    ("disk", Facts(server=replace(UP, unusable_checkpoints=2)), "warn", "2 checkpoints", Facts(server=UP)),
+    ("disk", RunFacts(server=replace(UP, refusal="disk full")), "bad", "disk full", RunFacts(server=UP)),
+    ("disk", RunFacts(server=replace(UP, checkpoint_error="no space")), "bad", "no space", RunFacts(server=UP)),
+    ("disk", RunFacts(server=replace(UP, unusable_checkpoints=2)), "warn", "2 checkpoints", RunFacts(server=UP)),
     ("loop", held(0.26, 0.3), "warn", "0.26 s of CPU time (0.3 s), held by agentjet.swarm.f", held(0.24, 60.0)),
     ("loop", held(3.1, 3.2), "bad", "3.1 s of CPU time (3.2 s), held by agentjet.swarm.f", held(0.01, 0.01)),
     (
         "clients",
-        Facts(server=replace(UP, client_seconds=720.0)),
+        RunFacts(server=replace(UP, client_seconds=720.0)),
         "warn",
         "12 minutes",
-        Facts(server=replace(UP, client_seconds=720.0, is_over=True)),
+        RunFacts(server=replace(UP, client_seconds=720.0, is_over=True)),
     ),
-    ("weights", Facts(same(1, weights__finite=0.0)), "bad", "diverged", Facts(same(1, weights__finite=1.0))),
+    ("weights", RunFacts(same(1, weights__finite=0.0)), "bad", "diverged", RunFacts(same(1, weights__finite=1.0))),
     (
         "metrics",
-        Facts(same(1, batch__not_finite__policy__gap=1.0), JOB),
+        RunFacts(same(1, batch__not_finite__policy__gap=1.0), JOB),
         "warn",
         "the metrics 'policy/gap' of the batch are NaN or infinite, and were left out",
-        Facts(same(1, batch__not_finite__policy__gap=1.0, weights__finite=0.0), JOB),
+        RunFacts(same(1, batch__not_finite__policy__gap=1.0, weights__finite=0.0), JOB),
     ),
     (
         "gradient",
-        Facts(same(optim__skipped_steps=1.0)),
+        RunFacts(same(optim__skipped_steps=1.0)),
         "bad",
         "5 of the newest 5",
-        Facts(same(optim__skipped_steps=0.0, optim__grad_norm=0.5)),
+        RunFacts(same(optim__skipped_steps=0.0, optim__grad_norm=0.5)),
     ),
-    ("gradient", Facts(each("optim/skipped_steps", 0, 0, 0, 1, 0)), "warn", "1 of the newest 5", Facts()),
+    ("gradient", RunFacts(each("optim/skipped_steps", 0, 0, 0, 1, 0)), "warn", "1 of the newest 5", RunFacts()),
     (
         "gradient",
-        Facts(each("optim/grad_norm", *[0.5] * 8, 9.0)),
+        RunFacts(each("optim/grad_norm", *[0.5] * 8, 9.0)),
         "warn",
         "18 times",
-        Facts(each("optim/grad_norm", *[0.5] * 8, 2.0)),
+        RunFacts(each("optim/grad_norm", *[0.5] * 8, 2.0)),
     ),
     (
         "update",
-        Facts(same(weights__sampler=0.0)),
+        RunFacts(same(weights__sampler=0.0)),
         "bad",
         "lr too low",
-        Facts(same(weights__sampler=0.0, groups__zero_variance=1.0)),
+        RunFacts(same(weights__sampler=0.0, groups__zero_variance=1.0)),
     ),
     (
         "update",
-        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.1), policies=("a", "b")),
+        RunFacts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.1), policies=("a", "b")),
         "bad",
         "b: the newest 5 steps",
-        Facts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.0), policies=("a", "b")),
+        RunFacts(same(a__weights__sampler=5.0, b__weights__sampler=0.0, b__optim__grad_norm=0.0), policies=("a", "b")),
     ),
     (
         "update",
-        Facts(same(1, weights__sampler=0.0, optim__lr=0.0), ENDING, [9]),
+        RunFacts(same(1, weights__sampler=0.0, optim__lr=0.0), ENDING, [9]),
         "bad",
         "the schedule ended at step 8 (job.optimizer.total_steps)",
-        Facts(same(1, weights__sampler=1.0, optim__lr=1e-6), ENDING, [7]),
+        RunFacts(same(1, weights__sampler=1.0, optim__lr=1e-6), ENDING, [7]),
     ),
     (
         "mismatch",
-        Facts(same(policy__mismatch_kl=0.05), JOB),
+        RunFacts(same(policy__mismatch_kl=0.05), JOB),
         "warn",
         "0.05 nats",
-        Facts(same(policy__mismatch_kl=0.05), JobConfig(max_staleness=2)),
+        RunFacts(same(policy__mismatch_kl=0.05), JobConfig(max_staleness=2)),
     ),
-    ("mismatch", Facts(same(policy__mismatch_kl=0.5), JOB), "bad", "0.5 nats", Facts(same(policy__mismatch_kl=1e-4))),
+    (
+        "mismatch",
+        RunFacts(same(policy__mismatch_kl=0.5), JOB),
+        "bad",
+        "0.5 nats",
+        RunFacts(same(policy__mismatch_kl=1e-4)),
+    ),
     (
         "entropy",
-        Facts([*same(5, policy__entropy=1.2, reward__mean=0.5), *same(5, policy__entropy=0.3, reward__mean=0.5)]),
+        RunFacts([*same(5, policy__entropy=1.2, reward__mean=0.5), *same(5, policy__entropy=0.3, reward__mean=0.5)]),
         "warn",
         "from 1.2 to 0.3 nats a token in 10 steps, and the mean reward from 0.5 to 0.5",
-        Facts(SHORT_RUN, first=SHORT_RUN[:10]),
+        RunFacts(SHORT_RUN, first=SHORT_RUN[:10]),
     ),
     (
         "entropy",
-        Facts(with_entropies((0.5, 0.4, 0.6, 0.5, 0.4, 0.5, 0.6, 0.4, 0.5, 0.4))),
+        RunFacts(with_entropies((0.5, 0.4, 0.6, 0.5, 0.4, 0.5, 0.6, 0.4, 0.5, 0.4))),
         "warn",
         "and the mean reward from 0.5 to 0.471",
-        Facts(with_entropies(FAST_RUN), first=with_entropies(FAST_RUN)[:10]),
+        RunFacts(with_entropies(FAST_RUN), first=with_entropies(FAST_RUN)[:10]),
     ),
     (
         "entropy",
-        Facts([*coded(6, "v1", 0.1, 1.2), *coded(6, "v2", 0.5, 1.2), *coded(6, "v2", 0.5, 0.3)]),
+        RunFacts([*coded(6, "v1", 0.1, 1.2), *coded(6, "v2", 0.5, 1.2), *coded(6, "v2", 0.5, 0.3)]),
         "warn",
         "from 1.2 to 0.3 nats a token in 12 steps, and the mean reward from 0.5 to 0.5",
-        Facts([*coded(6, "v1", 0.1, 1.2), *coded(6, "v1", 0.9, 0.3), *coded(12, "v2", 0.05, 0.3)]),
+        RunFacts([*coded(6, "v1", 0.1, 1.2), *coded(6, "v1", 0.9, 0.3), *coded(12, "v2", 0.05, 0.3)]),
     ),
     (
         "entropy",
-        Facts(two_policies("planner", "coder"), policies=POLICIES),
+        RunFacts(two_policies("planner", "coder"), policies=POLICIES),
         "warn",
         "planner: the mean entropy of 5 steps went from 1.2 to 0.3 nats a token in 10 steps, and the mean reward",
-        Facts(two_policies("planner", "planner"), policies=POLICIES),
+        RunFacts(two_policies("planner", "planner"), policies=POLICIES),
     ),
     (
         "reward",
-        Facts([*SOUND, *fallen(1)], JOB, range(1, 8)),
+        RunFacts([*SOUND, *fallen(1)], JOB, range(1, 8)),
         "bad",
         "rewards were up to 0.5 until step 6, and all are 0 since: did the update of step 6 break the policy? Lower "
         "job.optimizer.lr and go back to version 5 or before (agentjet checkpoints rollback)",
-        Facts([*SOUND, *fallen(1), *SOUND], JOB, range(1, 14)),
+        RunFacts([*SOUND, *fallen(1), *SOUND], JOB, range(1, 14)),
     ),
     (
         "reward",
-        Facts([*SOUND, *fallen(1)], JOB, range(1, 8), checkpoints=[2, 4, 6, 7]),
+        RunFacts([*SOUND, *fallen(1)], JOB, range(1, 8), checkpoints=[2, 4, 6, 7]),
         "bad",
         "go back to the checkpoint of version 4 (agentjet checkpoints rollback 4); or did",
-        Facts(),
+        RunFacts(),
     ),
     (
         "reward",
-        Facts([*SOUND, *fallen(1)], JOB, range(1, 8), checkpoints=[7]),
+        RunFacts([*SOUND, *fallen(1)], JOB, range(1, 8), checkpoints=[7]),
         "bad",
         "Lower job.optimizer.lr and start again, because no checkpoint is older than that step; or did",
-        Facts(),
+        RunFacts(),
     ),
     (
         "reward",
-        Facts([*WEAK, *fallen(1, completion__tokens=2.2)], JOB, range(1, 3)),
+        RunFacts([*WEAK, *fallen(1, completion__tokens=2.2)], JOB, range(1, 3)),
         "bad",
         "2.2 tokens an answer instead of 11.8: did the update of step 1",
-        Facts([*WEAK, *fallen(1, completion__tokens=11.0)], JOB, range(1, 3)),
+        RunFacts([*WEAK, *fallen(1, completion__tokens=11.0)], JOB, range(1, 3)),
     ),
     (
         "reward",
-        Facts([*WEAK, *fallen(1, policy__entropy=0.042)], JOB, range(1, 3)),
+        RunFacts([*WEAK, *fallen(1, policy__entropy=0.042)], JOB, range(1, 3)),
         "bad",
         "0.042 nats of entropy a token instead of 1.63",
-        Facts([*WEAK, *fallen(1, policy__entropy=0.8)], JOB, range(1, 3)),
+        RunFacts([*WEAK, *fallen(1, policy__entropy=0.8)], JOB, range(1, 3)),
     ),
     (
         "reward",
-        Facts([*SOUND, *fallen(3)], JOB, range(1, 10)),
+        RunFacts([*SOUND, *fallen(3)], JOB, range(1, 10)),
         "bad",
         "all are 0 since",
-        Facts([*WEAK, *fallen(3)], JOB, range(1, 5)),
+        RunFacts([*WEAK, *fallen(3)], JOB, range(1, 5)),
     ),
     (
         "reward",
-        Facts(
+        RunFacts(
             [*(one | {"code/v1/reward_mean": 0.5} for one in SOUND), *fallen(1, code__v2__reward_mean=0.0)],
             JOB,
             range(1, 8),
@@ -273,7 +278,7 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         "bad",
         "the agent's code changed to v2: does the new code, a tool or a reward function fail? Or did the "
         "update of step 6 break",
-        Facts(
+        RunFacts(
             [*same(3, **WEAK_METRICS, code__v1__reward_mean=0.06), *fallen(1, code__v2__reward_mean=0.0)],
             JOB,
             range(1, 5),
@@ -281,7 +286,7 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
     ),
     (
         "reward",
-        Facts(
+        RunFacts(
             [
                 *(one | {"code/v1/reward_mean": 0.5} for one in SOUND),
                 *same(1, reward__mean=0.01, reward__std=0.1, code__v2__reward_mean=0.01),
@@ -292,11 +297,11 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         ),
         "bad",
         "the agent's code changed to v2: does the new code",
-        Facts(),
+        RunFacts(),
     ),
     (
         "reward",
-        Facts(
+        RunFacts(
             [
                 *same(4, reward__mean=1.0, groups__zero_variance=0.0, code__v1__reward_mean=1.0),
                 *same(35, reward__mean=0.95, groups__zero_variance=0.0, code__v2__reward_mean=0.95),
@@ -308,198 +313,210 @@ TRIPS: list[tuple[str, Facts, str, str, Facts]] = [
         "bad",
         "all are 0 since: did the update of step 39 break the policy? Lower job.optimizer.lr and go back to version 38 "
         "or before (agentjet checkpoints rollback); or did the agent, its tools or its rewards change then?",
-        Facts(),
+        RunFacts(),
     ),
-    ("groups", Facts(fallen(5), JOB), "bad", "In the newest step every reward is 0", Facts(SOUND, JOB)),
+    ("groups", RunFacts(fallen(5), JOB), "bad", "In the newest step every reward is 0", RunFacts(SOUND, JOB)),
     (
         "groups",
-        Facts(same(20, groups__zero_variance=0.9), JOB),
+        RunFacts(same(20, groups__zero_variance=0.9), JOB),
         "warn",
         "90%",
-        Facts(same(20, groups__zero_variance=0.7), JOB),
+        RunFacts(same(20, groups__zero_variance=0.7), JOB),
     ),
-    ("groups", Facts(SOLVED, JOB), "bad", "every reward is 1", Facts(SOLVED, JOB, first=same(1, reward__mean=0.2))),
+    (
+        "groups",
+        RunFacts(SOLVED, JOB),
+        "bad",
+        "every reward is 1",
+        RunFacts(SOLVED, JOB, first=same(1, reward__mean=0.2)),
+    ),
     (
         "silent",
-        Facts(silent=STUCK, longest_seconds=12.0),
+        RunFacts(silent=STUCK, longest_seconds=12.0),
         "warn",
         "episode ep_1 of task t1, client c, has made no call for 1 min 40 s; whole episodes took at most 12 s: does a ",
-        Facts(silent=STUCK, longest_seconds=25.0),
+        RunFacts(silent=STUCK, longest_seconds=25.0),
     ),
     (
         "silent",
-        Facts(silent=STUCK._replace(seconds=960.0), longest_seconds=12.0),
+        RunFacts(silent=STUCK._replace(seconds=960.0), longest_seconds=12.0),
         "bad",
         "16 min",
-        Facts(silent=STUCK._replace(seconds=55.0), longest_seconds=0.1),
+        RunFacts(silent=STUCK._replace(seconds=55.0), longest_seconds=0.1),
     ),
     (
         "silent",
-        Facts(silent=STUCK._replace(seconds=960.0)),
+        RunFacts(silent=STUCK._replace(seconds=960.0)),
         "warn",
         "no episode has finished yet",
-        Facts(silent=STUCK),
+        RunFacts(silent=STUCK),
     ),
     (
         "silent",
-        Facts(job=JOB, silent=STUCK._replace(unheard=70.0, expires_in=50.0), longest_seconds=50.0),
+        RunFacts(job=JOB, silent=STUCK._replace(unheard=70.0, expires_in=50.0), longest_seconds=50.0),
         "warn",
         "sent no heartbeat for 1 min 10 s: its client is gone. The episode ends without a reward in 50 s",
-        Facts(job=JOB, silent=STUCK._replace(unheard=40.0), longest_seconds=50.0),
+        RunFacts(job=JOB, silent=STUCK._replace(unheard=40.0), longest_seconds=50.0),
     ),
-    ("episodes", Facts(finished=2, lost=8, reason="Timeout"), "bad", "most often: Timeout", Facts(finished=2, lost=4)),
     (
         "episodes",
-        Facts(lost=177, reason="Timeout", failing_code="v2"),
+        RunFacts(finished=2, lost=8, reason="Timeout"),
+        "bad",
+        "most often: Timeout",
+        RunFacts(finished=2, lost=4),
+    ),
+    (
+        "episodes",
+        RunFacts(lost=177, reason="Timeout", failing_code="v2"),
         "bad",
         "177 of 177 episodes of this batch ended without a reward; most often among the newest 20, all of code version "
         "v2: Timeout",
-        Facts(),
+        RunFacts(),
     ),
     (
         "episodes",
-        Facts(same(batch__episodes=64.0, episodes__aborted=20.0)),
+        RunFacts(same(batch__episodes=64.0, episodes__aborted=20.0)),
         "warn",
         "100 of 420",
-        Facts(same(batch__episodes=64.0, episodes__aborted=7.0)),
+        RunFacts(same(batch__episodes=64.0, episodes__aborted=7.0)),
     ),
     (
         "episodes",
-        Facts(same(batch__episodes=16.0, episodes__aborted=16.0)),
+        RunFacts(same(batch__episodes=16.0, episodes__aborted=16.0)),
         "bad",
         "80 of 160",
-        Facts(same(batch__episodes=16.0, episodes__surplus=16.0)),
+        RunFacts(same(batch__episodes=16.0, episodes__surplus=16.0)),
     ),
     (
         "episodes",
-        Facts(finished=2, lost=8, reason="E", failing_code="v2", newest_code=CodeCounts("v2", 2, 8)),
+        RunFacts(finished=2, lost=8, reason="E", failing_code="v2", newest_code=CodeCounts("v2", 2, 8)),
         "bad",
         "all of code version v2: E",
-        Facts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED),
+        RunFacts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED),
     ),
     (
         "refill",
-        Facts(refill=Refill(1, "c", 97.4), reason="ToolError"),
+        RunFacts(refill=Refill(1, "c", 97.4), reason="ToolError"),
         "warn",
         "the batch waits because episodes failed (ToolError): 1 group has too few members, and no member is live. "
         "Client c can begin another one; the group closes in 97 s. Mend the agent; a lower job.lease_seconds",
-        Facts(),
+        RunFacts(),
     ),
     (
         "dropped",
-        Facts(same(groups__dropped_stale=7.0, groups__dropped_zero_variance=9.0), JOB),
+        RunFacts(same(groups__dropped_stale=7.0, groups__dropped_zero_variance=9.0), JOB),
         "warn",
         "35 of 55 groups were dropped, most of them as stale",
-        Facts(same(groups__dropped_stale=1.0, groups__dropped_zero_variance=40.0), JOB),
+        RunFacts(same(groups__dropped_stale=1.0, groups__dropped_zero_variance=40.0), JOB),
     ),
     (
         "truncated",
-        Facts(same(completion__truncated=0.25, batch__episodes=64.0), JobConfig(max_tokens=32)),
+        RunFacts(same(completion__truncated=0.25, batch__episodes=64.0), JobConfig(max_tokens=32)),
         "warn",
         "25% of the answers were cut at job.max_tokens = 32",
-        Facts(same(completion__truncated=0.08, batch__episodes=64.0)),
+        RunFacts(same(completion__truncated=0.08, batch__episodes=64.0)),
     ),
     (
         "truncated",
-        Facts([one | {"completion/truncated": 0.95} for one in RISING_RUN], JobConfig(max_tokens=24)),
+        RunFacts([one | {"completion/truncated": 0.95} for one in RISING_RUN], JobConfig(max_tokens=24)),
         "warn",
         "95% of the answers were cut at job.max_tokens = 24; the reward rose nevertheless, from 0.25 to 0.614",
-        Facts([one | {"completion/truncated": 0.1} for one in RISING_RUN], JobConfig(max_tokens=24)),
+        RunFacts([one | {"completion/truncated": 0.1} for one in RISING_RUN], JobConfig(max_tokens=24)),
     ),
     (
         "truncated",
-        Facts([*coded(6, "v1", 0.1, **CUT), *coded(12, "v2", 0.9, **CUT)], JobConfig(max_tokens=24)),
+        RunFacts([*coded(6, "v1", 0.1, **CUT), *coded(12, "v2", 0.9, **CUT)], JobConfig(max_tokens=24)),
         "bad",
         "95% of the answers were cut at job.max_tokens = 24",
-        Facts([*coded(6, "v1", 0.1, **CUT), *coded(12, "v2", 0.9)], JobConfig(max_tokens=24)),
+        RunFacts([*coded(6, "v1", 0.1, **CUT), *coded(12, "v2", 0.9)], JobConfig(max_tokens=24)),
     ),
     (
         "truncated",
-        Facts(
+        RunFacts(
             [*coded(6, "v1", 0.9, **CUT), *coded(6, "v2", 0.1, **CUT), *coded(6, "v2", 0.6, **CUT)],
             JobConfig(max_tokens=24),
         ),
         "warn",
         "the reward rose nevertheless, from 0.1 to ",
-        Facts(),
+        RunFacts(),
     ),
     (
         "truncated",
-        Facts(same(reward__std=0.0, **OWN_LIMIT), JOB),
+        RunFacts(same(reward__std=0.0, **OWN_LIMIT), JOB),
         "warn",
         "45% of the answers were cut at max_tokens = 12 of the agent's own requests, not at job.max_tokens = 256",
-        Facts(same(reward__std=0.4, **OWN_LIMIT), JOB),
+        RunFacts(same(reward__std=0.4, **OWN_LIMIT), JOB),
     ),
     (
         "truncated",
-        Facts(same(completion__truncated=0.45, completion__context_full=0.4, batch__episodes=64.0), JOB),
+        RunFacts(same(completion__truncated=0.45, completion__context_full=0.4, batch__episodes=64.0), JOB),
         "warn",
         "45% of the answers were cut at the end of the context (model.context_length), not at job.max_tokens = 256",
-        Facts(same(completion__truncated=0.08, completion__context_full=0.08, batch__episodes=64.0), JOB),
+        RunFacts(same(completion__truncated=0.08, completion__context_full=0.08, batch__episodes=64.0), JOB),
     ),
     (
         "truncated",
-        Facts(same(reward__std=0.0, **TWO_OWN_LIMITS), JOB),
+        RunFacts(same(reward__std=0.0, **TWO_OWN_LIMITS), JOB),
         "warn",
         "45% of the answers were cut at limits (max_tokens) of the agent's own requests, not at job.max_tokens = 256",
-        Facts(same(reward__std=0.4, **TWO_OWN_LIMITS), JOB),
+        RunFacts(same(reward__std=0.4, **TWO_OWN_LIMITS), JOB),
     ),
     (
         "truncated",
-        Facts(
+        RunFacts(
             [one | {"overridden/limit": 16.0 + n % 2} for n, one in enumerate(same(reward__std=0.0, **OWN_LIMIT))], JOB
         ),
         "warn",
         "45% of the answers were cut at limits (max_tokens) of the agent's own requests, not at job.max_tokens = 256",
-        Facts(
+        RunFacts(
             [one | {"overridden/limit": 16.0 + n % 2} for n, one in enumerate(same(reward__std=0.4, **OWN_LIMIT))], JOB
         ),
     ),
     (
         "refused",
-        Facts(same(batch__episodes=64.0, batch__unscorable=8.0)),
+        RunFacts(same(batch__episodes=64.0, batch__unscorable=8.0)),
         "warn",
         "12%",
-        Facts(same(batch__episodes=64.0, batch__unscorable=2.0)),
+        RunFacts(same(batch__episodes=64.0, batch__unscorable=2.0)),
     ),
     (
         "images",
-        Facts(same(batch__episodes=8.0, batch__omitted=2.0)),
+        RunFacts(same(batch__episodes=8.0, batch__omitted=2.0)),
         "warn",
         'in 10 of 40 episodes images, documents, audio or video were left out, because job.images = "omit"',
-        Facts(same(batch__episodes=8.0)),
+        RunFacts(same(batch__episodes=8.0)),
     ),
     (
         "tools",
-        Facts(same(tools__offered=48.0, tools__called=0.0)),
+        RunFacts(same(tools__offered=48.0, tools__called=0.0)),
         "warn",
         "tools were offered in 240 calls, and none was called",
-        Facts([*same(tools__offered=48.0, tools__called=0.0), *same(1, tools__offered=9.0, tools__called=1.0)]),
+        RunFacts([*same(tools__offered=48.0, tools__called=0.0), *same(1, tools__offered=9.0, tools__called=1.0)]),
     ),
     (
         "delivery",
-        Facts(same(forest__orphan_tokens=30.0, batch__sampled_tokens=70.0, batch__episodes=16.0)),
+        RunFacts(same(forest__orphan_tokens=30.0, batch__sampled_tokens=70.0, batch__episodes=16.0)),
         "warn",
         "30%",
-        Facts(same(forest__orphan_tokens=1.0, batch__sampled_tokens=70.0, batch__episodes=16.0)),
+        RunFacts(same(forest__orphan_tokens=1.0, batch__sampled_tokens=70.0, batch__episodes=16.0)),
     ),
-    ("drift", Facts(same(forest__drift=1.0)), "bad", "damaged", Facts(same(forest__drift=0.0))),
+    ("drift", RunFacts(same(forest__drift=1.0)), "bad", "damaged", RunFacts(same(forest__drift=0.0))),
     (
         "held_out",
-        Facts(evaluations=[evaluation(3, 0.7), evaluation(9, 0.4)]),
+        RunFacts(evaluations=[evaluation(3, 0.7), evaluation(9, 0.4)]),
         "bad",
         "fell from 0.7",
-        Facts(evaluations=[evaluation(3, 0.7), evaluation(9, 0.68)]),
+        RunFacts(evaluations=[evaluation(3, 0.7), evaluation(9, 0.68)]),
     ),
 ]
 
 
-def rule(facts: Facts, name: str) -> HealthRuleView | None:
+def rule(facts: RunFacts, name: str) -> HealthRuleView | None:
     return next((one for one in health(facts).rules if one.name == name), None)
 
 
 @pytest.mark.parametrize("case", TRIPS, ids=[f"{name}-{words}" for name, _, _, words, _ in TRIPS])
-def test_a_rule_trips_on_its_run_and_not_on_a_similar_one(case: tuple[str, Facts, str, str, Facts]) -> None:
+def test_a_rule_trips_on_its_run_and_not_on_a_similar_one(case: tuple[str, RunFacts, str, str, RunFacts]) -> None:
     name, broken, level, words, sound = case
     tripped, kept = rule(broken, name), rule(sound, name)
     assert tripped is not None and (tripped.level, tripped.docs) == (level, f"docs/health.md#{name}")
@@ -548,12 +565,12 @@ def subcommands() -> set[tuple[str, ...]]:
 
 
 def test_failures_of_an_older_code_version_are_named() -> None:
-    found = rule(Facts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED), "episodes")
+    found = rule(RunFacts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED), "episodes")
     assert found is not None and "all of code version v1: E. Of the newest code version v2, 0 of 20 did" in found.text
 
 
 def test_a_solved_run_is_called_solved() -> None:
-    facts = Facts(SOLVED, JOB, first=same(1, reward__mean=0.2))
+    facts = RunFacts(SOLVED, JOB, first=same(1, reward__mean=0.2))
     found = rule(facts, "groups")
     assert found is not None and found.level == "ok"
     assert found.text == "the run is solved: 100% of the groups are solved: each of their rewards is 1"
@@ -595,21 +612,21 @@ def test_the_worst_measured_rates_are_those_of_the_present_rules() -> None:
 
 
 def test_a_run_without_facts_has_no_findings() -> None:
-    assert health(Facts()).rules == [] and health(Facts()).learning.answer == "too_early"
+    assert health(RunFacts()).rules == [] and health(RunFacts()).learning.answer == "too_early"
 
 
 def test_an_undone_score_is_not_the_held_out_score() -> None:
     undone = evaluation(9, 0.1).model_copy(update={"undone": True})
-    found = rule(Facts(evaluations=[evaluation(3, 0.7), undone]), "held_out")
+    found = rule(RunFacts(evaluations=[evaluation(3, 0.7), undone]), "held_out")
     assert found is not None and found.text == "held-out score 0.7 at version 3"
-    assert rule(Facts(evaluations=[undone]), "held_out") is None
+    assert rule(RunFacts(evaluations=[undone]), "held_out") is None
 
 
 def test_the_worst_policy_is_named_and_metrics_of_clients_are_not_judged() -> None:
     step = {"planner/optim/skipped_steps": 0.0, "coder/optim/skipped_steps": 1.0, "agent/forest/drift": 1.0}
-    found = rule(Facts([step] * 5, policies=("planner", "coder")), "gradient")
+    found = rule(RunFacts([step] * 5, policies=("planner", "coder")), "gradient")
     assert found is not None and found.level == "bad" and found.text.startswith("coder: ")
-    assert rule(Facts([step] * 5), "drift") is None
+    assert rule(RunFacts([step] * 5), "drift") is None
 
 
 async def test_a_batch_that_loses_its_episodes_is_bad_before_its_first_step(tmp_path: Path) -> None:
@@ -618,7 +635,7 @@ async def test_a_batch_that_loses_its_episodes_is_bad_before_its_first_step(tmp_
             begun = await run.gateway.begin(BeginRequest(task_id="t", client_id="c", wait=5))
             reason = "ConnectionError: no tool server" if number else "other"
             await run.gateway.abort(begun.id, AbortRequest(reason=reason))
-        found = {one.name: one for one in (await run.gateway.overview.health()).rules}
+        found = {one.name: one for one in (await run.gateway.reader.health()).rules}
     assert found["episodes"].level == "bad" and "5 of 5" in found["episodes"].text
     assert "; most often, all of client c: ConnectionError: no tool server" in found["episodes"].text
     assert found["engine"].level == found["clients"].level == found["disk"].level == "ok"
@@ -629,7 +646,7 @@ def test_the_status_and_the_rule_agree_when_a_client_is_gone(lease: float) -> No
     job = JobConfig(lease_seconds=lease)
     for unheard in (15.0, 25.0, 35.0, 65.0):
         cause = Silence(unheard, 0.0, 0.0, unheard).cause(job)
-        found = rule(Facts(job=job, silent=STUCK._replace(unheard=unheard), longest_seconds=50.0), "silent")
+        found = rule(RunFacts(job=job, silent=STUCK._replace(unheard=unheard), longest_seconds=50.0), "silent")
         assert found is not None and ("its client is gone" in found.text) == ("its client is gone" in cause), unheard
 
 
@@ -641,7 +658,7 @@ async def test_the_picture_of_the_present_batch(tmp_path: Path) -> None:
         lost = await run.gateway.begin(BeginRequest(task_id="b", client_id="c", wait=5))
         kept = await run.gateway.begin(BeginRequest(task_id="b", client_id="c", wait=5))
         await run.gateway.abort(lost.id, AbortRequest(reason="broken"))
-        found = await run.gateway.overview.waiting()
+        found = await run.gateway.reader.waiting()
         waits = run.gateway.status().waiting_for
         assert f"{live.id} of task a, client c, is silent for 30 s (does a tool hang?): its lease has" in waits
         run.clock.advance(30)
@@ -659,7 +676,7 @@ async def test_the_picture_of_the_present_batch(tmp_path: Path) -> None:
         assert [(cell.state, cell.episode_id) for cell in second.cells] == [("live", kept.id), ("failed", lost.id)]
         for episode in (live, kept):
             await run.gateway.finish(episode.id, FinishRequest(reward=1.0))
-        cells = (await run.gateway.overview.waiting()).groups[0].cells
+        cells = (await run.gateway.reader.waiting()).groups[0].cells
         assert {cell.state for cell in cells} == {"finished"} and cells[1].silent_seconds is None
 
 
@@ -671,7 +688,7 @@ async def test_an_episode_whose_client_sends_heartbeats_only_is_named(tmp_path: 
         for _ in range(3):
             run.clock.advance(30)
             await run.gateway.heartbeat(live.id)
-        found = {one.name: one for one in (await run.gateway.overview.health()).rules}
+        found = {one.name: one for one in (await run.gateway.reader.health()).rules}
     assert found["silent"].level == "warn"
     assert found["silent"].text.startswith(f"episode {live.id} of task a, client c, has made no call for 1 min")
 
@@ -680,7 +697,7 @@ async def test_failures_are_named_with_their_refill_their_code_and_the_client_th
     """A group lost its members with one version of the code; a mended one finishes; then its client is gone."""
     async with running(tmp_path, job={"group_size": 3}) as run:
 
-        async def begin(client: str, code: str) -> Episode:
+        async def begin(client: str, code: str) -> EpisodeRecord:
             asked = BeginRequest(task_id="t", client_id=client, code_version=code, wait=5)
             return await run.gateway.begin(asked)
 
@@ -690,7 +707,7 @@ async def test_failures_are_named_with_their_refill_their_code_and_the_client_th
             await run.gateway.finish(begun.id, FinishRequest(reward=1.0))
 
         async def found() -> dict[str, HealthRuleView]:
-            return {one.name: one for one in (await run.gateway.overview.health()).rules}
+            return {one.name: one for one in (await run.gateway.reader.health()).rules}
 
         await finish("old", "v1")
         assert "refill" not in await found()
@@ -725,7 +742,7 @@ async def test_reasons_are_those_of_earlier_batches_too_and_alike_if_only_number
         for reason in reasons:
             begun = await run.gateway.begin(BeginRequest(task_id="t", client_id="c", wait=5))
             await run.gateway.abort(begun.id, AbortRequest(reason=reason))
-        facts = Facts(same(batch__episodes=2.0, episodes__aborted=0.6))
+        facts = RunFacts(same(batch__episodes=2.0, episodes__aborted=0.6))
         [found] = (await run.gateway.reader.read(lambda journal: health_of(facts, journal))).rules
     assert found.text.startswith("3 of 13 episodes") and "all of client c: ToolError: took 3" in found.text
 

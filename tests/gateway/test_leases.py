@@ -16,9 +16,9 @@ import pytest
 from agentjet.errors import Conflict
 from agentjet.gateway import CallChunk, gateway
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import Slice
-from tests.fakes import Running, running, saying
+from tests.fakes import Running, recent_episodes, running, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +87,7 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         swarm, real, looks = run.gateway.swarm, run.gateway.swarm.reap, 0
 
-        def failing(most: int) -> list[Episode]:
+        def failing(most: int) -> list[EpisodeRecord]:
             nonlocal looks
             looks += 1
             if looks < 4:
@@ -96,8 +96,8 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
 
         swarm.reap = failing  # type: ignore[method-assign]
         run.clock.advance(11)
-        await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
-        assert swarm.queries.recent_episodes(1)[0].id == episode.id
+        await run.until(lambda: recent_episodes(swarm, 1, status="expired") != [])
+        assert recent_episodes(swarm, 1)[0].id == episode.id
     assert caplog.text.count("leases could not be checked") == 1
 
 

@@ -71,7 +71,7 @@ async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytes
         assert status.loop is not None and status.loop.cpu >= 0.3 and status.loop.wall >= 0.3
         assert status.loop.held_by.startswith("agentjet.gateway.")
         assert f'agentjet_loop_lag_seconds{{clock="cpu"}} {status.loop.cpu}' in exposition(gateway).decode()
-        found = {rule.name: rule for rule in (await gateway.overview.health()).rules}["loop"]
+        found = {rule.name: rule for rule in (await gateway.reader.health()).rules}["loop"]
         assert found.level == "warn" and status.loop.held_by in found.text
         await run.batch()
         first = gateway.swarm.last_step

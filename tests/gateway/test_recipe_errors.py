@@ -9,9 +9,9 @@ import pytest
 
 from agentjet.errors import InvalidRequest, Later, RecipeError
 from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.rollout import Rollout, TaskStats
-from agentjet.recipes.shelf.grpo import Grpo
 from tests.fakes import Running, running
 
 pytestmark = pytest.mark.anyio

@@ -7,12 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from agentjet.gateway.requests import choice_seed
-from agentjet.swarm.state import Episode
+from agentjet.swarm.state import EpisodeRecord
 
 
-def episode(**fields: Any) -> Episode:
+def episode(**fields: Any) -> EpisodeRecord:
     whole = {"id": "ep", "seq": 1, "client_id": "c", "task_id": "t", "task_set": "", "group": "g", "group_id": 1}
-    return Episode(**{**whole, "mode": "train", "policy_version": 0, "begun": 0.0, **fields})
+    return EpisodeRecord(**{**whole, "mode": "train", "policy_version": 0, "begun": 0.0, **fields})
 
 
 def test_a_call_of_a_seeded_episode_does_not_depend_on_when_it_began() -> None:

@@ -134,7 +134,7 @@ async def test_a_group_that_its_client_left_waits_for_the_recipe(tmp_path: Path)
         left = CloseGroupsRequest(client_id="c", groups=[GroupName(group="g")])
         assert await run.gateway.close_groups(left) == 0
         await run.until(Waiting.entered.is_set)
-        waiting = await run.gateway.overview.waiting()
+        waiting = await run.gateway.reader.waiting()
         assert [group.state for group in waiting.groups] == ["closing"]
         text = run.gateway.swarm.queries.waiting_for()
         assert text.startswith("`accept` of the recipe: 0 of 1 groups are complete, 0 open, 1 closing, 0 ep")

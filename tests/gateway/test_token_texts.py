@@ -12,7 +12,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.gateway.episode_views import control_names, runs, token_texts, utf16_length
+from agentjet.gateway.records import control_names, runs, token_texts, utf16_length
 from agentjet.types import ESCAPE, ESCAPED_BYTE
 
 ANY_TEXT = st.one_of(st.text(), st.text(alphabet="aé€한😀👩‍👩‍👧ࠀ"))

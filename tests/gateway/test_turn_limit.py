@@ -10,8 +10,8 @@ import pytest
 
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import BeginRequest
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
-from agentjet.recipes.shelf.grpo import Grpo
 from tests.fakes import Running, running
 
 pytestmark = pytest.mark.anyio

@@ -131,7 +131,7 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
         run.gateway.swarm.store.file.db.set_trace_callback(None)
         assert threading.main_thread() not in decoding and len(decoding) == 3, "once for each batch"
         assert all("FROM meta" in statement for statement in statements), "a row of facts about the run"
-        assert found[0] == found[1] == (await run.gateway.current_status()).zero_variance is not None
+        assert found[0] == found[1] == (await run.gateway.reader.status()).zero_variance is not None
         assert len(decoding) == 3
 
 

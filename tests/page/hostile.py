@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest
-from agentjet.swarm.state import Episode
+from agentjet.swarm.state import EpisodeRecord
 from agentjet.types import Mode
 from tests.fakes import saying
 from tests.page.chromium import Site, served_site
@@ -175,13 +175,13 @@ async def fill(site: Site, names: Sequence[str]) -> None:
     await begin(site, names[1])
 
 
-async def begin(site: Site, name: str, mode: Mode = "train") -> Episode:
+async def begin(site: Site, name: str, mode: Mode = "train") -> EpisodeRecord:
     """Begins an episode with the name in every field."""
     fields = dict.fromkeys(("task_id", "task_set", "group", "client_id", "instance_id", "code_version"), name)
     return await site.run.gateway.begin(BeginRequest.model_validate({**fields, "mode": mode, "wait": 5}))
 
 
-async def converse(site: Site, episode: Episode, role: str) -> None:
+async def converse(site: Site, episode: EpisodeRecord, role: str) -> None:
     """Makes a call with all strings in every field of its messages and tools, as an agent does."""
     messages, tools = conversation(everything())
     headers = {"Authorization": f"Bearer {site.served.keys.sign(episode.id, episode.begun)}"}

@@ -16,7 +16,7 @@ from agentjet.cli.look import Found
 from agentjet.config import ServerConfig
 from agentjet.gateway.collection import Collection
 from agentjet.server.http import listen, uvicorn_config
-from agentjet.server.look import Look, create_look_app
+from agentjet.server.look import OfflineViewer, create_look_app
 from tests.page.chromium import PATIENCE, REPORT_VIOLATIONS, arrive, loaded, watch
 from tests.server.serving import in_thread
 
@@ -53,7 +53,7 @@ async def served_look(*places: object) -> AsyncIterator[tuple[str, str]]:
     for place in places:
         found.add(str(place))
     collection = Collection(found.runs, found.studies)
-    look = Look(collection, found.forwards, server)
+    look = OfflineViewer(collection, found.forwards, server)
     listener = listen("127.0.0.1", 0)
     http = uvicorn.Server(uvicorn_config(create_look_app(look, server), server))
     task = asyncio.create_task(http.serve([listener]))

@@ -20,9 +20,12 @@ def make_batch(
     metrics: Mapping[str, Sequence[float]] | None = None,
     entropies: Sequence[float] = (),
     prompts: Sequence[Sequence[int]] = (),
+    named: Sequence[float] = (),
+    means: Sequence[float] = (),
 ) -> TrainingBatch:
     """A batch of one role. `groups` are rewards of episodes; `calls` the tokens of each call of each episode, default
-    one call of two tokens. Each call has its `entropies` and its `prompts`, by default 1 and different ones.
+    one call of two tokens. Each call has its `entropies` and its `prompts`, by default 1 and different ones. Episodes
+    have rewards that are `named` for the role, and `means` of their tasks; NaN for none.
     """
     rewards = [reward for group in groups for reward in group]
     tokens_E = calls or [[2]] * len(rewards)
@@ -41,7 +44,7 @@ def make_batch(
         groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]).astype(np.int32),
         rewards=np.array(rewards, np.float64),
         roles=("",),
-        role_rewards=np.full((len(rewards), 1), np.nan),
+        role_rewards=np.reshape(named or [np.nan] * len(rewards), (-1, 1)).astype(np.float64),
         spoke=np.ones((len(rewards), 1), bool),
         call_episode=np.array([e for e, _, _ in places], np.int32),
         call_role=np.zeros(len(places), np.int32),
@@ -52,6 +55,7 @@ def make_batch(
         seconds=np.ones(len(rewards)),
         metrics={name: np.array(values, np.float64) for name, values in (metrics or {}).items()},
         code_versions=("",) * len(rewards),
+        task_means=np.array(means) if means else None,
     )
     return TrainingBatch(0, build_forest(rows), facts)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.recipes.corrections import CORRECTIONS, importance_ratio, vetoed
+from agentjet.recipes.losses import corrected, importance_ratio, vetoed
 from agentjet.recipes.registry import make_recipe
 from tests.recipes.batches import make_batch, recipe_of
 
@@ -25,7 +25,7 @@ PROXIMAL = (BEHAVIOUR + np.log(RHO)).astype(np.float32)
     ],
 )
 def test_corrections(name: str, low: float, high: float, weight: list[float], counts: list[int]) -> None:
-    found, counted = CORRECTIONS[name](importance_ratio(PROXIMAL, BEHAVIOUR), low, high)
+    found, counted = corrected(name, importance_ratio(PROXIMAL, BEHAVIOUR), low, high)
     assert found.tolist() == pytest.approx(weight, rel=1e-5)
     assert counted.tolist() == [bool(c) for c in counts]
 
@@ -33,7 +33,7 @@ def test_corrections(name: str, low: float, high: float, weight: list[float], co
 def test_far_apart_is_finite() -> None:
     far = np.array([-1000.0, 0.0], np.float32)
     rho = importance_ratio(far, far[::-1].copy())
-    weight, _ = CORRECTIONS["mis"](rho, 0.5, 2.0)
+    weight, _ = corrected("mis", rho, 0.5, 2.0)
     assert np.isfinite(weight).all() and weight.tolist() == [0, 0]
 
 
@@ -72,7 +72,7 @@ def test_a_veto_is_about_sequences() -> None:
     assert vetoed(RHO, np.array([0, 0, 1, 1], np.int32), 0.5).tolist() == [True, True, False, False]
 
 
-def corrected(**parameters: object) -> tuple[list[float], dict[str, float]]:
+def of_batch(**parameters: object) -> tuple[list[float], dict[str, float]]:
     """The advantages of two episodes of two tokens, whose ratios are 0.4, 0.9 and 1.1, 3."""
     batch = make_batch([[1, 0]])
     proximal = (batch.forest["logprob"] + np.log(RHO)).astype(np.float32)
@@ -82,15 +82,15 @@ def corrected(**parameters: object) -> tuple[list[float], dict[str, float]]:
 
 def test_corrections_of_a_batch() -> None:
     """Products 0.36 and 3.3, geometric means 0.6 and 1.816590."""
-    found, _ = corrected(correction="tis", correction_level="sequence")
+    found, _ = of_batch(correction="tis", correction_level="sequence")
     assert found == pytest.approx([0.36, 0.36, -2, -2])
-    found, _ = corrected(correction="icepop", correction_level="sequence", correction_high=4.0)
+    found, _ = of_batch(correction="icepop", correction_level="sequence", correction_high=4.0)
     assert found == pytest.approx([0, 0, -3.3, -3.3])
-    found, _ = corrected(correction="mis", correction_level="geometric", correction_low=0.7)
+    found, _ = of_batch(correction="mis", correction_level="geometric", correction_low=0.7)
     assert found == pytest.approx([-1.816590] * 2)
-    found, metrics = corrected(correction="tis", correction_veto=0.5)
+    found, metrics = of_batch(correction="tis", correction_veto=0.5)
     assert found == pytest.approx([-1.1, -2.0]) and metrics["policy/correction_dropped"] == 0.5
-    found, _ = corrected(correction="tis", correction_high=1.0)  # DART
+    found, _ = of_batch(correction="tis", correction_high=1.0)  # DART
     assert found == pytest.approx([0.4, 0.9, -1, -1])
 
 

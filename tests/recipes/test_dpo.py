@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.recipes.offline import Dpo
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.dpo import Dpo
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
 from tests.recipes.batches import make_batch

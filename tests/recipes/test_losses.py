@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from agentjet.recipes.losses import AGGREGATIONS, CLIP_FRACTION, KL_ESTIMATES, Clip, kl_k3
-from agentjet.recipes.policy_gradient import PolicyGradient, penalised
+from agentjet.recipes.clipping import CispoLoss, GspoLoss
+from agentjet.recipes.losses import CLIP_FRACTION, KL_ESTIMATES, Clip, kl_k3, token_weights
+from agentjet.recipes.policy_gradient import PolicyGradient, facts_of, penalised
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.cispo import CispoLoss
-from agentjet.recipes.shelf.gspo import GspoLoss
 from tests.recipes.batches import make_batch, recipe_of
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +84,7 @@ def test_a_loss_has_the_defaults_it_was_published_with() -> None:
     assert gspo.loss.aggregation == "sequence_mean" != Clip.aggregation
     combined = make_recipe({"name": "rloo", "loss": {"name": "gspo", "clip_high": 0.1}})
     assert isinstance(combined, PolicyGradient) and combined.loss == GspoLoss(clip_low=3e-4, clip_high=0.1)
-    assert AGGREGATIONS[combined.loss.aggregation](sequence, 2, 0).tolist() == pytest.approx([1 / 6] * 3 + [1 / 2])
+    assert token_weights(combined.loss.aggregation, sequence, 2).tolist() == pytest.approx([1 / 6] * 3 + [1 / 2])
 
 
 def test_k3() -> None:
@@ -101,7 +99,7 @@ def test_k3() -> None:
 def test_aggregation(aggregation: str, expected: float) -> None:
     """Losses [[1, 1, 1, 1], [3]]: 7 / 5; (1 + 3) / 2; 7 / 2; 7 / constant 4 / 2 sequences."""
     losses = np.array([1, 1, 1, 1, 3.0])
-    weights = AGGREGATIONS[aggregation](np.array([0, 0, 0, 0, 1], np.int32), 2, 4)
+    weights = token_weights(aggregation, np.array([0, 0, 0, 0, 1], np.int32), 2, 4)
     assert float((losses * weights).sum()) == pytest.approx(expected)
 
 
@@ -140,11 +138,9 @@ def test_kl_in_the_reward() -> None:
 
 
 def test_rewards_that_are_named_for_a_role_have_the_penalty_too() -> None:
-    batch = make_batch([[1, 0, 5], [1, 0]])
-    assert batch.facts is not None
-    named = replace(batch.facts, role_rewards=np.array([[2.0], [3.0], [np.nan], [np.nan], [np.nan]]))
-    found = penalised(named, np.full((5, 1), 0.5)).role_rewards[:, 0]
-    assert found.tolist() == pytest.approx([1.5, 2.5, math.nan, 0.5, -0.5], nan_ok=True)
+    batch = make_batch([[1, 0, 5], [1, 0]], named=[2, 3, np.nan, np.nan, np.nan])
+    found = facts_of(penalised(batch, np.full((5, 1), 0.5)))
+    assert found.role_rewards[:, 0].tolist() == pytest.approx([1.5, 2.5, math.nan, 0.5, -0.5], nan_ok=True)
 
 
 def test_kl_that_would_teach_nothing_is_refused() -> None:

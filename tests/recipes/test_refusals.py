@@ -10,9 +10,9 @@ import pytest
 from pydantic import model_validator
 
 from agentjet.recipes import hooks
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.grpo import Grpo
 from tests.recipes.batches import recipe_of
 
 COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "archer", "digirl")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from agentjet.errors import InvalidRequest
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
-from tests.recipes.batches import advantages, make_batch, recipe_of
 
 DEFAULT = Rollout(8, 1.0)
 
@@ -70,8 +67,6 @@ def test_rapo_prunes_solved_tasks() -> None:
     assert [bool(chosen("rapo_pruning", task(rate)).skip) for rate in (0, 0.8, 0.9, 1)] == [False, False, True, True]
     assert not chosen("rapo_pruning", TaskStats("", "t")).skip
     assert [bool(chosen("rapo_pruning", task(1), at, retest=7).skip) for at in (6, 7)] == [True, False]
-    groups = [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
-    assert advantages(make_batch(groups), "rapo_pruning") == advantages(make_batch(groups), "rapo")
 
 
 def test_staged_opens_one_task_set_after_the_other() -> None:
@@ -89,34 +84,3 @@ def test_staged_opens_one_task_set_after_the_other() -> None:
     for wrong in ([100], [250, 100], [0, 5], [5, 5]):
         with pytest.raises(ValueError, match="give rising steps from 1, one for each of the 3 stages"):
             make_recipe({"name": "staged", "ends": wrong})
-
-
-def test_single_stream_compares_with_earlier_episodes_of_the_task() -> None:
-    batch = make_batch([[1.0], [0.0], [1.0]])
-    assert batch.facts is not None
-    batch = replace(batch, facts=replace(batch.facts, task_means=np.array([0.5, np.nan, 1.0])))
-    # r - v: 0.5, -2/3, 0; mean -1/18, sample deviation 0.585314
-    assert advantages(batch, "single_stream") == pytest.approx([0.949157, -1.044072, 0.094916], abs=1e-5)
-    assert advantages(make_batch([[1.0]]), "single_stream") == [0.0]
-    assert make_recipe("single_stream").smallest_group == 1
-
-
-def test_rewards_of_roles_are_not_compared_with_those_of_tasks() -> None:
-    batch = make_batch([[0.0], [0.0], [0.0]])
-    assert batch.facts is not None
-    named = replace(batch.facts, role_rewards=np.array([[5.0], [3.0], [4.0]]), task_means=np.array([0.0, 5.0, np.nan]))
-    # The mean of the batch for the role is 4: 1, -1, 0, and the sample deviation is 1.
-    assert advantages(replace(batch, facts=named), "single_stream") == pytest.approx([1, -1, 0], abs=2e-6)
-    assert advantages(replace(batch, facts=named), "digirl_curriculum") == [1, 0, 0]
-
-
-def test_digirl_keeps_the_most_surprising_successes() -> None:
-    rewards = [1.0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
-    batch = make_batch([[reward] for reward in rewards])
-    assert batch.facts is not None
-    means = np.array([0.9, 0.2, 0.1, 0.8, 0.5, 0.3, 0.3, 0.3, 0.3, 0.95])  # The quantile is 0.53.
-    batch = replace(batch, facts=replace(batch.facts, task_means=means))
-    assert advantages(batch, "digirl_curriculum") == [0, 1, *[0] * 8]
-    forest = recipe_of("digirl_curriculum").columns(batch, {})[0]
-    assert forest.num_targets == 2, "the others are in no denominator"
-    assert advantages(make_batch([[0.0, 0.0]]), "digirl_curriculum") == [0, 0], "failures are not imitated"

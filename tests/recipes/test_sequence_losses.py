@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
+from agentjet.recipes.clipping import HapoLoss, relative, standardised
 from agentjet.recipes.registry import make_recipe
-from agentjet.recipes.shelf.aepo import standardised
-from agentjet.recipes.shelf.hapo import HapoLoss, relative
 from agentjet.timeline.batch import TrainingBatch
 from tests.recipes.batches import make_batch, recipe_of
 
@@ -59,9 +56,7 @@ def test_oapl_sums_over_sequences() -> None:
     forest = oapl.columns(batch, {})[0]
     assert forest["sequence_tokens"].tolist() == [5.0] * 5 + [1.0]
     assert oapl.weights(forest).tolist() == [0.5] * 6 and oapl.contributing(forest).all()
-    [unnamed] = [make_batch([[1, 0, 0.5]])]
-    assert unnamed.facts is not None
-    named = replace(unnamed, facts=replace(unnamed.facts, role_rewards=np.array([[1.0], [0.0], [np.nan]])))
+    named = make_batch([[1, 0, 0.5]], named=[1, 0, np.nan])
     assert oapl.columns(named, {})[0].num_targets == 4, "without the episode that is not compared"
 
 
@@ -129,17 +124,3 @@ def test_aepo_standardises_entropies() -> None:
 def test_a_loss_whose_columns_are_not_made_is_refused(loss: str) -> None:
     with pytest.raises(ValueError, match=f"loss = '{loss}': the recipe 'rloo' does not make the column"):
         recipe_of("rloo", loss=loss)
-
-
-def test_hc_grpo_and_its_bounds() -> None:
-    def rewards(**parameters: object) -> list[float]:
-        batch = make_batch([[1, 0]], metrics={"ask": [30, 30]})
-        forest = recipe_of("hc_grpo", loss="clip", **parameters).columns(batch, {})[0]
-        return [float(a) for a in forest["advantage"][::2]]
-
-    assert rewards() == pytest.approx([0.707106, -0.707106]), "both costs are the largest one"
-    assert rewards(costs={"ask": 0.001}, only_success=True) == pytest.approx([0.707106, -0.707106])
-    costs = recipe_of("hc_grpo").costs  # type: ignore[attr-defined]
-    assert costs["navigate"] > costs["ask"] > 10 * costs["get_memory"], "the order of arXiv 2512.18571"
-    with pytest.raises(ValueError, match="greater than 0"):
-        recipe_of("hc_grpo", costs={"ask": -1})

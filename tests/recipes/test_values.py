@@ -49,7 +49,7 @@ def test_rewards_come_at_the_ends_of_calls_and_sequences() -> None:
     assert found.starts.tolist() == [0, 2, 3] and found.ends.tolist() == [1, 2, 3]
     backwards = replace(batch, facts=replace(batch.facts, call_turn=np.array([1, 0, 0], np.int32)))
     assert steps(backwards).order.tolist() == [2, 0, 1, 3]
-    named = replace(batch, facts=replace(batch.facts, role_rewards=np.array([[3.0], [7.0]])))
+    named = make_batch([[1.0, 2.0]], calls=[[2, 1], [1]], turn_rewards=[[0.5, 0.25], [0.0]], named=[3, 7])
     assert steps(named).rewards.tolist() == [0, 0.5, 3.25, 7.0]
 
 

@@ -25,7 +25,7 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
-from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
+from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
 from agentjet.research.judged_episodes import JudgedEpisodes
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.servers import Address
@@ -88,13 +88,13 @@ def subject(tmp_path: Path) -> Subject:
 
 
 def judged_by(subject: Subject, swarm: Recorder) -> JudgedEpisodes:
-    return JudgedEpisodes(subject, subject.held_out_tasks(), cast(AsyncSwarm, swarm), cast(Arm, swarm))
+    return JudgedEpisodes(subject, subject.held_out_tasks(), cast(AsyncSwarm, swarm), cast(ArmClient, swarm))
 
 
 def trial_of(subject: Subject, swarm: Recorder, folder: Path) -> TrialProcess:
     trial = Trial("s", "a", {}, 1, "explore")
     order = TrialOrder(trial, subject, Address("http://127.0.0.1:9", "x"), str(folder), str(folder / "o"))
-    return TrialProcess(order, cast(AsyncSwarm, swarm), cast(Arm, swarm))
+    return TrialProcess(order, cast(AsyncSwarm, swarm), cast(ArmClient, swarm))
 
 
 EVALS = [("eval", "x", "3", 0.0), ("train", "a", "1", 1.0), ("eval", "y", "5", 9.0), ("eval", "y", "4", 9.0)]

@@ -32,7 +32,7 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
-from agentjet.research.arm_process import Arm, ArmFailed
+from agentjet.research.arm_process import ArmClient, ArmFailed
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.records import Setting, canonical
 from agentjet.research.run_record import RunRecord, Signals, held_out_counts, scoring
@@ -315,7 +315,7 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
     order = TrialOrder(
         TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json")
     )
-    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute()), cast(Arm, None)).run())
+    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute()), cast(ArmClient, None)).run())
     assert (outcome.end, outcome.score) == ("diverged", score)
 
 
@@ -382,7 +382,7 @@ def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, f
         TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer")
     )
     both = Diverging(metrics)
-    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, both), cast(Arm, both)).run())
+    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, both), cast(ArmClient, both)).run())
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
 

@@ -15,7 +15,7 @@ import pytest
 from agentjet.cli.server_process import all_addresses_line, run
 from agentjet.config import load_config
 from agentjet.errors import ConfigError
-from agentjet.server.http import REQUESTS_A_ROUND, Entry, listen
+from agentjet.server.http import REQUESTS_A_ROUND, RunMiddleware, listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -63,7 +63,7 @@ async def test_requests_that_arrive_together_take_turns() -> None:
             rounds.append(len(begun))
             await asyncio.sleep(0)
 
-    entry = Entry(app, None, frozenset())  # type: ignore[arg-type]
+    entry = RunMiddleware(app, None, frozenset())  # type: ignore[arg-type]
     gone = asyncio.create_task(request(100))
     gone.cancel()
     await asyncio.gather(watch(), *map(request, range(100)), gone, return_exceptions=True)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import Later, RequestError
-from agentjet.gateway.reader import MOST_READS, Reader
+from agentjet.gateway.read import MOST_READS, RunReader
 from agentjet.protocol import EpisodeQuery
 from agentjet.types import Call, Message
 from tests.server.serving import VIEWER, serving
@@ -134,7 +134,7 @@ async def test_reads_that_are_refused(tmp_path: Path) -> None:
         [refused] = [answer for answer in answers if not isinstance(answer, bytes)]
         assert isinstance(refused, Later) and (refused.status, refused.code) == (503, "too_many_reads")
         journal = served.run.folder / "journal.sqlite"
-        beside = Reader.at(journal)  # Another process reads while the server writes.
+        beside = RunReader.at(served.run.folder)  # Another process reads while the server writes.
         assert await beside.steps(None, 10) == await reader.steps(None, 10)
         await beside.close()
     with pytest.raises(Later, match="was closed"):
@@ -142,15 +142,15 @@ async def test_reads_that_are_refused(tmp_path: Path) -> None:
     with sqlite3.connect(journal) as db:
         db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     db.close()
-    await unreadable(journal, "has journal schema 99, this AgentJet reads")
-    await unreadable(tmp_path / "nothing" / "journal.sqlite", "is not a data dir of AgentJet")
+    await unreadable(served.run.folder, "has journal schema 99, this AgentJet reads")
+    await unreadable(tmp_path / "nothing", "is not a data dir of AgentJet")
     (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
-    await unreadable(tmp_path / "journal.sqlite", "cannot be read as a journal")
+    await unreadable(tmp_path, "cannot be read as a journal")
 
 
 async def test_a_read_that_does_not_end_does_not_outlive_its_reader(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
-        reader = Reader.at(served.run.folder / "journal.sqlite")
+        reader = RunReader.at(served.run.folder)
         endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
         reading = asyncio.create_task(reader.read(lambda journal: journal.file.db.execute(endless).fetchone()))
         await asyncio.sleep(0)
@@ -159,8 +159,8 @@ async def test_a_read_that_does_not_end_does_not_outlive_its_reader(tmp_path: Pa
             await reading
 
 
-async def unreadable(path: Path, why: str) -> None:
-    reader: Any = Reader.at(path)
+async def unreadable(folder: Path, why: str) -> None:
+    reader = RunReader.at(folder)
     with pytest.raises(RequestError, match=why) as refused:
         json.loads(await reader.steps(None, 10))
     assert (refused.value.status, refused.value.code) == (500, "journal_unreadable")

@@ -24,6 +24,7 @@ import pytest
 
 from agentjet.client.threads import LoopThread
 from agentjet.server.auth import read_secret
+from tests.fakes import recent_episodes
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, in_thread, serving
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
@@ -203,7 +204,7 @@ def test_the_token_of_a_run_opens_nothing_of_the_default_run(shared: Shared) -> 
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_your_run")
         refused = shared.ask("POST", "/v1/messages", {"x-api-key": key}, json={**HELLO, "max_tokens": 9})
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
-    path = f"/swarm/v1/episodes/{shared.served.run.gateway.swarm.queries.recent_episodes(1)[0].id}/abort"
+    path = f"/swarm/v1/episodes/{recent_episodes(shared.served.run.gateway.swarm, 1)[0].id}/abort"
     assert shared.ask("POST", path, bearer(shared.keys["other"])).json()["code"] == "not_your_run"
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from agentjet.gateway import call_path
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
-from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.swarm import Journal
 from agentjet.swarm.journal import encode_call
 from tests.fakes import RUN

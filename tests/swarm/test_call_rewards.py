@@ -10,7 +10,7 @@ import pytest
 
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.protocol import FinishRequest
-from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.recipes.baselines import Grpo
 from agentjet.swarm import Journal
 from tests.swarm.world import World
 

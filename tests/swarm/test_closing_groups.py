@@ -16,9 +16,9 @@ from pydantic import Field
 
 from agentjet.errors import Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, GroupName
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.rollout import Rollout
-from agentjet.recipes.shelf.grpo import Grpo
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded, RolloutQuestion
 from tests.swarm.world import LEASE, World
 

@@ -14,7 +14,7 @@ import pytest
 from agentjet import database
 from agentjet.cli.main import main
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Journal as Notebook
+from agentjet.research.journal import StudyJournal as Notebook
 from agentjet.swarm import Journal
 from agentjet.swarm.journal import SCHEMA
 from tests.cli.test_commands import run

@@ -14,8 +14,8 @@ from typing import ClassVar
 import pytest
 
 from agentjet.errors import Later, RecipeError
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
-from agentjet.recipes.shelf.grpo import Grpo
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]

@@ -17,7 +17,6 @@ from agentjet.errors import ConfigError, Later, NotFound
 from agentjet.protocol import EpisodeQuery, EvaluationRequest
 from agentjet.swarm import Journal
 from agentjet.swarm.journal import ADDED_COLUMNS
-from agentjet.swarm.records import find_episodes
 from agentjet.swarm.store import Store
 from tests.swarm.world import World
 
@@ -224,7 +223,7 @@ def test_pages_of_episodes_are_found_by_an_index(world: World) -> None:
     before = world.begin().id
     world.journal.file.db.set_trace_callback(queries.append)
     for asked in ({}, {"before": before}, {"status": "finished"}, {"status": "finished", "before": before}):
-        find_episodes(world.journal, EpisodeQuery.model_validate(asked))
+        world.journal.find_episodes(EpisodeQuery.model_validate(asked))
     world.journal.file.db.set_trace_callback(None)
     queries = [query for query in queries if "ORDER BY" in query]
     for query in queries:
@@ -244,7 +243,7 @@ def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
     world.finish(evaluated, 1.0)
 
     def seqs(**wanted: Any) -> list[int]:
-        return [episode.seq for episode in find_episodes(world.journal, EpisodeQuery(**wanted)).episodes]
+        return [episode.seq for episode in world.journal.find_episodes(EpisodeQuery(**wanted)).episodes]
 
     assert seqs() == [4, 3, 2, 1]
     assert seqs(limit=2) == [4, 3]

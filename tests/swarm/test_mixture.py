@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import Conflict, Later
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from tests.swarm.world import LEASE, MAX_SECONDS, World
 
 Make = Callable[..., World]
@@ -30,7 +30,7 @@ class Fleet:
         self.seconds = dict(seconds)
         self.slots = slots
         self.restarts = restarts
-        self.working: dict[str, list[tuple[float, Episode]]] = {name: [] for name in seconds}
+        self.working: dict[str, list[tuple[float, EpisodeRecord]]] = {name: [] for name in seconds}
         self.begun = dict.fromkeys(seconds, 0)
         self.batches: list[list[str]] = []
         """The task sets of each batch's groups."""
@@ -78,7 +78,7 @@ class Fleet:
             self.world.call(episode, 7)
             self.working[name].append((self.world.now + self.seconds[name], episode))
 
-    def end(self, name: str, episode: Episode) -> None:
+    def end(self, name: str, episode: EpisodeRecord) -> None:
         with suppress(Conflict):  # surplus, or stale
             self.world.finish(episode, float(episode.seq % 3))
 

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from tests.swarm.world import LEASE, MAX_SECONDS, World
 
 Make = Callable[..., World]
 ONE_EACH = {"recipe": "rft", "group_size": 1}
 
 
-def opens(world: World, client: str, *groups: str, **request: object) -> list[Episode]:
+def opens(world: World, client: str, *groups: str, **request: object) -> list[EpisodeRecord]:
     """The episodes of the groups that the client was allowed to open."""
     begun = []
     for group in groups:
@@ -40,7 +40,7 @@ def opens(world: World, client: str, *groups: str, **request: object) -> list[Ep
     return begun
 
 
-def finish(world: World, *episodes: Episode) -> None:
+def finish(world: World, *episodes: EpisodeRecord) -> None:
     for episode in episodes:
         world.call(episode, 7)
         world.finish(episode, 1.0)
@@ -50,7 +50,7 @@ def learn(world: World) -> None:
     world.swarm.batches.learned(world.swarm.batches.compose(), {})
 
 
-def wait(world: World, seconds: float, *alive: Episode) -> None:
+def wait(world: World, seconds: float, *alive: EpisodeRecord) -> None:
     """Let time pass, as a server does, while these episodes are kept alive by heartbeats."""
     for _ in range(10):
         world.now += seconds / 10
@@ -109,7 +109,7 @@ class Market:
             client.num_opened += 1
             client.running[begun[0].id] = client.duration
 
-    def work(self, client: Simulated, episode: Episode, left: int) -> None:
+    def work(self, client: Simulated, episode: EpisodeRecord, left: int) -> None:
         world = self.world
         if episode.ended is not None:
             del client.running[episode.id]

@@ -15,8 +15,7 @@ import pytest
 
 from agentjet.errors import InvalidRequest, NotFound
 from agentjet.protocol import EpisodeQuery
-from agentjet.swarm import Episode
-from agentjet.swarm.records import find_episodes
+from agentjet.swarm import EpisodeRecord
 from agentjet.types import EpisodeOrder, Message, NewContext
 from tests.swarm.world import World
 
@@ -28,11 +27,11 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.close()
 
 
-def found(world: World, **query: Any) -> list[Episode]:
-    return list(find_episodes(world.journal, EpisodeQuery(**query)).episodes)
+def found(world: World, **query: Any) -> list[EpisodeRecord]:
+    return list(world.journal.find_episodes(EpisodeQuery(**query)).episodes)
 
 
-def played(world: World) -> dict[str, Episode]:
+def played(world: World) -> dict[str, EpisodeRecord]:
     """Episodes that differ in everything that can be asked for, by name."""
     low, high = world.begin("g1"), world.begin("g1")
     world.call(low, 5), world.call(high, 5, 6, 7)
@@ -72,8 +71,8 @@ def test_filters(world: World) -> None:
     assert names(status="aborted") == {"lost"} and names(status="not_needed") == {""}
     assert [e.reason for e in found(world, status="not_needed")] == ["not needed: the client's run has its steps"]
     assert names(status="finished") == {"low", "high", "tested", ""} and names(status="live") == {"live"}
-    assert find_episodes(world.journal, EpisodeQuery(task_set="math", count=True, limit=1)).total == 2
-    assert find_episodes(world.journal, EpisodeQuery()).total is None
+    assert world.journal.find_episodes(EpisodeQuery(task_set="math", count=True, limit=1)).total == 2
+    assert world.journal.find_episodes(EpisodeQuery()).total is None
 
 
 def test_text_of_messages_answers_and_rewards_is_found_and_nothing_else(world: World) -> None:
@@ -92,7 +91,7 @@ def test_text_of_messages_answers_and_rewards_is_found_and_nothing_else(world: W
     assert ids('expected "grüß dich"\n') == {other.id}
     assert ids('"grüß dich"\nand') == {asked.id, other.id}
     assert ids("reward_text") == ids("prompt_key") == ids("Forty-two") == set()
-    assert find_episodes(world.journal, EpisodeQuery(text="forty", count=True)).total == 1
+    assert world.journal.find_episodes(EpisodeQuery(text="forty", count=True)).total == 1
 
 
 @pytest.mark.parametrize("sort", get_args(EpisodeOrder))
@@ -106,12 +105,12 @@ def test_pages_in_every_order(world: World, sort: EpisodeOrder, limit: int) -> N
         "-num_calls": lambda e: (-e.num_calls, -e.seq),
     }  # fmt: skip
     assert whole == sorted(whole, key=keys[sort]) and len(whole) == (5 if "reward" in sort else 7)
-    listed: list[Episode] = []
-    page = find_episodes(world.journal, EpisodeQuery(sort=sort, limit=limit))
+    listed: list[EpisodeRecord] = []
+    page = world.journal.find_episodes(EpisodeQuery(sort=sort, limit=limit))
     while page.next is not None:
         listed += page.episodes
         assert page.next == page.episodes[-1].id
-        page = find_episodes(world.journal, EpisodeQuery(sort=sort, limit=limit, before=page.next))
+        page = world.journal.find_episodes(EpisodeQuery(sort=sort, limit=limit, before=page.next))
     assert [*listed, *page.episodes] == whole
 
 

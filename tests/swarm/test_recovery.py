@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from agentjet.compute.operations import body_digest
 from agentjet.errors import CheckpointError, Conflict, Later
-from agentjet.swarm import Episode, Journal
+from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.state import COUNTED, State
 from agentjet.swarm.store import Store
 from agentjet.types import Call, CheckpointStamp
@@ -117,7 +117,7 @@ def test_a_server_that_is_killed_at_any_statement_has_all_of_a_transaction_or_no
         stored = Store(journal, lambda: 0.0)
         counted = State(**{**asdict(stored.state), "counts": dict.fromkeys(COUNTED, 0), "code_versions": {}})
         for (body,) in journal.file.db.execute("SELECT body FROM episodes ORDER BY seq"):
-            counted.count(None, Episode(**json.loads(body)))
+            counted.count(None, EpisodeRecord(**json.loads(body)))
         assert counted.counts == stored.state.counts, "the counts are those of the episodes"
         journal.close()
 
@@ -125,7 +125,7 @@ def test_a_server_that_is_killed_at_any_statement_has_all_of_a_transaction_or_no
 def changes(world: World) -> Iterator[Callable[[], object]]:
     """Changes of all kinds."""
     first = world.begin
-    begun: list[Episode] = []
+    begun: list[EpisodeRecord] = []
     yield lambda: begun.append(first("a", task_set="s", key="k", instance_id="p1"))
     yield lambda: begun.append(first("a", task_set="s", instance_id="p1"))
     for n in (0, 1):
@@ -170,7 +170,7 @@ class History:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.begun: list[Episode] = []
+        self.begun: list[EpisodeRecord] = []
         self.calls: dict[tuple[str, str], Call] = {}
         self.trained: list[str] = []
 
@@ -226,7 +226,7 @@ class History:
         except Conflict:
             pass
 
-    def pick(self, number: int) -> Episode | None:
+    def pick(self, number: int) -> EpisodeRecord | None:
         """Mostly one of the newest."""
         return self.begun[-1 - number % min(8, len(self.begun))] if self.begun else None
 

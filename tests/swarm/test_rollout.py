@@ -18,9 +18,9 @@ from pydantic import Field
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later, RecipeError
+from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import RECENT_EPISODES, Rollout, TaskStats
-from agentjet.recipes.shelf.grpo import Grpo
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.swarm import Episode, store
+from agentjet.swarm import EpisodeRecord, store
 from tests.swarm.world import World
 
 
@@ -25,7 +25,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.close()
 
 
-def learned(world: World, *groups: tuple[float, ...]) -> list[list[Episode]]:
+def learned(world: World, *groups: tuple[float, ...]) -> list[list[EpisodeRecord]]:
     """Plays and learns a batch of groups with these rewards."""
     played = [world.play(f"g{i}", *rewards) for i, rewards in enumerate(groups)]
     world.swarm.batches.learned(world.swarm.batches.compose(), {})

@@ -12,7 +12,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.recipes.registry import make_recipe
-from agentjet.swarm import Batch, Episode, Journal, SwarmState
+from agentjet.swarm import Batch, EpisodeRecord, Journal, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
 from agentjet.types import SOLE_POLICY, Call, Message, ToolCall
@@ -54,17 +54,19 @@ class World:
         """The forest of a batch, with the advantages that its recipe computes."""
         return batch.job.recipe.columns(self.training(batch), {})[0]
 
-    def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
+    def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> EpisodeRecord:
         asked = {"task_id": "t", "group": group} | request
         return self.swarm.begin(BeginRequest(**asked), idempotency_key=key)
 
-    def finish(self, episode: Episode, reward: float, *, key: str | None = None, **request: Any) -> Episode:
+    def finish(self, episode: EpisodeRecord, reward: float, *, key: str | None = None, **request: Any) -> EpisodeRecord:
         return self.swarm.finish(episode.id, FinishRequest(reward=reward, **request), idempotency_key=key)
 
-    def abort(self, episode: Episode, reason: str = "", *, key: str | None = None) -> Episode:
+    def abort(self, episode: EpisodeRecord, reason: str = "", *, key: str | None = None) -> EpisodeRecord:
         return self.swarm.abort(episode.id, AbortRequest(reason=reason), idempotency_key=key)
 
-    def call(self, episode: Episode, *tokens: int, parent: Call | None = None, kept: int = 0, **changes: Any) -> Call:
+    def call(
+        self, episode: EpisodeRecord, *tokens: int, parent: Call | None = None, kept: int = 0, **changes: Any
+    ) -> Call:
         """Record a call: prompt (1, 2) or what `parent` keeps and then 3, answer `tokens`."""
         self.num_calls += 1
         call = Call(
@@ -94,7 +96,7 @@ class World:
             self.swarm.store.prune(rows)
         return len(slices)
 
-    def play(self, group: str, *rewards: float, **request: Any) -> list[Episode]:
+    def play(self, group: str, *rewards: float, **request: Any) -> list[EpisodeRecord]:
         """Episodes of a group that each make one call and finish with the given rewards."""
         begun = [self.begin(group, **request) for _ in rewards]
         for episode, reward in zip(begun, rewards, strict=True):

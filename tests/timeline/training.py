@@ -10,7 +10,7 @@ import numpy as np
 from agentjet.config import JobConfig
 from agentjet.swarm.batch_forest import build
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.state import Batch, Episode
+from agentjet.swarm.state import Batch, EpisodeRecord
 from agentjet.timeline import Forest
 from agentjet.timeline.tree import orphans
 from agentjet.types import SOLE_POLICY
@@ -37,7 +37,7 @@ def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, d
     """The forest and its metrics, as the swarm makes them of one group."""
     batch = Batch(0, (tuple(episode_ids),), JobConfig(), 0.0)
     episodes = {
-        id: Episode(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
+        id: EpisodeRecord(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
         for i, id in enumerate(episode_ids)
     }
     training, metrics = build(cast(Journal, RecordedJournal(record)), batch, episodes, ())

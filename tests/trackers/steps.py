@@ -14,7 +14,7 @@ from typing import Any
 
 import agentjet.trackers
 from agentjet.trackers.follower import Follower
-from agentjet.trackers.sink import Step, open_sink
+from agentjet.trackers.sinks import Step, open_sink
 
 Rows = list[tuple[int, dict[str, float]]]
 """What a tracker has: version and values."""

@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 
-from agentjet.trackers.sink import Run, Step, id_of_run
+from agentjet.trackers.sinks import (
+    MlflowSink,
+    Run,
+    Step,
+    id_of_run,
+    mlflow_metrics,
+    mlflow_name,
+    tensorboard_events,
+    wandb_records,
+)
 from tests.needs import need
 from tests.trackers.steps import ListSource, Rows, copy, copy_through_kills, rows_of, steps_of
 
@@ -42,9 +51,7 @@ def as_float32(steps: list[Step]) -> Rows:
 
 def events(folder: Path) -> list[Any]:
     """Those of steps."""
-    from agentjet.trackers.tensorboard import _events
-
-    return [event for file in sorted(folder.glob("*.tfevents.*")) for event in _events(file) if event.step]
+    return [event for file in sorted(folder.glob("*.tfevents.*")) for event in tensorboard_events(file) if event.step]
 
 
 def event_rows(folder: Path) -> Rows:
@@ -114,9 +121,7 @@ def mlflow_rows(uri: str) -> Rows:
 
 
 def as_mlflow(steps: list[Step]) -> Rows:
-    from agentjet.trackers.mlflow import _name
-
-    return [(version, {_name(name): value for name, value in row.items()}) for version, row in rows_of(steps)]
+    return [(version, {mlflow_name(name): value for name, value in row.items()}) for version, row in rows_of(steps)]
 
 
 @pytest.mark.thorough
@@ -127,12 +132,10 @@ def test_mlflow_has_each_step_once_after_20_kills(uri: str, tmp_path: Path) -> N
 
 @pytest.mark.thorough
 def test_mlflow_completes_a_step_that_arrived_half(uri: str, tmp_path: Path) -> None:
-    from agentjet.trackers.mlflow import MlflowSink, _metrics
-
     copy(STEPS[:5], f"mlflow:{uri}", tmp_path)
     sink = MlflowSink(uri)
     assert sink.begin(RUN) == 5
-    sink._client.log_batch(sink._run_id, metrics=list(_metrics(STEPS[5:]))[:4])
+    sink._client.log_batch(sink._run_id, metrics=list(mlflow_metrics(STEPS[5:]))[:4])
     copy(STEPS, f"mlflow:{uri}", tmp_path)
     assert mlflow_rows(uri) == as_mlflow(STEPS)
 
@@ -162,8 +165,6 @@ def test_trackio_has_each_step_once_after_20_kills(tmp_path: Path, monkeypatch: 
 def test_wandb_has_each_step_once_after_20_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from agentjet.trackers.wandb import _records
-
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     copy_through_kills(MANY, "wandb:project", tmp_path)
@@ -171,7 +172,7 @@ def test_wandb_has_each_step_once_after_20_kills(tmp_path: Path, monkeypatch: py
     history = [
         record.history
         for file in files
-        for record in map(Record.FromString, _records(file.read_bytes()))
+        for record in map(Record.FromString, wandb_records(file.read_bytes()))
         if record.HasField("history")
     ]
     points = [(one.step.num, item.nested_key[0], float(item.value_json)) for one in history for item in one.item]

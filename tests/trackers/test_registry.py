@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.trackers.sink import KINDS, open_sink
+from agentjet.trackers.sinks import KINDS, open_sink
 
 MINE = """
 class Mine:

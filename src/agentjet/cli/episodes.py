@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
-from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, Advantages, Overlay, overlaid
+from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, EpisodeAdvantages, Overlay, overlaid
 from agentjet.errors import ConfigError
-from agentjet.types import EpisodeFilter, EpisodeOrder, Mode, Reward
+from agentjet.protocol import EpisodeFilters, EpisodeQuery
+from agentjet.types import Mode, Reward
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,52 +24,39 @@ if TYPE_CHECKING:
     from agentjet.protocol import CallView, EpisodeTree
 
 NOTE = "dim"
-NO_ADVANTAGES = Advantages()
+NO_ADVANTAGES = EpisodeAdvantages()
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 
 app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export them.", no_args_is_help=True)
 
 
+def with_filters(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command with an option for the order and for each filter, which it takes as keyword arguments."""
+    own = [one for one in signature(command, eval_str=True).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    parameters = [*map(_filter_option, ("sort", *EpisodeQuery.filters())), *own]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
+def _filter_option(name: str) -> Parameter:
+    field, kind = EpisodeQuery.model_fields[name], get_type_hints(EpisodeFilters)[name]
+    annotation = Annotated[kind, typer.Option(help=field.description)]  # type: ignore[valid-type]
+    return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation)
+
+
 @app.command("list")
+@with_filters
 def list_episodes(
-    status: Annotated[EpisodeFilter | None, typer.Option(help="Only episodes of this status.")] = None,
-    mode: Annotated[Mode | None, typer.Option(help="Only episodes of this mode.")] = None,
-    task_set: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this task set.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="ID", help="Only those of this task.")] = None,
-    group: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this group.")] = None,
-    client: Annotated[str | None, typer.Option(metavar="ID", help="Only those of this client.")] = None,
-    code_version: Annotated[str | None, typer.Option(metavar="VERSION", help="Only those of this agent code.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Only those of this batch.")] = None,
-    min_version: Annotated[
-        int | None, typer.Option(metavar="V", help="Lowest policy version at the beginning.")
-    ] = None,
-    max_version: Annotated[
-        int | None, typer.Option(metavar="V", help="Highest policy version at the beginning.")
-    ] = None,
-    min_reward: Annotated[float | None, typer.Option(metavar="R", help="Lowest reward.")] = None,
-    max_reward: Annotated[float | None, typer.Option(metavar="R", help="Highest reward.")] = None,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Text inside the reason of an abort or a drop.")] = "",
-    text: Annotated[
-        str, typer.Option(metavar="TEXT", help="Text inside a message, an answer or a reward's text.")
-    ] = "",
-    sort: Annotated[
-        EpisodeOrder, typer.Option(help="Order. `reward` is lowest first; a minus sign means highest first.")
-    ] = "newest",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Most episodes of a page.")] = 20,
     before: Annotated[str, typer.Option(metavar="ID", help="The page that follows this episode.")] = "",
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
     as_json: Json = False,
+    **filters: Any,
 ) -> None:
     """List the episodes that match every filter, newest first."""
-    from agentjet.protocol import EpisodeFilters
-
-    filters = EpisodeFilters(
-        status=status, mode=mode, task_set=task_set, task=task, group=group, client=client, code_version=code_version,
-        batch=batch, min_version=min_version, max_version=max_version, min_reward=min_reward, max_reward=max_reward,
-        reason=reason, text=text, sort=sort,
-    )  # fmt: skip
     with connect(url, token, token_file) as swarm:
         found = swarm.episodes(limit, before=before, **filters)
     if as_json:
@@ -107,7 +97,7 @@ def show_episode(
     from rich.console import Console
 
     console = Console(highlight=False)
-    for line in episode_lines(tree, overlay, Advantages.of(tree, group)):
+    for line in episode_lines(tree, overlay, EpisodeAdvantages.of(tree, group)):
         console.print(line, soft_wrap=True)
 
 
@@ -222,7 +212,9 @@ def export_episodes(
     typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
-def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", advantages: Advantages = NO_ADVANTAGES) -> list[Text]:
+def episode_lines(
+    tree: EpisodeTree, overlay: Overlay = "author", advantages: EpisodeAdvantages = NO_ADVANTAGES
+) -> list[Text]:
     """An episode as coloured lines."""
     from rich.text import Text
 

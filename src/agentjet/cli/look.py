@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import httpx
 
     from agentjet.client import Swarm
-    from agentjet.gateway.recorded import RecordedRun
+    from agentjet.gateway.read import RunReader
     from agentjet.research.report.view import StudyView
     from agentjet.server.look import Forward
 
@@ -125,7 +125,7 @@ class RemoteRun:
     async def status(self) -> StatusResponse:
         return StatusResponse.model_validate(await self.read("/status"))
 
-    async def steps(self) -> StepList:
+    async def all_steps(self) -> StepList:
         return StepList.model_validate(await self.read(f"/steps?limit={MOST_STEPS}"))
 
     async def evaluations(self) -> list[EvaluationView]:
@@ -152,7 +152,7 @@ class Found:
 
     def __init__(self, token: str | None) -> None:
         self._token = token
-        self.runs: dict[str, RecordedRun | RemoteRun] = {}
+        self.runs: dict[str, RunReader | RemoteRun] = {}
         self.studies: dict[str, RecordedStudy] = {}
 
     @property
@@ -181,15 +181,15 @@ class Found:
 
     def _add_run(self, folder: Path, place: str) -> str:
         """Adds a run. Returns why it cannot be read, or ''."""
-        from agentjet.gateway.recorded import RecordedRun
+        from agentjet.gateway.read import RunReader
 
-        if any(isinstance(run, RecordedRun) and run.folder.samefile(folder) for run in self.runs.values()):
+        if any(isinstance(run, RunReader) and run.folder.samefile(folder) for run in self.runs.values()):
             return ""  # It was named twice.
         data_dir = folder.resolve().parent.parent
         title = str(folder) if folder == Path(place) else str(folder.parent.parent)
         is_default = folder.name == DEFAULT_RUN
         name = self._new_name(data_dir.name if is_default else f"{data_dir.name}.{folder.name}")
-        run = RecordedRun(folder, title=title if is_default else str(folder))
+        run = RunReader.at(folder, name=name, title=title if is_default else str(folder))
         self.runs[name] = run
         try:
             run.check()
@@ -234,11 +234,11 @@ async def _serve(found: Found, listener: socket.socket, only_print: bool) -> Non
     from agentjet.config import ServerConfig
     from agentjet.gateway.collection import Collection
     from agentjet.server.http import uvicorn_config
-    from agentjet.server.look import Look, create_look_app
+    from agentjet.server.look import OfflineViewer, create_look_app
 
     server = ServerConfig()
     collection = Collection(found.runs, found.studies)
-    app_look = Look(collection, found.forwards, server)
+    app_look = OfflineViewer(collection, found.forwards, server)
     try:
         for read in found.forwards.values():
             await read("/status")

@@ -49,7 +49,7 @@ LEGENDS: Mapping[Overlay, str] = {
 
 
 @dataclass(frozen=True)
-class Advantages:
+class EpisodeAdvantages:
     """The advantages of an episode, as far as its group has them."""
 
     of_episode: float | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +16,7 @@ from agentjet.errors import ConfigError, nearest_name
 from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from agentjet.gateway.collection import Figures, Tasks
-    from agentjet.protocol import EvaluationView, RunView
+    from agentjet.protocol import ComparisonView, RunView
 
 app = typer.Typer(
     name="runs", no_args_is_help=True, help="List, create and end the runs of a server; needs its admin token."
@@ -100,34 +99,28 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
-    from agentjet.gateway.collection import code_notes, compared_tasks, differing_settings, notes
-
     if len(runs) < 2:
         raise ConfigError(
             f"{str(runs[0])!r} is only one run: name another one beside it, such as agentjet compare "
             f"{runs[0]} OTHER_DATA_DIR, or two folders DATA_DIR/runs/NAME"
         )
-    read = [_read(path, run) for path in runs]
+    compared = read_runs(runs, run)
     _check_different(runs, run)
-    evaluations = [one.evaluations for one in read]
-    tasks = compared_tasks(evaluations)
-    compared, different = [one.figures(tasks) for one in read], differing_settings([one.settings for one in read])
-    names = [str(path) for path in runs]
-    said = notes(names, evaluations, tasks) + code_notes(names, [one.steps for one in read])
+    figures = [one.figures for one in compared.runs]
     if as_json:
-        found = [{"run": str(path), **one} for path, one in zip(runs, compared, strict=True)]
-        typer.echo(json.dumps({"runs": found, "settings": different, "notes": said}, indent=2))
+        found = [{"run": one.title, **one.figures} for one in compared.runs]
+        typer.echo(json.dumps({"runs": found, "settings": compared.settings, "notes": compared.notes}, indent=2))
         return
     lines = [["", *map(str, runs)]]
-    lines += [[name.replace("_", " "), *(_figure(one[name]) for one in compared)] for name in compared[0]]
-    lines += [["settings that differ", *([""] * len(runs))]] if different else []
-    lines += [[key, *map(_setting, values)] for key, values in different.items()]
+    lines += [[name.replace("_", " "), *(_figure(one[name]) for one in figures)] for name in figures[0]]
+    lines += [["settings that differ", *([""] * len(runs))]] if compared.settings else []
+    lines += [[key, *map(_setting, values)] for key, values in compared.settings.items()]
     lines = [[one_line(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *rest in lines:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         typer.echo("  ".join(cells).rstrip())
-    for sentence in said:
+    for sentence in compared.notes:
         print_text(sentence)
 
 
@@ -143,43 +136,29 @@ def _check_different(runs: list[Path], run: str) -> None:
             )
 
 
-class RecordedFacts(NamedTuple):
-    """The records of a run that a comparison reads."""
+def read_runs(paths: Sequence[Path], run: str = DEFAULT_RUN) -> ComparisonView:
+    """The figures of runs and the settings that differ, from their folders or data dirs. Raises `ConfigError`."""
+    from agentjet.gateway.collection import Collection
+    from agentjet.gateway.read import RunReader
 
-    policy_version: int
-    steps: dict[int, dict[str, float]]
-    evaluations: list[EvaluationView]
-    settings: dict[str, Any]
+    async def read() -> ComparisonView:
+        readers = {str(path): RunReader.at(journal_of(path, run).parent, title=str(path)) for path in paths}
+        collection = Collection(readers, {})
+        try:
+            for reader in readers.values():
+                reader.check()
+            return await collection.compare([*readers])
+        finally:
+            await collection.close()
 
-    def figures(self, tasks: Sequence[Tasks]) -> Figures:
-        """The figures. Scores are those of the compared `tasks`."""
-        from agentjet.gateway.collection import figures
-
-        return figures(self.policy_version, self.steps, self.evaluations, tasks)
-
-
-def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any]]:
-    """The figures of a run and its settings, from its folder or its data dir. Raises `ConfigError`."""
-    from agentjet.gateway.collection import compared_tasks
-
-    read = _read(path, run)
-    return read.figures(compared_tasks([read.evaluations])), read.settings
-
-
-def _read(path: Path, run: str) -> RecordedFacts:
-    from agentjet.gateway.recorded import MOST_STEPS, settings_of
-    from agentjet.swarm import Journal, records
-
-    with closing(Journal.open_read_only(journal_of(path, run))) as journal:
-        steps = {step.version: step.metrics for step in records.steps(journal, 0, MOST_STEPS)}
-        version, evaluations = journal.read_state().policy_version, journal.evaluations()
-        settings = settings_of(journal)
-    if not steps and not evaluations:
-        raise ConfigError(
-            f"{str(path)!r} has no batch and no evaluation, so there is nothing to compare: name a data dir whose "
-            "server has learned a batch, or recorded an evaluation (swarm.train, swarm.evaluate)"
-        )
-    return RecordedFacts(version, steps, evaluations, settings)
+    compared = asyncio.run(read())
+    for one in compared.runs:
+        if not one.figures["batches"] and not one.evaluations:
+            raise ConfigError(
+                f"{one.title!r} has no batch and no evaluation, so there is nothing to compare: name a data dir whose "
+                "server has learned a batch, or recorded an evaluation (swarm.train, swarm.evaluate)"
+            )
+    return compared
 
 
 def _figure(value: float | None) -> str:

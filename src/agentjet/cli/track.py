@@ -62,7 +62,7 @@ def track(
     from agentjet.client import Retry
     from agentjet.client.threads import raise_on_signals
     from agentjet.trackers.follower import Follower
-    from agentjet.trackers.sink import FORMS, open_sink
+    from agentjet.trackers.sinks import FORMS, open_sink
 
     if not to:
         raise ConfigError(f"--to is missing: give one of {FORMS}, or module:Class")
@@ -111,14 +111,12 @@ class FileSource:
         self.title = str(path)
 
     def settings(self) -> Mapping[str, Any]:
-        from agentjet.gateway.recorded import settings_of
+        from agentjet.gateway.read import settings_of
 
         return self._read(settings_of)
 
     def steps(self, after: int, limit: int) -> list[Step]:
-        from agentjet.swarm import records
-
-        found = self._read(lambda journal: records.steps(journal, after, limit))
+        found = self._read(lambda journal: journal.steps(after, limit))
         return [
             Step(step.version, step.composed, {n: float(v) for n, v in step.metrics.items() if math.isfinite(v)})
             for step in found

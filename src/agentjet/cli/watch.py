@@ -23,7 +23,7 @@ from agentjet.errors import Later, Unreachable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentjet.cli.watch_screen import Look
+    from agentjet.cli.watch_screen import Snapshot
     from agentjet.client import AsyncSwarm
     from agentjet.protocol import Event, HealthView
 
@@ -70,17 +70,17 @@ def watch(
         asyncio.run(run())
 
 
-async def read(swarm: AsyncSwarm) -> Look:
+async def read(swarm: AsyncSwarm) -> Snapshot:
     """Reads everything that the screen shows. Raises `Unreachable`, `Later`."""
-    from agentjet.cli.watch_screen import Look
+    from agentjet.cli.watch_screen import Snapshot
 
     status = await swarm.status()  # First: events after its `last_event` are changes.
     health, waiting, steps = await asyncio.gather(swarm.health(), swarm.waiting(), swarm.steps(limit=NUM_STEPS))
-    return Look(swarm.url, status, health, waiting, steps)
+    return Snapshot(swarm.url, status, health, waiting, steps)
 
 
 async def follow(
-    swarm: AsyncSwarm, every: float, on_event: Callable[[Event], None], on_look: Callable[[Look], None]
+    swarm: AsyncSwarm, every: float, on_event: Callable[[Event], None], on_look: Callable[[Snapshot], None]
 ) -> None:
     """Calls `on_event` with each event from now on and `on_look` after changes and each second, without end.
 
@@ -124,7 +124,7 @@ async def _pause(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-async def _again(swarm: AsyncSwarm, look: Look, begun: float, on_look: Callable[[Look], None]) -> Look:
+async def _again(swarm: AsyncSwarm, look: Snapshot, begun: float, on_look: Callable[[Snapshot], None]) -> Snapshot:
     """Tries the server until it answers."""
     while True:
         await asyncio.sleep(REDRAW_SECONDS)
@@ -151,7 +151,7 @@ async def _live(swarm: AsyncSwarm, every: float, console: Console) -> None:
 
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
 
-        def on_look(look: Look) -> None:
+        def on_look(look: Snapshot) -> None:
             live.update(screen(replace(look, news=tuple(news)), console.width), refresh=True)
 
         await follow(swarm, every, on_event, on_look)
@@ -199,7 +199,7 @@ class Lines:
         if line := event_line(event):
             self.print_line(line)
 
-    def look(self, look: Look) -> None:
+    def look(self, look: Snapshot) -> None:
         from agentjet.cli.watch_screen import nothing_to_learn
 
         now = time.strftime("%H:%M:%S")
@@ -235,6 +235,6 @@ class _JsonLines:
     def event(self, event: Event) -> None:
         print(event.model_dump_json(), flush=True)
 
-    def look(self, look: Look) -> None:
+    def look(self, look: Snapshot) -> None:
         if look.problem:
             print(f"agentjet: {one_line(look.problem)}", file=sys.stderr, flush=True)

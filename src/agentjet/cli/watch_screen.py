@@ -34,7 +34,7 @@ SHOWN_ANSWERS = 3
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """The answers of a server, and their age."""
 
     url: str
@@ -50,7 +50,7 @@ class Look:
     """Lines about the newest events, oldest first."""
 
 
-def screen(look: Look, width: int) -> Table:
+def screen(look: Snapshot, width: int) -> Table:
     """The screen as a table of names and texts that wrap at `width`."""
     from rich.table import Table
     from rich.text import Text
@@ -82,7 +82,7 @@ def _named(name: str, lines: Sequence[Text]) -> list[tuple[str, Text]]:
     return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
-def headline(look: Look) -> Text:
+def headline(look: Snapshot) -> Text:
     from rich.text import Text
 
     status = look.status
@@ -95,7 +95,7 @@ def headline(look: Look) -> Text:
     return text.append(look.url, "dim")
 
 
-def learning(look: Look) -> Text:
+def learning(look: Snapshot) -> Text:
     from rich.text import Text
 
     answer = look.health.learning
@@ -136,7 +136,7 @@ def sparkline(values: Sequence[float]) -> str:
 # ---- the present batch -----------------------------------------------------------------------------------------------
 
 
-def waits(look: Look, width: int) -> list[Text]:
+def waits(look: Snapshot, width: int) -> list[Text]:
     """The phrase of the server, the picture of the batch, and the live episode that is silent for longest."""
     from rich.text import Text
 

@@ -133,7 +133,7 @@ def checked_demonstrations(given: Iterable[Mapping[str, Any] | DemonstrationBody
 
 
 @dataclass
-class Sft:
+class SftTraining:
     """The arguments of one `sft` call."""
 
     connection: Connection

@@ -51,7 +51,7 @@ from agentjet.client.inputs import (
 from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec
-from agentjet.client.sft import Sft, SftReport, checked_demonstrations
+from agentjet.client.sft import SftReport, SftTraining, checked_demonstrations
 from agentjet.client.task_stream import TaskStream
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
@@ -325,7 +325,9 @@ class AsyncSwarm:
         `InvalidRequest` if the job ends before the batches, and `Conflict` if the engine is stopped or has failed.
         """
         given, client_id = checked_demonstrations(demonstrations), self._settings.client_id
-        return await Sft(self._connection, client_id, given, epochs, batch_size, lr, policy, seed, progress).run()
+        return await SftTraining(
+            self._connection, client_id, given, epochs, batch_size, lr, policy, seed, progress
+        ).run()
 
     # ---- the server -----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ SENDING = "sending"
 """Operation of a request whose parts are being sent: the process cannot work on it yet."""
 
 
-class Request(NamedTuple):
+class WorkerRequest(NamedTuple):
     """A request about a policy. `sample` and `cancel` have the id of the completion as first argument."""
 
     op: str
@@ -80,16 +80,16 @@ class Part(NamedTuple):
 class LargeRequest:
     """A request with large arrays. Its contents are a pickle, then the memory of each array, which is not copied."""
 
-    request: Request
+    request: WorkerRequest
     contents: Sequence[bytes | memoryview]
 
     @classmethod
-    async def encoded(cls, request: Request) -> Self:
+    async def encoded(cls, request: WorkerRequest) -> Self:
         """Encode a request in a thread."""
         return await asyncio.to_thread(cls._encoded, request)
 
     @classmethod
-    def _encoded(cls, request: Request) -> Self:
+    def _encoded(cls, request: WorkerRequest) -> Self:
         arrays: list[pickle.PickleBuffer] = []
         head = pickle.dumps(request, protocol=5, buffer_callback=arrays.append)
         return cls(request, (head, *(array.raw() for array in arrays)))
@@ -104,7 +104,7 @@ class LargeRequest:
                 yield encode(Part(self.request.id, number, body, is_last))
 
 
-def requests(stream: BinaryIO) -> Iterator[Request]:
+def requests(stream: BinaryIO) -> Iterator[WorkerRequest]:
     """Yields the requests of a blocking stream, large ones when their last part came. Raises `EOFError` at its end."""
     incomplete: dict[int, list[bytearray]] = {}
     while True:
@@ -167,9 +167,9 @@ class Channel:
 
     async def ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """Send a request about a policy; returns its answer. Raises the error of the process, or `WorkerDied`."""
-        return await self.send(request := Request(op, next(self._ids), policy, args), encode(request))
+        return await self.send(request := WorkerRequest(op, next(self._ids), policy, args), encode(request))
 
-    async def send(self, request: Request, message: bytes) -> Any:
+    async def send(self, request: WorkerRequest, message: bytes) -> Any:
         """As `ask`, for a request whose encoded `message` several processes get. The caller chooses all ids."""
         self._write(message)
         pending = self._pending[request.id] = Pending(request.op, request.policy)
@@ -177,7 +177,7 @@ class Channel:
 
     async def ask_large(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """As `ask`, for arguments with large arrays."""
-        return await self.send_large(await LargeRequest.encoded(Request(op, next(self._ids), policy, args)))
+        return await self.send_large(await LargeRequest.encoded(WorkerRequest(op, next(self._ids), policy, args)))
 
     async def send_large(self, large: LargeRequest) -> Any:
         """As `send`, in parts."""
@@ -200,7 +200,7 @@ class Channel:
     async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
         """Request a completion; yields its pieces. Closing the iterator cancels it."""
         id = next(self._ids)
-        self._write(encode(Request("sample", id, policy, (id, *args))))
+        self._write(encode(WorkerRequest("sample", id, policy, (id, *args))))
         pending = self._pending[id] = Pending("sample", policy)
         try:
             while True:
@@ -211,7 +211,7 @@ class Channel:
         finally:
             if self._pending.pop(id, None) is not None:
                 with contextlib.suppress(WorkerDied):
-                    self._write(encode(Request("cancel", id, policy, (id,))))
+                    self._write(encode(WorkerRequest("cancel", id, policy, (id,))))
 
     async def receive(self) -> Pending | None:
         """Read one message and hand its answers to their callers; returns the request that succeeded, if one did.

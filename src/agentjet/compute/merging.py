@@ -41,7 +41,7 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 Weights = Mapping[str, Tensor]
 
 
-class Shares(NamedTuple):
+class WeightShares(NamedTuple):
     """Numbers of weights that a model changed."""
 
     shared: int
@@ -50,7 +50,9 @@ class Shares(NamedTuple):
     """Weights that it alone changed."""
 
 
-def merge(base: Weights, models: Iterable[Weights], rescale: float = 1.0) -> tuple[dict[str, Tensor], list[Shares]]:
+def merge(
+    base: Weights, models: Iterable[Weights], rescale: float = 1.0
+) -> tuple[dict[str, Tensor], list[WeightShares]]:
     """Returns the merged weights in the types of `base`, and the shares of each model. `rescale` is r; 1 is RAM.
 
     `models` are read one after the other. Weights that a model does not have count as unchanged.
@@ -72,7 +74,7 @@ def merge(base: Weights, models: Iterable[Weights], rescale: float = 1.0) -> tup
     shares = []
     for number, found in enumerate(num_changed):
         unique = sum(int(((counts[name] == 1) & (owners[name] == number)).sum()) for name in base)
-        shares.append(Shares(sum(map(int, found.values())) - unique, unique))
+        shares.append(WeightShares(sum(map(int, found.values())) - unique, unique))
     scale = torch.tensor([1 + (rescale - 1) * min(1.0, one.shared / one.unique) if one.unique else 1 for one in shares])
     merged = {}
     for name, tensor in base.items():
@@ -82,7 +84,7 @@ def merge(base: Weights, models: Iterable[Weights], rescale: float = 1.0) -> tup
     return merged, shares
 
 
-def merge_folders(out: Path, folders: Sequence[Path], base: str = "", rescale: float = 1.0) -> list[Shares]:
+def merge_folders(out: Path, folders: Sequence[Path], base: str = "", rescale: float = 1.0) -> list[WeightShares]:
     """Writes the merge of Hugging Face or PEFT folders as a Hugging Face folder. Returns the shares of each.
 
     `base` is a model name; by default that of the adapters. Needs memory for about four models in float32. Raises

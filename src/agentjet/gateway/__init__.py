@@ -13,6 +13,5 @@ await gateway.close()
 from agentjet.gateway.gateway import Gateway
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.runs import Runs
-from agentjet.swarm import Episode
 
-__all__ = ["CallChunk", "CallRequest", "Episode", "Gateway", "Runs"]
+__all__ = ["CallChunk", "CallRequest", "Gateway", "Runs"]

@@ -45,7 +45,7 @@ from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, choic
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar_trial import GrammarTrials
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import encode_call
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
@@ -64,7 +64,7 @@ TOKEN_BYTES = 4
 class ActiveCall:
     """One request, from its arrival until its whole answer was taken."""
 
-    episode: Episode
+    episode: EpisodeRecord
     role: str
     request: CallRequest
     ordinal: int
@@ -187,7 +187,7 @@ class CallPath:
     # ---- delivery and retries ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def _track(self, episode: Episode, role: str, request: CallRequest) -> Iterator[ActiveCall]:
+    def _track(self, episode: EpisodeRecord, role: str, request: CallRequest) -> Iterator[ActiveCall]:
         """Context of one call. Its answer is delivered unless an exception or a cancellation ends the context.
 
         Raises `Later` (429) if the episode or the client has too many calls, held ones included.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
 from agentjet.gateway.learning import code_versions
-from agentjet.gateway.recorded import RecordedRun
+from agentjet.gateway.read import RunReader
 from agentjet.protocol import (
     ComparedRunView,
     ComparisonView,
@@ -38,20 +38,20 @@ Tasks = tuple[bool, str, str]
 """Equal for scores that are compared with each other: see `EvaluationView.tasks`."""
 
 
-class Run(Protocol):
+class ReadableRun(Protocol):
     """A run that is read from a folder or from another server. Its methods raise `AgentJetError`."""
 
     title: str
     """The path or the URL that it was opened with."""
 
     async def status(self) -> StatusResponse: ...
-    async def steps(self) -> StepList: ...
+    async def all_steps(self) -> StepList: ...
     async def evaluations(self) -> list[EvaluationView]: ...
     async def settings(self) -> dict[str, Any]: ...
     async def close(self) -> None: ...
 
 
-class Study(Protocol):
+class ReadableStudy(Protocol):
     """A study that is read from its folder, as JSON. Its methods block, and raise `ConfigError`."""
 
     title: str
@@ -63,7 +63,7 @@ class Study(Protocol):
 class Collection:
     """Runs and studies by name. The first run is the one that the page shows first."""
 
-    def __init__(self, runs: Mapping[str, Run], studies: Mapping[str, Study]) -> None:
+    def __init__(self, runs: Mapping[str, ReadableRun], studies: Mapping[str, ReadableStudy]) -> None:
         self.runs = runs
         self.studies = studies
 
@@ -77,7 +77,7 @@ class Collection:
         studies = [await asyncio.to_thread(_study_view, name, study) for name, study in self.studies.items()]
         return LookView(runs=runs, studies=studies)
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> ReadableRun:
         """Raises `NotFound`."""
         if name not in self.runs:
             raise NotFound(_missing("run", name, self.runs), code="run_not_found")
@@ -121,14 +121,14 @@ class Collection:
         return ComparisonView(runs=compared, settings=different, notes=found)
 
 
-def _is_served(run: Run) -> bool:
-    return not isinstance(run, RecordedRun)
+def _is_served(run: ReadableRun) -> bool:
+    return not isinstance(run, RunReader)
 
 
-async def _run_view(name: str, run: Run) -> LookedRunView:
+async def _run_view(name: str, run: ReadableRun) -> LookedRunView:
     is_served = _is_served(run)
     try:
-        status, steps = await run.status(), await run.steps()
+        status, steps = await run.status(), await run.all_steps()
     except AgentJetError as error:
         return LookedRunView(name=name, title=run.title, is_served=is_served, error=str(error))
     reward = status.last_step.get("reward/mean")
@@ -146,15 +146,15 @@ async def _run_view(name: str, run: Run) -> LookedRunView:
     )
 
 
-def _study_view(name: str, study: Study) -> LookedStudyView:
+def _study_view(name: str, study: ReadableStudy) -> LookedStudyView:
     try:
         return LookedStudyView(name=name, title=study.title, summary=study.summary())
     except ConfigError as error:
         return LookedStudyView(name=name, title=study.title, error=str(error))
 
 
-async def _metrics_by_version(run: Run) -> Steps:
-    steps = await run.steps()
+async def _metrics_by_version(run: ReadableRun) -> Steps:
+    steps = await run.all_steps()
     return {
         version: {metric: values[number] for metric, values in steps.metrics.items()}
         for number, version in enumerate(steps.versions)
@@ -162,7 +162,7 @@ async def _metrics_by_version(run: Run) -> Steps:
 
 
 async def _compared(
-    name: str, run: Run, steps: Steps, evaluations: Sequence[EvaluationView], tasks: Container[Tasks]
+    name: str, run: ReadableRun, steps: Steps, evaluations: Sequence[EvaluationView], tasks: Container[Tasks]
 ) -> ComparedRunView:
     status = await run.status()
     return ComparedRunView(

@@ -20,18 +20,18 @@ from typing import Any
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
-from agentjet.gateway import first_weights, observability, views
+from agentjet.gateway import first_weights, observability
 from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
 from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
+from agentjet.gateway.health import ServerFacts
 from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import MetricsFile, Tracing
-from agentjet.gateway.overview import Overview
+from agentjet.gateway.observability import MetricsFile, Tracing, divergence
 from agentjet.gateway.prompts import num_characters
-from agentjet.gateway.reader import Reader
+from agentjet.gateway.read import RunReader, job_of, status_of
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
 from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
@@ -44,6 +44,7 @@ from agentjet.protocol import (
     Event,
     FinishRequest,
     JobBody,
+    LoopView,
     ProcessView,
     ScaleRequest,
     SftRequest,
@@ -51,7 +52,7 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.recipes import hooks
-from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.types import (
     DEFAULT_RUN,
@@ -59,6 +60,7 @@ from agentjet.types import (
     Conversation,
     Message,
     PolicyId,
+    ProcessStatus,
     SamplerBounds,
     SamplersStatus,
 )
@@ -73,6 +75,12 @@ ENDS_A_ROUND = 50
 """Episodes that end in one round of the event loop because their client is gone: about 10 ms."""
 EVENTS_PAGE = 1000
 TOO_MANY_EPISODES = "too_many_episodes"
+WAITING_FOR = {
+    "offline": "a start of the engine",
+    "loading": "the worker, which loads the model",
+    "draining": "the stop of the engine",
+    "failed": "another start of the engine",
+}
 NOT_SERVING = ("offline", "draining", "failed")
 """States of the engine that refuse new episodes."""
 
@@ -130,6 +138,7 @@ class Gateway:
                 stopwatch=stopwatch,
                 policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
             )
+            self.queries = self.swarm.queries
             self._commits = GroupCommit(self.swarm)
         except BaseException:
             self._journal.close()
@@ -137,10 +146,8 @@ class Gateway:
         self._hooks = hooks.PlugInThreads(config.server.hook_timeout, run=run)
         self._turn = asyncio.Lock()
         """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
-        self.reader = Reader(
-            self._journal.reading, durable=self.durable, leases=self.leases, keep=True, threads=self._hooks
-        )
-        self._variance = VarianceReport(self.swarm.queries, self.reader)
+        self.reader = RunReader(self._journal.reading, self.folder, live=self, threads=self._hooks)
+        self._variance = VarianceReport(self.queries, self.reader.read)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
@@ -148,8 +155,8 @@ class Gateway:
         self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
-        self.ticks = Ticks(lambda: self.last_event, self.swarm.queries.event_kinds)
-        self._pages = EventPages(lambda: self.last_event, self.swarm.queries.events)
+        self.ticks = Ticks(lambda: self.last_event, self.queries.event_kinds)
+        self._pages = EventPages(lambda: self.last_event, self.queries.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
         self.tracing = tracing or Tracing()
@@ -176,7 +183,6 @@ class Gateway:
         self._admits = self._admission()
         self.versions = PolicyVersions(parts, self.engine)
         self._calls = CallPath(parts, self.engine, clock=clock)
-        self.overview = Overview(parts, self.engine, self.reader, clock, partial(self.waiting_for, names_silent=False))
         self._tasks: list[asyncio.Task[None]] = []
         """Those of a started run."""
         self.closing = False
@@ -230,7 +236,7 @@ class Gateway:
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
-    async def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
+    async def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> EpisodeRecord:
         """Starts an episode. Waits up to `request.wait` seconds for a place in the batch. Raises `Later`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
@@ -252,7 +258,7 @@ class Gateway:
             with self.swarm.places.held(request, refusal):
                 await self._waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
 
-    async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> Episode:
+    async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> EpisodeRecord:
         """Starts an episode now. The hook `rollout` of a plug-in is called for a new group. Raises `Later`."""
         with suppress(RolloutNeeded):
             return self._begin_now(request, idempotency_key)
@@ -268,7 +274,7 @@ class Gateway:
 
     def _begin_now(
         self, request: BeginRequest, idempotency_key: str | None, rollout: AnsweredRollout | None = None
-    ) -> Episode:
+    ) -> EpisodeRecord:
         if self.engine.state in NOT_SERVING:
             raise self.engine.refusal()
         self._check_limit(request, idempotency_key)
@@ -290,12 +296,12 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` if the client has the maximum of live episodes. A repeated begin passes."""
         most = self.config.server.max_episodes_per_client
-        if self.swarm.queries.status_counts()["live"] < most:  # The usual case, and cheap.
+        if self.queries.status_counts()["live"] < most:  # The usual case, and cheap.
             return
         if self.swarm.begun(request, idempotency_key) is not None:
             return
         self.swarm.take_over(request)
-        if self.swarm.queries.holding().get(request.client_id, 0) >= most:
+        if self.queries.holding().get(request.client_id, 0) >= most:
             raise Later(
                 f"Client {request.client_id!r} has {most} live episodes, the maximum of "
                 "server.max_episodes_per_client: finish or abort one.",
@@ -332,15 +338,19 @@ class Gateway:
 
     def leases(self) -> dict[str, float]:
         """Returns the time at which each live episode expires without activity."""
-        return {episode.id: self.swarm.expires_at(episode) for episode in self.swarm.queries.live()}
+        return {episode.id: self.swarm.expires_at(episode) for episode in self.queries.live()}
 
-    async def heartbeat(self, episode_id: str) -> Episode:
+    async def heartbeat(self, episode_id: str) -> EpisodeRecord:
         return await self._durably(self.swarm.heartbeat(episode_id))
 
-    async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+    async def finish(
+        self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None
+    ) -> EpisodeRecord:
         return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
 
-    async def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
+    async def abort(
+        self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None
+    ) -> EpisodeRecord:
         return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
@@ -349,7 +359,7 @@ class Gateway:
         self.changed.notify()  # A group may be closing, without an event.
         return num_waiting
 
-    async def _durably(self, episode: Episode) -> Episode:
+    async def _durably(self, episode: EpisodeRecord) -> EpisodeRecord:
         await self.durable()
         return episode
 
@@ -387,9 +397,6 @@ class Gateway:
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
-    def job(self) -> JobBody:
-        return JobBody(revision=self.swarm.job_revision, job=self.swarm.job.model_dump(mode="json"))
-
     async def replace_job(self, body: JobBody) -> JobBody:
         """Replaces the job settings from now on. A restart with unchanged command-line settings keeps them.
 
@@ -408,7 +415,7 @@ class Gateway:
         self.swarm.replace_job(job)
         self.changed.notify()
         self._waiters.wake()
-        answer = self.job()
+        answer = job_of(self.queries)
         await self.durable()
         return answer
 
@@ -449,11 +456,17 @@ class Gateway:
     def waiting_for(self, *, names_silent: bool = True) -> str:
         """Returns a phrase for the thing that training waits for. It names the episode that is silent for long."""
         hosts = [self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names]
-        process = next(filter(None, map(views.waiting_for_process, hosts)), "")
-        engine = self.engine
-        return views.waiting_for(
-            self.swarm, engine.state, engine.reason, process, self.doing(), names_silent=names_silent
-        )
+        process = next(filter(None, map(waiting_for_process, hosts)), "")
+        state, reason, doing = self.engine.state, self.engine.reason, self.doing()
+        if self.swarm.store.file.refusal:
+            return f"the disk. {self.swarm.store.file.refusal}"
+        if state == "loading":
+            return "; ".join(filter(None, [reason, process, doing])) or WAITING_FOR[state]
+        if doing and state in ("sampling", "learning", "draining"):
+            return f"the engine, {doing}"
+        if state not in ("sampling", "learning"):
+            return reason or WAITING_FOR[state]
+        return process or divergence(self.queries.last_step) or self.queries.waiting_for(names_silent=names_silent)
 
     def doing(self) -> str:
         """Returns a phrase about slow work of the run, with its progress, or ''."""
@@ -467,9 +480,9 @@ class Gateway:
         return self.status()
 
     def status(self) -> StatusResponse:
-        swarm, now = self.swarm, self._clock()
+        now, gap = self._clock(), self.lag.recent()
         return StatusResponse(
-            **views.recorded_status(swarm.queries),
+            **status_of(self.queries),
             zero_variance=self._variance.found,
             state=self.engine.state,
             waiting_for=self.waiting_for(),
@@ -478,15 +491,32 @@ class Gateway:
             model=self.model_name,
             model_weights=self._model_weights(),
             calls_active=self._calls.num_open,
-            clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
+            clients={client: max(0.0, now - seen) for client, seen in self.queries.clients().items()},
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             replay_difference=self.engine.training.replay_difference,
             abandoned_hooks=self._abandoned_hooks(),
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
-            loop=views.loop(self.lag.recent()),
+            loop=None if gap is None else LoopView(cpu=gap.cpu, wall=gap.wall, held_by=gap.held_by),
             uptime=now - self.began,
+        )
+
+    def server_facts(self) -> ServerFacts:
+        """Returns the facts about the server for the health rules."""
+        engine = self.engine
+        seen = max(self.queries.clients().values(), default=None)
+        return ServerFacts(
+            engine.state,
+            engine.reason,
+            self.swarm.store.file.refusal,
+            engine.num_workers,
+            engine.num_hung,
+            len(self.store.unusable()),
+            engine.training.checkpoint_error,
+            None if seen is None else max(0.0, self._clock() - seen),
+            self.queries.is_over,
+            self.lag.recent(),
         )
 
     def _abandoned_hooks(self) -> list[str]:
@@ -504,7 +534,7 @@ class Gateway:
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Yields events after number `after` until the gateway closes. Yields None after `keep_alive` idle seconds."""
         while not self.closing:
-            page = [event for event in self.swarm.queries.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
+            page = [event for event in self.queries.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
             for event in page:
                 after = event.seq
                 yield event
@@ -549,7 +579,7 @@ class Gateway:
     def _admission(self) -> tuple[int, bool, int, int]:
         """Returns the facts on which the admission of every client depends."""
         swarm = self.swarm
-        return swarm.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
+        return self.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _check_leases(self) -> None:
         """Expires leases soon after they end. Retries the disk while it refuses writes."""
@@ -600,7 +630,7 @@ class Gateway:
                 await asyncio.sleep(DISK_RETRY_SECONDS)
 
     def _can_decide(self) -> bool:
-        return self.engine.training.error is None and self.swarm.queries.num_groups("closing") > 0
+        return self.engine.training.error is None and self.queries.num_groups("closing") > 0
 
     async def _prune_journal(self) -> None:
         """Deletes what the journal need not keep, in slices. Other requests go on between them. The next time deletes
@@ -621,3 +651,17 @@ class Gateway:
                 await asyncio.sleep(later.retry_after)
             except Exception:  # The boundary: the journal must not grow without end.
                 log.exception("the journal could not be pruned; the next checkpoint tries again")
+
+
+def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:
+    """Returns the rank or replica without which a policy cannot learn or sample, or ''. `processes` are its own."""
+    ranks = [one for one in processes if one.kind == "rank"]
+    replicas = [one for one in processes if one.kind == "replica"]
+    for process in ranks:
+        if not process.is_ready:
+            return f"{process.name}, which {process.state}"
+    if not replicas and ranks:
+        return "a sampler replica"
+    if replicas and not any(one.is_ready for one in replicas):
+        return f"a sampler replica: {replicas[0].name} {replicas[0].state}"
+    return ""

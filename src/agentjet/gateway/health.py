@@ -24,7 +24,7 @@ from agentjet.gateway.loop_lag import BOUND, Gap
 from agentjet.gateway.observability import divergence, metrics_not_finite
 from agentjet.gateway.reward_fall import find_fall
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration, newest_held_out
-from agentjet.swarm.queries import is_gone
+from agentjet.swarm.queries import Refill, is_gone
 from agentjet.swarm.store import ABSENT_SECONDS
 from agentjet.types import SOLE_POLICY, EngineState
 
@@ -82,18 +82,8 @@ class CodeCounts(NamedTuple):
     lost: int
 
 
-class Refill(NamedTuple):
-    """The groups of the present batch that lost members and wait for other ones."""
-
-    num_groups: int
-    client_id: str
-    """The client of the group that closes first."""
-    seconds: float
-    """Until that group closes without a new member."""
-
-
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """The facts that the rules judge."""
 
     steps: Sequence[Mapping[str, float]] = ()
@@ -132,14 +122,14 @@ class Facts:
         return self.lost + round(sum(sum(step.get(name, 0.0) for name in LOST) for step in self.steps[-NEWEST:]))
 
 
-class Finding(NamedTuple):
+class RuleResult(NamedTuple):
     """Result of a rule."""
 
     level: Level
     text: str
 
 
-Judge = Callable[[Facts], Finding | None]
+Judge = Callable[[RunFacts], RuleResult | None]
 
 
 @cache
@@ -153,7 +143,7 @@ def remedies() -> Mapping[str, str]:
     }
 
 
-def health(facts: Facts) -> HealthView:
+def health(facts: RunFacts) -> HealthView:
     """Returns the answers for a run."""
     found = {name: judge(facts) for name, judge in RULES.items()}
     rules = [
@@ -173,14 +163,14 @@ def health(facts: Facts) -> HealthView:
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
 
-def values_of(facts: Facts, metric: str) -> dict[str, list[float]]:
+def values_of(facts: RunFacts, metric: str) -> dict[str, list[float]]:
     """Values of a metric over all known steps, by the policy in front of its name, or by '' without one."""
     names = {policy: f"{policy}/{metric}" if policy else metric for policy in ("", *facts.policies)}
     found = {policy: [step[name] for step in facts.steps if name in step] for policy, name in names.items()}
     return {policy: values for policy, values in found.items() if values}
 
 
-def newest(facts: Facts, metric: str) -> float:
+def newest(facts: RunFacts, metric: str) -> float:
     """Sum of a metric of the batch over the newest steps."""
     return sum(step.get(metric, 0.0) for step in facts.steps[-NEWEST:])
 
@@ -198,17 +188,17 @@ def exceeds(count: float, total: float, usual: float) -> bool:
     return total * (share * log(share / usual) + rest) >= -log(UNLIKELY)
 
 
-def worst(findings: Mapping[str, Finding | None] | Mapping[str, Finding]) -> Finding | None:
+def worst(findings: Mapping[str, RuleResult | None] | Mapping[str, RuleResult]) -> RuleResult | None:
     """Returns the worst finding, with its policy if there are several."""
     known = {policy: finding for policy, finding in findings.items() if finding is not None}
     if not known:
         return None
     policy = max(known, key=lambda name: SEVERITY.index(known[name].level))
     level, text = known[policy]
-    return Finding(level, f"{policy}: {text}" if policy else text)
+    return RuleResult(level, f"{policy}: {text}" if policy else text)
 
 
-def of_each_policy(metric: str, judge: Callable[[list[float], Facts], Finding | None]) -> Judge:
+def of_each_policy(metric: str, judge: Callable[[list[float], RunFacts], RuleResult | None]) -> Judge:
     """A rule on the values of a metric, applied to each policy."""
     return lambda facts: worst({policy: judge(values, facts) for policy, values in values_of(facts, metric).items()})
 
@@ -227,43 +217,43 @@ RESTARTS = 3
 """Starts of the worker that are worth a look."""
 
 
-def engine(facts: Facts) -> Finding | None:
+def engine(facts: RunFacts) -> RuleResult | None:
     server = facts.server
     if server is None:
         return None
     if server.state == "failed":
-        return Finding("bad", f"the engine failed: {server.reason}")
+        return RuleResult("bad", f"the engine failed: {server.reason}")
     if server.state == "loading" and server.reason:
-        return Finding("warn", server.reason)
+        return RuleResult("warn", server.reason)
     restarts = server.workers_started - 1
     hung = f", {server.workers_hung} of them because they hung" if server.workers_hung else ""
     text = f"{restarts} workers ended and were replaced{hung}" if restarts > 0 else f"the engine is {server.state}"
-    return Finding("warn" if restarts >= RESTARTS or hung else "ok", text)
+    return RuleResult("warn" if restarts >= RESTARTS or hung else "ok", text)
 
 
-def disk(facts: Facts) -> Finding | None:
+def disk(facts: RunFacts) -> RuleResult | None:
     server = facts.server
     if server is None:
         return None
     if server.refusal:
-        return Finding("bad", f"the disk refuses the journal: {server.refusal}")
+        return RuleResult("bad", f"the disk refuses the journal: {server.refusal}")
     if server.checkpoint_error:
-        return Finding("bad", f"the newest checkpoint failed: {server.checkpoint_error}")
+        return RuleResult("bad", f"the newest checkpoint failed: {server.checkpoint_error}")
     if server.unusable_checkpoints:
-        return Finding(
+        return RuleResult(
             "warn", f"{server.unusable_checkpoints} checkpoints are unusable: see unusable_checkpoints of the status"
         )
-    return Finding("ok", "journal and checkpoints are written")
+    return RuleResult("ok", "journal and checkpoints are written")
 
 
-def clients(facts: Facts) -> Finding | None:
+def clients(facts: RunFacts) -> RuleResult | None:
     server = facts.server
     if server is None or server.is_over or server.client_seconds is None:
         return None
     seconds = server.client_seconds
     if seconds < ABSENT_SECONDS:
-        return Finding("ok", f"a client was seen {seconds:.0f} s ago")
-    return Finding("warn", f"no client was seen for {seconds / 60:.0f} minutes: training waits for episodes")
+        return RuleResult("ok", f"a client was seen {seconds:.0f} s ago")
+    return RuleResult("warn", f"no client was seen for {seconds / 60:.0f} minutes: training waits for episodes")
 
 
 HELD_SECONDS = 0.25
@@ -272,16 +262,18 @@ LONG_HELD_SECONDS = 3.0
 """CPU seconds of a gap that leases are renewed after."""
 
 
-def loop(facts: Facts) -> Finding | None:
+def loop(facts: RunFacts) -> RuleResult | None:
     """States the longest gap of the event loop, in CPU seconds, which do not depend on other programs."""
     gap = facts.server.loop if facts.server is not None else None
     if gap is None:
         return None
     if gap.cpu < HELD_SECONDS:
-        return Finding("ok", f"the server was not held for more than {max(gap.cpu, BOUND) * 1000:.0f} ms of CPU time")
+        return RuleResult(
+            "ok", f"the server was not held for more than {max(gap.cpu, BOUND) * 1000:.0f} ms of CPU time"
+        )
     held_by = gap.held_by or "code that is not AgentJet's"
     text = f"the server answered nothing for {gap.cpu:.2g} s of CPU time ({gap.wall:.2g} s), held by {held_by}"
-    return Finding(graded(gap.cpu, HELD_SECONDS, LONG_HELD_SECONDS), text)
+    return RuleResult(graded(gap.cpu, HELD_SECONDS, LONG_HELD_SECONDS), text)
 
 
 # ---- episodes ------------------------------------------------------------------------------------------------------
@@ -296,7 +288,7 @@ FAILING, USUAL_FAILING = 0.3, 0.1
 """Share of lost episodes at which the rule is bad, and the share that is usual."""
 
 
-def silent(facts: Facts) -> Finding | None:
+def silent(facts: RunFacts) -> RuleResult | None:
     """Compares the time without a call with the longest of the newest whole episodes. It warns at most if that is
     unknown. An episode without heartbeats is a fact.
     """
@@ -309,22 +301,22 @@ def silent(facts: Facts) -> Finding | None:
     else:
         level = graded(one.seconds, *(max(least, times * longest) for least, times in SILENT_LIMITS))
     if level == "ok" and not client_is_gone:
-        return Finding("ok", f"the longest time since a call of a live episode is {duration(one.seconds)}")
+        return RuleResult("ok", f"the longest time since a call of a live episode is {duration(one.seconds)}")
     text = f"episode {one.id} of task {one.task_id}, client {one.client_id}, has made no call for"
     if client_is_gone:
         text += f" {duration(one.seconds)}, and sent no heartbeat for {duration(one.unheard)}: its client is gone. The"
-        return Finding(
+        return RuleResult(
             "warn", f"{text} episode ends without a reward in {duration(one.expires_in)}, and its place is free"
         )
     known = "no episode has finished yet" if longest is None else f"whole episodes took at most {duration(longest)}"
-    return Finding(level, f"{text} {duration(one.seconds)}; {known}: does a tool hang?")
+    return RuleResult(level, f"{text} {duration(one.seconds)}; {known}: does a tool hang?")
 
 
 REASONS = 20
 """Newest lost episodes whose reasons are counted."""
 
 
-def episodes(facts: Facts) -> Finding | None:
+def episodes(facts: RunFacts) -> RuleResult | None:
     """Judges the present batch, which may never end, then the newest batches with it.
 
     Failures of an older code version do not count against the newest one.
@@ -347,17 +339,17 @@ def episodes(facts: Facts) -> Finding | None:
     if level != "ok" and (newer := facts.newest_code) is not None and facts.failing_code not in ("", newer.version):
         ended = newer.finished + newer.lost
         if not exceeds(newer.lost, ended, USUAL_FAILING):
-            return Finding("ok", f"{text}. Of the newest code version {newer.version}, {newer.lost} of {ended} did")
-    return Finding(level, text)
+            return RuleResult("ok", f"{text}. Of the newest code version {newer.version}, {newer.lost} of {ended} did")
+    return RuleResult(level, text)
 
 
-def refill(facts: Facts) -> Finding | None:
+def refill(facts: RunFacts) -> RuleResult | None:
     one = facts.refill
     if one is None:
         return None
     groups = "1 group has" if one.num_groups == 1 else f"{one.num_groups} groups have"
     why = f" ({facts.reason})" if facts.reason else ""
-    return Finding(
+    return RuleResult(
         "warn",
         f"the batch waits because episodes failed{why}: {groups} too few members, and no member is live. Client "
         f"{one.client_id} can begin another one; the group closes in {one.seconds:.0f} s. Mend the agent; a lower "
@@ -369,7 +361,7 @@ TEACHES_NOTHING, USUAL_EQUAL = 0.8, 0.5
 """Share of groups without variance at which the rule warns, and the share that may be usual."""
 
 
-def groups(facts: Facts) -> Finding | None:
+def groups(facts: RunFacts) -> RuleResult | None:
     """Groups in which every reward is the highest of the run are solved, if others had lower rewards."""
     known = [step for step in facts.steps if "groups/zero_variance" in step]
     if not known:
@@ -382,19 +374,21 @@ def groups(facts: Facts) -> Finding | None:
     wasted = max(0.0, equal - solved)
     if solved > num / 2 and wasted < num / 2:
         word = "the run is solved: " if solved == num else ""
-        return Finding("ok", f"{word}{solved / num:.0%} of the groups are solved: each of their rewards is {most:.3g}")
+        return RuleResult(
+            "ok", f"{word}{solved / num:.0%} of the groups are solved: each of their rewards is {most:.3g}"
+        )
     text = f"{wasted / num:.0%} of the groups teach nothing: all rewards of a group are equal"
     newest_step = judged[-1]
     if newest_step.get("reward/std") == 0.0 and REWARD in newest_step:
         every = f"every reward is {newest_step[REWARD]:.3g}"
         text += f". In the newest step {every}: check a few answers and their rewards by hand"
     if num >= NEWEST and wasted == num:
-        return Finding("bad", text)
+        return RuleResult("bad", text)
     is_sure = wasted >= TEACHES_NOTHING * num and exceeds(wasted * size, num * size, USUAL_EQUAL)
-    return Finding("warn" if is_sure else "ok", text)
+    return RuleResult("warn" if is_sure else "ok", text)
 
 
-def is_solved(facts: Facts) -> bool:
+def is_solved(facts: RunFacts) -> bool:
     """True if each reward of the newest step is the highest of the run, and there were lower ones."""
     most, least = _bounds([*facts.first, *facts.steps])
     newest_step = facts.steps[-1] if facts.steps else {}
@@ -421,7 +415,7 @@ DROPPING, USUAL_DROPPED = 0.5, 0.2
 """Share of dropped groups at which the rule warns, and the share that is usual."""
 
 
-def dropped(facts: Facts) -> Finding | None:
+def dropped(facts: RunFacts) -> RuleResult | None:
     if not facts.steps or facts.job is None:
         return None
     counts: dict[str, float] = {}
@@ -433,7 +427,7 @@ def dropped(facts: Facts) -> Finding | None:
     main = max(counts, key=lambda name: counts[name]) if lost else ""
     text = f"{lost:.0f} of {lost + trained:.0f} groups were dropped" + (f", most of them as {main}" if main else "")
     is_sure = lost >= DROPPING * (lost + trained) and exceeds(lost, lost + trained, USUAL_DROPPED)
-    return Finding("warn" if is_sure else "ok", text)
+    return RuleResult("warn" if is_sure else "ok", text)
 
 
 def shares(count: float, total: float, usual: float, limits: tuple[float, float]) -> Level:
@@ -441,20 +435,20 @@ def shares(count: float, total: float, usual: float, limits: tuple[float, float]
     return graded(count / total, *limits) if exceeds(count, total, usual) else "ok"
 
 
-def refused(facts: Facts) -> Finding | None:
+def refused(facts: RunFacts) -> RuleResult | None:
     if not any("batch/unscorable" in step for step in facts.steps[-NEWEST:]):
         return None
     num, count = newest(facts, "batch/episodes"), newest(facts, "batch/unscorable")
     if not num:
         return None
     text = f"requests were refused in {count / num:.0%} of the episodes, whose rewards may judge the refusals"
-    return Finding(shares(count, num, 0.01, (0.1, 0.5)), text)
+    return RuleResult(shares(count, num, 0.01, (0.1, 0.5)), text)
 
 
-def images(facts: Facts) -> Finding | None:
+def images(facts: RunFacts) -> RuleResult | None:
     if not (count := newest(facts, "batch/omitted")):
         return None
-    return Finding(
+    return RuleResult(
         "warn",
         f"in {count:.0f} of {newest(facts, 'batch/episodes'):.0f} episodes images, documents, audio or video were left "
         'out, because job.images = "omit": prompts that differ only in them are the same to the policy',
@@ -465,25 +459,27 @@ FEWEST_OFFERS = 200
 """Calls with tools from which none called is worth a look."""
 
 
-def tools(facts: Facts) -> Finding | None:
+def tools(facts: RunFacts) -> RuleResult | None:
     offered, called = (sum(step.get(f"tools/{name}", 0.0) for step in facts.steps) for name in ("offered", "called"))
     if not offered:
         return None
     if called or offered < FEWEST_OFFERS:
-        return Finding("ok", f"tools were called in {called:.0f} of the {offered:.0f} calls that offered them")
-    return Finding("warn", f"tools were offered in {offered:.0f} calls, and none was called")
+        return RuleResult("ok", f"tools were called in {called:.0f} of the {offered:.0f} calls that offered them")
+    return RuleResult("warn", f"tools were offered in {offered:.0f} calls, and none was called")
 
 
-def reward(facts: Facts) -> Finding | None:
+def reward(facts: RunFacts) -> RuleResult | None:
     """Judges rewards that were higher and are now all the same, as after an update that broke the policy."""
     now = next((step[REWARD] for step in reversed(facts.steps) if REWARD in step), None)
     if now is None:
         return None
     fall = find_fall(facts.steps, facts.job.batch_size if facts.job is not None else 0)
     if fall is None:
-        return Finding("ok", f"the newest mean reward is {now:.3g}")
+        return RuleResult("ok", f"the newest mean reward is {now:.3g}")
     if fall.is_chance:
-        return Finding("ok", f"all rewards of the newest step are {fall.now:.3g}; they were up to {fall.highest:.3g}")
+        return RuleResult(
+            "ok", f"all rewards of the newest step are {fall.now:.3g}; they were up to {fall.highest:.3g}"
+        )
     last = facts.versions[fall.last]
     question = f"did the update of step {last} break the policy? Lower job.optimizer.lr and {_way_back(facts, last)}"
     if fall.new_code:
@@ -491,10 +487,10 @@ def reward(facts: Facts) -> Finding | None:
     else:
         question += "; or did the agent, its tools or its rewards change then?"
     text = f"rewards were up to {fall.highest:.3g} until step {last}, and all are {fall.now:.3g} since"
-    return Finding("bad", f"{'; '.join([text, *fall.signs])}: {question}")
+    return RuleResult("bad", f"{'; '.join([text, *fall.signs])}: {question}")
 
 
-def _way_back(facts: Facts, step: int) -> str:
+def _way_back(facts: RunFacts, step: int) -> str:
     """The rollback that undoes a step, if a checkpoint is old enough."""
     if facts.checkpoints is None and step > 1:
         return f"go back to version {step - 1} or before (agentjet checkpoints rollback)"
@@ -504,7 +500,7 @@ def _way_back(facts: Facts, step: int) -> str:
     return "start again, because no checkpoint is older than that step"
 
 
-def truncated(facts: Facts) -> Finding | None:
+def truncated(facts: RunFacts) -> RuleResult | None:
     """Names the limit that cut most of the answers: that of the job, the agents' own, or the context.
 
     The agents' own is a choice of their author, so it is only worth a look if besides all rewards are equal.
@@ -521,7 +517,7 @@ def truncated(facts: Facts) -> Finding | None:
     start, now = _start_and_now(_of_present_code(facts), REWARD)
     if level == "bad" and rise(start, now) >= LIKELY:
         level, limit = "warn", f"{limit}; the reward rose nevertheless, from {mean(start):.3g} to {mean(now):.3g}"
-    return Finding(level, f"{share:.0%} of the answers were cut at {limit}")
+    return RuleResult(level, f"{share:.0%} of the answers were cut at {limit}")
 
 
 def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -> tuple[str, bool]:
@@ -540,13 +536,13 @@ def cutting_limit(steps: Sequence[Mapping[str, float]], job: JobConfig | None) -
     return f"{limit} of the agent's own requests, not at {of_job}", True
 
 
-def held_out(facts: Facts) -> Finding | None:
+def held_out(facts: RunFacts) -> RuleResult | None:
     known = newest_held_out(facts.evaluations)
     if not known:
         return None
     if fallen := held_out_fall(facts.evaluations):
-        return Finding("bad", fallen)
-    return Finding("ok", f"held-out score {known[-1].score:.3g} at version {known[-1].policy_version}")
+        return RuleResult("bad", fallen)
+    return RuleResult("ok", f"held-out score {known[-1].score:.3g} at version {known[-1].policy_version}")
 
 
 # ---- learning ------------------------------------------------------------------------------------------------------
@@ -560,82 +556,82 @@ STALE_MISMATCH = 0.1
 """The same with `job.max_staleness`, where older weights sampled some tokens."""
 
 
-def weights(facts: Facts) -> Finding | None:
+def weights(facts: RunFacts) -> RuleResult | None:
     if not values_of(facts, "weights/finite"):
         return None
     reason = divergence(facts.steps[-1])
-    return Finding("bad", reason) if reason else Finding("ok", "all weights are finite")
+    return RuleResult("bad", reason) if reason else RuleResult("ok", "all weights are finite")
 
 
-def metrics(facts: Facts) -> Finding | None:
+def metrics(facts: RunFacts) -> RuleResult | None:
     """Weights that are not finite explain metrics that are not."""
     if not facts.steps or facts.job is None or divergence(facts.steps[-1]):
         return None
     reason = metrics_not_finite(facts.steps[-NEWEST:], facts.job)
-    return Finding("warn", reason) if reason else Finding("ok", "all metrics are finite")
+    return RuleResult("warn", reason) if reason else RuleResult("ok", "all metrics are finite")
 
 
-def update(facts: Facts) -> Finding | None:
+def update(facts: RunFacts) -> RuleResult | None:
     """Steps that teach a policy nothing do not count. A schedule that has ended is the first cause to name."""
-    found: dict[str, Finding] = {}
+    found: dict[str, RuleResult] = {}
     for policy in values_of(facts, "weights/sampler"):
         changes, norm = _name(policy, "weights/sampler"), _name(policy, "optim/grad_norm")
         taught = [step for step in facts.steps if step.get(norm, 1.0) and step.get("groups/zero_variance") != 1.0]
         newest_ones = [step[changes] for step in taught if changes in step][-NEWEST:]
-        found[policy] = _schedule_end(facts, policy) or Finding("ok", "the steps change the weights that sample")
+        found[policy] = _schedule_end(facts, policy) or RuleResult("ok", "the steps change the weights that sample")
         if found[policy].level == "ok" and len(newest_ones) == NEWEST and not any(newest_ones):
             text = f"the newest {NEWEST} steps with a gradient changed not one bit of the weights that sample"
-            found[policy] = Finding("bad", f"{text}: is job.optimizer.lr too low?")
+            found[policy] = RuleResult("bad", f"{text}: is job.optimizer.lr too low?")
     return worst(found)
 
 
-def _schedule_end(facts: Facts, policy: str) -> Finding | None:
+def _schedule_end(facts: RunFacts, policy: str) -> RuleResult | None:
     if facts.job is None or facts.steps[-1].get(_name(policy, "optim/lr")) != 0:
         return None
     optimizer = facts.job.optimizer_of(policy or SOLE_POLICY)
     if optimizer.schedule == "constant":
         return None
     key = f"job.optimizers.{policy}" if policy in facts.job.optimizers else "job.optimizer"
-    return Finding(
+    return RuleResult(
         "bad",
         f"the schedule ended at step {optimizer.total_steps} ({key}.total_steps): the learning rate is 0, and further "
         "steps change nothing. Raise it, or end the run with job.max_steps",
     )
 
 
-def gradient(facts: Facts) -> Finding | None:
+def gradient(facts: RunFacts) -> RuleResult | None:
     skipped = {policy: _skipped(values[-NEWEST:]) for policy, values in values_of(facts, "optim/skipped_steps").items()}
     norms = {policy: _norms(values) for policy, values in values_of(facts, "optim/grad_norm").items()}
     found = [finding for finding in (worst(skipped), worst(norms)) if finding is not None]
     return max(found, key=lambda finding: SEVERITY.index(finding.level), default=None)
 
 
-def _skipped(newest: list[float]) -> Finding | None:
+def _skipped(newest: list[float]) -> RuleResult | None:
     num = sum(value > 0 for value in newest)
     if not num:
         return None
-    return Finding(
+    return RuleResult(
         "bad" if num > len(newest) / 2 else "warn",
         f"{num} of the newest {len(newest)} steps had a gradient that is not finite: they changed nothing",
     )
 
 
-def _norms(values: list[float]) -> Finding:
+def _norms(values: list[float]) -> RuleResult:
     earlier = [value for value in values[:-1] if value > 0]  # A batch without variance has the norm 0.
     usual = median(earlier) if len(earlier) >= FEWEST_NORMS else values[-1]
     if values[-1] > JUMP * usual > 0:
-        return Finding("warn", f"the gradient norm is {values[-1]:.3g}, {values[-1] / usual:.0f} times its median")
-    return Finding("ok", f"the gradient is finite, its norm {values[-1]:.3g}")
+        return RuleResult("warn", f"the gradient norm is {values[-1]:.3g}, {values[-1] / usual:.0f} times its median")
+    return RuleResult("ok", f"the gradient is finite, its norm {values[-1]:.3g}")
 
 
-def mismatch(values: list[float], facts: Facts) -> Finding | None:
+def mismatch(values: list[float], facts: RunFacts) -> RuleResult | None:
     usual = median(values[-NEWEST:])
     bound = STALE_MISMATCH if facts.job is not None and facts.job.max_staleness else MISMATCH
     text = f"sampler and learner differ by {usual:.2g} nats a token"
-    return Finding(graded(usual, bound, 10 * bound), text)
+    return RuleResult(graded(usual, bound, 10 * bound), text)
 
 
-def entropy(facts: Facts) -> Finding | None:
+def entropy(facts: RunFacts) -> RuleResult | None:
     """An entropy that falls while the reward rises, or that fell while it rose, is learning. Another version of the
     agent's code has other answers and rewards, so only steps of the present one are compared.
     """
@@ -649,24 +645,24 @@ def entropy(facts: Facts) -> Finding | None:
     )
 
 
-def _entropy(values: list[float], facts: Facts, policy: str, metrics: Mapping[str, str]) -> Finding:
+def _entropy(values: list[float], facts: RunFacts, policy: str, metrics: Mapping[str, str]) -> RuleResult:
     early, late = mean(values[:NEWEST]), mean(values[-NEWEST:])
     text = f"the mean entropy of {NEWEST} steps went from {early:.3g} to {late:.3g} nats a token in {len(values)} steps"
     if len(values) < 2 * NEWEST or late >= early / 2:
-        return Finding("ok", text)
+        return RuleResult("ok", text)
     start, now = _start_and_now(facts, metrics.get(policy, REWARD))
     if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
-        return Finding("ok", text)
-    return Finding("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
+        return RuleResult("ok", text)
+    return RuleResult("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
 
 
-def _of_present_code(facts: Facts) -> Facts:
+def _of_present_code(facts: RunFacts) -> RunFacts:
     """The facts with the steps since the newest change of the agent's code. They do not fit `versions` any more."""
     steps, first, _ = of_present_code(facts.steps, facts.first)
     return replace(facts, steps=steps, first=first)
 
 
-def _start_and_now(facts: Facts, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _start_and_now(facts: RunFacts, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The values of the first steps and of the newest ones. A fast policy rises within a few steps, so the start is
     short.
     """
@@ -683,7 +679,7 @@ answers, and the number of these steps."""
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 
-def delivery(facts: Facts) -> Finding | None:
+def delivery(facts: RunFacts) -> RuleResult | None:
     names = ["", *facts.policies]
     if not any(_name(policy, "forest/orphan_tokens") in step for step in facts.steps[-NEWEST:] for policy in names):
         return None
@@ -691,13 +687,13 @@ def delivery(facts: Facts) -> Finding | None:
     total = orphans + newest(facts, "batch/sampled_tokens")
     num, share = newest(facts, "batch/episodes"), orphans / total if total else 0.0
     level = shares(share * num, num, 0.03, (0.1, 0.5)) if num else "ok"  # The tokens of an episode are lost together.
-    return Finding(level, f"{share:.0%} of the sampled tokens did not reach their agents")
+    return RuleResult(level, f"{share:.0%} of the sampled tokens did not reach their agents")
 
 
-def drift(values: list[float], facts: Facts) -> Finding | None:
+def drift(values: list[float], facts: RunFacts) -> RuleResult | None:
     if not any(values):
-        return Finding("ok", "every trained token is the sampled one")
-    return Finding("bad", "tokens of the journal differ from the sampled ones: the journal is damaged")
+        return RuleResult("ok", "every trained token is the sampled one")
+    return RuleResult("bad", "tokens of the journal differ from the sampled ones: the journal is damaged")
 
 
 RULES: Mapping[str, Judge] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentjet.config import JobConfig, SideCallRule
 from agentjet.errors import InvalidRequest
-from agentjet.swarm import Episode
+from agentjet.swarm import EpisodeRecord
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, SamplingParams
 
 MAX_CHOICES = 64
@@ -114,7 +114,7 @@ UNSET: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "top_k": 0, "max_
 """Neutral values of the `CallRequest` fields that `job.sampling.override` can name."""
 
 
-def with_overrides(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
+def with_overrides(request: CallRequest, job: JobConfig, episode: EpisodeRecord) -> CallRequest:
     """Returns a training request without the settings that `job.sampling.override` names, and without a temperature if
     the recipe has chosen one. Each one is noted.
     """
@@ -128,7 +128,7 @@ def with_overrides(request: CallRequest, job: JobConfig, episode: Episode) -> Ca
     return replace(request, **changed, notes=(*request.notes, *notes)) if changed else request
 
 
-def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> SamplingParams:
+def sampling_params(request: CallRequest, job: JobConfig, episode: EpisodeRecord) -> SamplingParams:
     """Returns the sampling parameters, not yet limited to the context, without grammar and without a choice's seed.
 
     Raises `InvalidRequest` for settings that a training episode cannot use. Greedy tokens are one of them: they are not
@@ -162,7 +162,7 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
     )
 
 
-def choice_seed(explicit: int | None, choice: int, job_seed: int, episode: Episode, ordinal: int) -> int:
+def choice_seed(explicit: int | None, choice: int, job_seed: int, episode: EpisodeRecord, ordinal: int) -> int:
     """Returns the seed of one choice: the request's for the first choice, else a derived one.
 
     Derived seeds depend on the job's seed, on the seed of the episode or its number in the run, and on the number of

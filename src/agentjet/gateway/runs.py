@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RECORD = "run.json"
 
 
-class RunRecord(RunSettings):
+class RunFile(RunSettings):
     """The content of `run.json`: the settings that the run was created with. The journal has the job in force."""
 
     open: bool = True
@@ -139,7 +139,7 @@ class Runs:
                     raise
             gateway = self._gateways[name]
             if settings.job is not None and gateway.swarm.job != job:
-                await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
+                await gateway.replace_job(JobBody(revision=gateway.swarm.job_revision, job=job.model_dump(mode="json")))
             if gateway.engine.state == "failed":
                 await gateway.start_engine()
             return self._view(name)
@@ -194,14 +194,14 @@ class Runs:
             except ConfigError as error:
                 raise Conflict(f"The run {name!r} is unusable: {error}", code="run_unusable") from None
 
-    def _new_record(self, settings: RunSettings) -> RunRecord:
+    def _new_record(self, settings: RunSettings) -> RunFile:
         job = settings.job
         if job is None:  # Optimisers of policies that the run does not have would be refused.
             own = {name: one for name, one in self._config.job.optimizers.items() if name in settings.policies}
             job = self._config.job.model_copy(update={"optimizers": own}).model_dump(mode="json")
-        return RunRecord(policies=settings.policies, job=job)
+        return RunFile(policies=settings.policies, job=job)
 
-    def _with_policies(self, name: str, record: RunRecord, policies: Mapping[str, Any]) -> RunRecord:
+    def _with_policies(self, name: str, record: RunFile, policies: Mapping[str, Any]) -> RunFile:
         """The record of a run with other policies: it keeps its job, without optimisers of the old ones."""
         with closing(Journal.open_read_only(self._folder / name / JOURNAL)) as journal:
             held = journal.job_settings()
@@ -209,7 +209,7 @@ class Runs:
         own = {policy: one for policy, one in job.get("optimizers", {}).items() if policy in policies}
         return record.model_copy(update={"policies": dict(policies), "job": {**job, "optimizers": own}})
 
-    def _checked_job(self, record: RunRecord, settings: RunSettings, *, is_open: bool) -> JobConfig:
+    def _checked_job(self, record: RunFile, settings: RunSettings, *, is_open: bool) -> JobConfig:
         """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
         try:
             policies, job = settings.policies or record.policies, record.job if settings.job is None else settings.job
@@ -260,7 +260,7 @@ class Runs:
         served = self._config.model_dump(include={"model", "sampler", "compute", "server"})
         return parse_config({**served, "policies": policies, "job": job or {}}, origin)
 
-    async def _open(self, name: str, record: RunRecord) -> None:
+    async def _open(self, name: str, record: RunFile) -> None:
         """Opens and starts a run. Raises `ConfigError`."""
         try:
             config = await asyncio.to_thread(self._config_of, record.policies, record.job)
@@ -302,11 +302,11 @@ class Runs:
         on_disk = {path.parent.name for file in (RECORD, JOURNAL) for path in self._folder.glob(f"*/{file}")}
         return sorted(({name for name in on_disk if RUN_NAME.fullmatch(name)} | self._gateways.keys()) - {DEFAULT_RUN})
 
-    def _record(self, name: str) -> RunRecord | None:
+    def _record(self, name: str) -> RunFile | None:
         """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
         path = self._folder / name / RECORD
         try:
-            return RunRecord.model_validate_json(path.read_bytes())
+            return RunFile.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -315,7 +315,7 @@ class Runs:
                 f"{path} cannot be read as the settings of a run ({why}): restore it, or move the folder away"
             ) from None
 
-    def _write(self, name: str, record: RunRecord, *, is_open: bool) -> None:
+    def _write(self, name: str, record: RunFile, *, is_open: bool) -> None:
         """Raises `ConfigError` if the file cannot be written."""
         path = self._folder / name / RECORD
         try:
@@ -353,7 +353,7 @@ class Runs:
         return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
 
 
-def _policies_changed(record: RunRecord) -> Conflict:
+def _policies_changed(record: RunFile) -> Conflict:
     return Conflict(
         "The policies of a run cannot change, and their workers only while it is not open; its policies are "
         f"{json.dumps(record.policies)}. Leave `policies` out, choose another run, or end the run to change workers.",

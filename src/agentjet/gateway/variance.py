@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
 from agentjet.errors import Later
 from agentjet.gateway import health
-from agentjet.gateway.reader import Reader
 from agentjet.protocol import REPORTED_BATCHES, ScoredAnswer, ZeroVariance, batches_without_variance, report_lines
 from agentjet.swarm import Journal
 from agentjet.swarm.queries import FIRST_STEPS, Queries
@@ -24,6 +24,7 @@ from agentjet.types import Message, beginning
 
 log = logging.getLogger(__name__)
 
+Read = Callable[[Journal], ZeroVariance | None]
 SHOWN_CHARACTERS = 200
 """Maximum length of a prompt or an answer in a report."""
 
@@ -31,11 +32,12 @@ SHOWN_CHARACTERS = 200
 class VarianceReport:
     """The report of one run that is being served."""
 
-    def __init__(self, queries: Queries, reader: Reader) -> None:
+    def __init__(self, queries: Queries, read: Callable[[Read], Awaitable[ZeroVariance | None]]) -> None:
+        """`read` runs a function in the reader's thread."""
         self.found: ZeroVariance | None = None
         """The report as last refreshed."""
         self._queries = queries
-        self._reader = reader
+        self._read = read
         self._of: tuple[int, int] | None = None
         """Policy version and revision of the settings that `found` is about."""
         self._turn = asyncio.Lock()
@@ -72,7 +74,7 @@ class VarianceReport:
             if of != self._of:
                 try:
                     facts = variance_facts(queries)
-                    self.found = None if facts is None else await self._reader.read(partial(zero_variance, facts))
+                    self.found = None if facts is None else await self._read(partial(zero_variance, facts))
                 except Later:  # It is read the next time.
                     return self.found
                 except Exception:  # The boundary: a row may be damaged, or of a plug-in that is missing.
@@ -82,14 +84,14 @@ class VarianceReport:
         return self.found
 
 
-def variance_facts(queries: Queries) -> health.Facts | None:
+def variance_facts(queries: Queries) -> health.RunFacts | None:
     """Returns the facts in memory if the newest batches had no reward variance."""
     if batches_without_variance(queries.recent_steps) < REPORTED_BATCHES:
         return None
-    return health.Facts(queries.recent_steps, queries.settings.job, queries.step_versions)
+    return health.RunFacts(queries.recent_steps, queries.settings.job, queries.step_versions)
 
 
-def zero_variance(facts: health.Facts, journal: Journal) -> ZeroVariance | None:
+def zero_variance(facts: health.RunFacts, journal: Journal) -> ZeroVariance | None:
     """Returns the report, with the first group of the newest batch; None if the run is solved."""
     facts = replace(facts, first=journal.first_steps(FIRST_STEPS))
     newest = facts.steps[-1]

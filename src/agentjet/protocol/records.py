@@ -5,6 +5,7 @@ Times are Unix seconds, durations are seconds. A number that is not finite is nu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
@@ -18,6 +19,30 @@ Text = Annotated[str, Field(max_length=2000)]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 Kept = Literal["journal", "gone"]
 EpisodeForm = Literal["tokens", "runs"]
+REWARD = "json_extract(body, '$.reward')"
+VERSION = "json_extract(body, '$.policy_version')"
+IN_BATCH = (
+    "id IN (SELECT member.value FROM batches, json_each(batches.body, '$.groups') AS members, "
+    "json_each(members.value) AS member WHERE batches.id = :batch)"
+)
+HAS_REASON = "(instr(body ->> 'reason', :reason) OR instr(body ->> 'dropped', :reason))"
+HAS_NAME = "(instr(body ->> 'task_id', :search) OR instr(body ->> 'group', :search) OR instr(id, :search))"
+HAS_TEXT = (
+    "(instr(body, :text) AND instr(body -> '$.reward_text', :text) OR "
+    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :text) AND "
+    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text))))"
+)
+"""SQL of `text`. The first condition of each part is the cheap one: most rows are not parsed."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A field of `EpisodeQuery` that selects episodes. SQL, command line and page have their filters from here."""
+
+    sql: str
+    """Condition on a row of the table `episodes`; `:NAME` is the value."""
+    title: str
+    """Label on the page."""
 
 
 class EpisodeQuery(Request):
@@ -30,30 +55,45 @@ class EpisodeQuery(Request):
     """`reward` is lowest first; with a minus sign, highest first. Both leave out episodes without a reward."""
     count: bool = False
     """Also return `total`."""
-    status: EpisodeFilter | None = None
+    status: Annotated[EpisodeFilter | None, Filter("status = :status", "Status")] = None
     """`aborted` leaves out the aborted episodes that were `not_needed`."""
-    mode: Mode | None = None
-    task_set: Text | None = None
-    task: Text | None = None
+    mode: Annotated[Mode | None, Filter("body ->> 'mode' = :mode", "Mode")] = None
+    """Only training or only evaluation episodes."""
+    task: Annotated[Text | None, Filter("body ->> 'task_id' = :task", "Task")] = None
     """The id of the task."""
-    group: Text | None = None
+    task_set: Annotated[Text | None, Filter("body ->> 'task_set' = :task_set", "Task set")] = None
+    """The name of the task set."""
+    group: Annotated[Text | None, Filter("body ->> 'group' = :group", "Group")] = None
     """The client's name for the group."""
-    group_id: Int64 | None = None
-    client: Text | None = None
-    code_version: Text | None = None
-    batch: Int64 | None = None
+    # With the indexed expression, not with `->>`.
+    group_id: Annotated[Int64 | None, Filter("json_extract(body, '$.group_id') = :group_id", "Group number")] = None
+    """The number of the group."""
+    client: Annotated[Text | None, Filter("body ->> 'client_id' = :client", "Client")] = None
+    """The id of the client."""
+    code_version: Annotated[Text | None, Filter("body ->> 'code_version' = :code_version", "Code version")] = None
+    """The version of the agent's code."""
+    batch: Annotated[Int64 | None, Filter(IN_BATCH, "Step")] = None
     """The batch that contains the episode, learned or not."""
-    min_version: Int64 | None = None
+    min_version: Annotated[Int64 | None, Filter(f"{VERSION} >= :min_version", "Version from")] = None
     """Lowest policy version at the beginning of the episode."""
-    max_version: Int64 | None = None
-    min_reward: Bound | None = None
-    max_reward: Bound | None = None
-    reason: Text = ""
+    max_version: Annotated[Int64 | None, Filter(f"{VERSION} <= :max_version", "Version to")] = None
+    """Highest policy version at the beginning of the episode."""
+    min_reward: Annotated[Bound | None, Filter(f"{REWARD} >= :min_reward", "Reward from")] = None
+    """Lowest reward. Episodes without a reward do not match."""
+    max_reward: Annotated[Bound | None, Filter(f"{REWARD} <= :max_reward", "Reward to")] = None
+    """Highest reward. Episodes without a reward do not match."""
+    reason: Annotated[Text, Filter(HAS_REASON, "Reason")] = ""
     """Text inside the reason of its abort, or of its drop."""
-    search: Text = ""
+    search: Annotated[Text, Filter(HAS_NAME, "Search")] = ""
     """Text inside the id of the task, the group or the id of the episode."""
-    text: Text = ""
+    text: Annotated[Text, Filter(HAS_TEXT, "Text of messages and rewards")] = ""
     """Text inside the text of the reward, a message or an answer. Messages are found as long as they are kept."""
+
+    @classmethod
+    def filters(cls) -> dict[str, Filter]:
+        """Returns the filters by name."""
+        fields = cls.model_fields.items()
+        return {name: one for name, field in fields for one in field.metadata if isinstance(one, Filter)}
 
 
 class EpisodeFilters(TypedDict, total=False):
@@ -120,7 +160,7 @@ class EpisodeView(Response):
     """A refusal ended a call of the agent, so the reward may judge the refusal instead of the policy."""
 
 
-class CallFacts(Response):
+class CallSummary(Response):
     """A call of an episode, without its tokens."""
 
     call_id: str
@@ -145,7 +185,7 @@ class CallFacts(Response):
     """Seconds from the arrival of the request to `created`; null in journals of earlier versions."""
 
 
-class CallView(CallFacts):
+class CallView(CallSummary):
     """A call of an episode. `tokens`, `texts`, `mask`, `logprobs` and `versions` run in parallel: first the context
     that was new, then what was sampled. Before them come the first `kept` tokens of call `parent`.
     """
@@ -160,7 +200,7 @@ class CallView(CallFacts):
     """The policy version that sampled each token; null for context."""
 
 
-class CallRuns(CallFacts):
+class CallRuns(CallSummary):
     """A call of an episode in short form. Its first `num_context` tokens are context, the others are sampled.
 
     A run `[value, count]` has `count` successive tokens with the same value. Runs are about sampled tokens only.

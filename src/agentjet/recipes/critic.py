@@ -1,20 +1,27 @@
-"""`Critic`: the base of recipes that learn values, and their arithmetic.
+"""`Critic`: the base of recipes that learn values, and these recipes.
+
+| value of | recipes |
+|---|---|
+| each token | `ppo` |
+| the prompt of each call | `archer`; `digirl`, a probability of success |
 
 The heads predict from the policy's last hidden states, before each sampled token. Observations are skipped: the value
-after the last token of a call is that before the first token of the next call. Shapes: M targets, S steps of any kind.
+after the last token of a call is that before the first token of the next call. Shapes: M targets, K calls in the order
+of sampling, S steps of any kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from agentjet.recipes.policy_gradient import FloatArray, PolicyGradient, compared_rewards
+from agentjet.recipes.losses import CrossEntropy
+from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, PolicyGradient, compared_rewards, facts_of
 from agentjet.recipes.recipe import ValueHeads
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, select
@@ -52,9 +59,7 @@ class Critic(PolicyGradient):
         """Returns the losses [M] of the values, with gradient."""
         raise NotImplementedError
 
-    def columns(
-        self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
-    ) -> tuple[Forest, dict[str, float]]:
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
         if batch.facts is not None and batch.forest.num_targets:
             rewarded = ~np.isnan(batch.facts.of_tokens(compared_rewards(batch.facts), batch.forest))
             if not rewarded.all():
@@ -90,11 +95,22 @@ class Steps(NamedTuple):
     ends: IntArray
     """Places of the last tokens of calls."""
 
+    def at_starts(self, values_K: FloatArray | float) -> FloatArray:
+        """Returns an array [M] with the values of calls at their first tokens, and 0 elsewhere."""
+        values = np.zeros(len(self.order))
+        values[self.order[self.starts]] = values_K
+        return values
+
+    def of_calls(self, values_K: NDArray[Any]) -> FloatArray:
+        """Returns the value [M] of the call of each target."""
+        values = np.zeros(len(self.order))
+        values[self.order] = np.repeat(values_K, self.ends + 1 - self.starts)
+        return values
+
 
 def steps(batch: TrainingBatch) -> Steps:
     """Returns the targets in order. A call without a reward has 0. Other rewards are those of `compared_rewards`."""
-    facts, forest = batch.facts, batch.forest
-    assert facts is not None
+    facts, forest = facts_of(batch), batch.forest
     calls = forest["call"]
     order = np.lexsort((forest.depth[forest.node], facts.call_turn[calls], forest["sequence"]))
     sequence, call = forest["sequence"][order], calls[order]
@@ -126,14 +142,149 @@ def gae(rewards: FloatArray, values: FloatArray, sequence: IntArray, gamma: floa
     return found
 
 
-def scattered(values: FloatArray, targets: IntArray, num_targets: int) -> FloatArray:
-    """Returns an array [M] with the values at their targets, and 0 elsewhere."""
-    found = np.zeros(num_targets)
-    found[targets] = values
-    return found
-
-
 def explained_variance(values: NDArray[np.floating], returns: NDArray[np.floating]) -> float:
     """Returns 1 - var(returns - values) / var(returns): 1 for perfect values, 0 for equal returns."""
     variance = float(np.var(returns, dtype=np.float64))
     return 1 - float(np.var(returns - values, dtype=np.float64)) / variance if variance > 0 else 0.0
+
+
+class Ppo(Critic):
+    """PPO: the clipped loss with generalised advantages of single tokens, from a value head on the policy.
+
+        d_t = r_t + gamma V_(t+1) - V_t,  A_t = d_t + gamma lambda A_(t+1), then whitened over the batch's tokens
+        L = clip + 0.5 max((V - R)^2, (V_old + clamp(V - V_old, +- value_clip) - R)^2),  R = A + V_old before whitening
+
+    t + 1 is the next token of the same role: observations between two calls are skipped. Rewards of turns come at the
+    ends of their calls, that of the episode at the end.
+    Source: arXiv 1707.06347 and 1506.02438, as verl computes them; the critic is a linear head on the policy's last
+    hidden states instead of a second model. Confidence: reproduced, except for the head.
+    Use: long episodes, where one reward for all tokens is too coarse; groups of one episode.
+    Cost: one more forward pass for the values; every token is computed.
+    """
+
+    name: str = "ppo"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """Lambda: 1 trusts the rewards, 0 trusts the values."""
+    value_clip: float = Field(0.5, gt=0)
+    """A value that moved further than this from that before the batch has no gradient."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "value", "return")
+
+    def estimates(self, batch: TrainingBatch) -> dict[str, NDArray[np.float64]]:
+        sampled, returns = steps(batch), batch.forest["value"].astype(np.float64)
+        returns[sampled.order] += gae(sampled.rewards, returns[sampled.order], sampled.sequence, self.gamma, self.lam)
+        return {"return": returns}
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        found: NDArray[np.float64] = batch.forest["return"].astype(np.float64) - batch.forest["value"]
+        deviation = float(np.std(found, ddof=1)) if len(found) > 1 else 1.0
+        return np.asarray((found - found.mean()) / np.sqrt(deviation**2 + 1e-8), np.float32)
+
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
+        forest, metrics = super().columns(batch, outputs)
+        if forest.num_targets:
+            metrics[EXPLAINED] = explained_variance(forest["value"], forest["return"])
+        return forest, metrics
+
+    def value_loss(self, columns: Mapping[str, Tensor]) -> Tensor:
+        value, old, goal = columns["new_value"], columns["value"], columns["return"]
+        # As PPO clips ratios: a value that moved far has no gradient, unless it moved away from the return.
+        near = old + (value - old).clamp(-self.value_clip, self.value_clip)
+        return 0.5 * ((value - goal) ** 2).maximum((near - goal) ** 2)
+
+
+class Archer(Critic):
+    """ArCHer: a critic of whole utterances gives each call one advantage; the policy learns its tokens.
+
+        d_k = r_k + gamma V(o_(k+1)) - V(o_k),  A_k = d_k + gamma lambda A_(k+1), the same for all tokens of call k
+        V(o_k) learns A_k + V(o_k);  o_k is the prompt of call k, and V is 0 after the last call
+
+    Source: arXiv 2402.19446 and github.com/YifeiZhou02/ArCHer at 7c771a7. Confidence: inspired by. Its actor has
+    Q(o, a) - V(o) of double critics, because it samples new utterances at old prompts. Here the batch has the rewards
+    and next prompts of its utterances: lambda = 0 gives the target of its Q.
+    Use: dialogues and tools with many turns. Rewards of turns come at the ends of their calls.
+    Cost: one more forward pass for the values; every token is computed.
+    """
+
+    name: str = "archer"
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount per call."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """Lambda: 1 trusts the rewards, 0 trusts the value of the next prompt."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "return", "is_start")
+
+    def estimates(self, batch: TrainingBatch) -> dict[str, NDArray[np.float64]]:
+        sampled = steps(batch)
+        values_K = batch.forest["value"][sampled.order[sampled.starts]].astype(np.float64)
+        advantages_K = gae(
+            sampled.rewards[sampled.ends], values_K, sampled.sequence[sampled.ends], self.gamma, self.lam
+        )
+        return {
+            "utterance_advantage": sampled.of_calls(advantages_K),
+            "return": sampled.at_starts(advantages_K + values_K),
+            "is_start": sampled.at_starts(1.0),
+        }
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        return np.asarray(batch.forest["utterance_advantage"])
+
+    def value_loss(self, columns: Mapping[str, Tensor]) -> Tensor:
+        return columns["is_start"] * (columns["new_value"] - columns["return"]) ** 2
+
+
+class Digirl(Critic):
+    """DigiRL: imitation of the calls after which success became more likely.
+
+        A_k = P(o_(k+1)) - P(o_k) - margin + r_k + sum over j >= k of gamma^(j-k) r_j
+        L = -1[A_k > 0] log(policy) + cross-entropy of P(o_k) for "some later reward is above 0"
+
+    o_k is the prompt of call k; after the last call P is 0. r_k is the reward of the call; the last one has that of the
+    episode, too.
+    Source: arXiv 2406.11896 and github.com/DigiRL-agent/digirl at c74ec34, its step-level part: one critic instead of
+    the smaller of two, a head on the policy, and no replay buffer. Confidence: reproduced in this part.
+    Use: device control and web tasks with rewards of 0 or 1 and many turns.
+    Cost: one more forward pass for the values; every token is computed.
+    """
+
+    name: str = "digirl"
+    loss: OwnLoss = CrossEntropy()
+    gamma: float = Field(0.5, ge=0, le=1)
+    """Discount of later rewards per call."""
+    margin: float = Field(0.05, ge=0)
+    """Cost of each call."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "succeeds", "is_start")
+
+    def estimates(self, batch: TrainingBatch) -> dict[str, NDArray[np.float64]]:
+        sampled = steps(batch)
+        values_K = batch.forest["value"][sampled.order[sampled.starts]].astype(np.float64)
+        sequence_K, rewards_K = sampled.sequence[sampled.ends], sampled.rewards[sampled.ends]
+        probability_K = 1 / (1 + np.exp(-values_K))
+        # Without values and with lambda 1, the advantage is the discounted sum of the rewards.
+        later_K = gae(rewards_K, np.zeros(len(values_K)), sequence_K, self.gamma, 1.0)
+        goes_on_K = np.append(sequence_K[1:] == sequence_K[:-1], False)
+        next_K = np.where(goes_on_K, np.append(probability_K[1:], 0.0), 0.0)
+        better_K = next_K - probability_K - self.margin + rewards_K + later_K > 0
+        succeeds_K = (later_K > 0).astype(np.float64)
+        return {
+            "chosen": sampled.of_calls(better_K),
+            "succeeds": sampled.at_starts(succeeds_K),
+            "is_start": sampled.at_starts(1.0),
+        }
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        return np.asarray(batch.forest["chosen"])
+
+    def value_loss(self, columns: Mapping[str, Tensor]) -> Tensor:
+        logit = columns["new_value"]
+        entropy = logit.clamp(min=0) - columns["succeeds"] * logit + (-logit.abs()).exp().log1p()
+        return columns["is_start"] * entropy

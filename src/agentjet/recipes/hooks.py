@@ -248,7 +248,6 @@ def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> 
 def columns(
     recipe: Recipe, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
 ) -> tuple[Forest, dict[str, float]]:
-    """Returns the forest with the columns of the recipe, and metrics."""
     from agentjet.timeline.forest import Forest
 
     hook = "columns"
@@ -259,7 +258,7 @@ def columns(
     if not isinstance(metrics, dict) or not all(isinstance(value, Real) for value in metrics.values()):
         raise _wrong(recipe, hook, f"returned the metrics {metrics!r} instead of a dict of numbers")
     reads = declared(recipe, "reads")
-    for name in reads:
+    for name in reads if forest.num_targets else ():  # The loss of a policy without a token is not computed.
         if name not in forest.targets and not name.startswith(COMPUTED):
             has = ", ".join(sorted(forest.targets))
             raise _wrong(recipe, hook, f"returned no column {name!r}, which `reads` names; the forest has {has}")
@@ -271,14 +270,12 @@ def columns(
 
 
 def weights(recipe: Recipe, forest: Forest) -> NDArray[np.float32]:
-    """Returns the weight [M] of each token in the loss."""
     found = called(recipe, "weights", lambda: recipe.weights(forest))
     _check_column(recipe, "weights", forest, found, "weights")
     return found
 
 
 def contributing(recipe: Recipe, forest: Forest) -> NDArray[np.bool_]:
-    """Returns True [M] for targets that must be computed."""
     found: Any = called(recipe, "contributing", lambda: recipe.contributing(forest))
     _check_column(recipe, "contributing", forest, found, "values")
     if found.dtype != bool:

@@ -1,13 +1,14 @@
-"""Policy losses per token, estimates of the KL divergence, and aggregations.
+"""Policy losses per token, estimates of the KL divergence, corrections of stale samples, and aggregations.
 
 Shapes: M targets. `logp` is the policy's log-probability, with gradient. The column `logprob` is that of sampling, or
-of the batch's start. Both are at the sampling temperature. `AGGREGATIONS` turn token losses into one number.
+of the batch's start. Both are at the sampling temperature. The ratio of a loss is policy / sampling policy. That of a
+correction, rho, is the policy at the batch's start / sampling policy. `token_weights` makes token losses one number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ class PolicyLoss(Component):
     reports: ClassVar[tuple[str, ...]] = (CLIP_FRACTION,)
     """Metrics that are 0 for tokens without advantage."""
     aggregation: ClassVar[str] = "token_mean"
-    """The aggregation of its publication, a key of `AGGREGATIONS`."""
+    """The aggregation of its publication: see `token_weights`."""
     is_linear: ClassVar[bool] = False
     """True if the loss is linear in the advantage: advantage 0 has no gradient, and a correction can scale it. A
     subclass that overrides `token_loss` must say it again."""
@@ -81,13 +82,25 @@ class Clip(PolicyLoss):
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         advantage = columns["advantage"]
-        ratio = log_ratio(logp, columns["logprob"]).exp()
-        loss, clipped = surrogate(ratio, advantage, self.clip_low, self.clip_high)
+        loss, metrics = surrogate(ratio_of(logp, columns), advantage, 1 - self.clip_low, 1 + self.clip_high)
         if self.dual_clip:
             cap = -advantage * self.dual_clip
-            clipped = clipped | ((advantage < 0) & (loss > cap))
+            metrics[CLIP_FRACTION] = metrics[CLIP_FRACTION] | ((advantage < 0) & (loss > cap))
             loss = loss.minimum(cap).where(advantage < 0, loss)
-        return loss, {CLIP_FRACTION: clipped}
+        return loss, metrics
+
+
+class CrossEntropy(PolicyLoss):
+    """Cross-entropy on the sampled tokens, times the advantage: REINFORCE, and imitation of chosen episodes."""
+
+    name: str = "rft"
+
+    reads: ClassVar[tuple[str, ...]] = ("advantage",)
+    reports: ClassVar[tuple[str, ...]] = ()
+    is_linear: ClassVar[bool] = True
+
+    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return -columns["advantage"] * logp, {}
 
 
 def find_loss(name: str) -> tuple[type[PolicyLoss], dict[str, Any]]:
@@ -104,13 +117,26 @@ def find_loss(name: str) -> tuple[type[PolicyLoss], dict[str, Any]]:
     return type(field.default), field.default.model_dump()
 
 
-def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic surrogate [M], and True [M] where the clip changed the gradient.
+def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
+    """log(policy / old), bounded so that its exponential is finite."""
+    return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ratio_of(logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """policy / sampling policy [M]."""
+    return log_ratio(logp, columns["logprob"]).exp()
+
+
+Bound = TypeVar("Bound", float, "Tensor")
+
+
+def surrogate(ratio: Tensor, advantage: Tensor, lowest: Bound, highest: Bound) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's pessimistic surrogate [M] with bounds of the ratio, and the metric of where the clip changed the gradient.
 
     The clip acts only where it removes an incentive to move further.
     """
-    unclipped, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
-    return unclipped.maximum(clipped), clipped > unclipped
+    unclipped, clipped = -advantage * ratio, -advantage * ratio.clamp(lowest, highest)
+    return unclipped.maximum(clipped), {CLIP_FRACTION: clipped > unclipped}
 
 
 def kl_k1(logp: Tensor, reference: Tensor) -> Tensor:
@@ -133,41 +159,60 @@ KL_ESTIMATES = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 """Estimates per sampled token, by the name in `kl_estimator` (joschu.net/blog/kl-approx.html)."""
 
 
-def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
-    """log(policy / old), bounded so that its exponential is finite."""
-    return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+Level = Literal["token", "sequence", "geometric"]
+"""The ratio by which a token is corrected: its own, or the product or the geometric mean over its sequence."""
 
 
-Aggregation = Callable[[NDArray[np.int32], int, float], NDArray[np.float32]]
+def corrected(
+    kind: str, rho: NDArray[np.float32], low: float, high: float
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Returns the weight [M] of each token's loss, and True [M] for tokens that count in the loss's denominators.
+
+    `tis`, truncated importance sampling: `min(rho, high)` (IMPALA's truncation, arXiv 1802.01561, on tokens). `icepop`
+    (2510.18855): rho inside `[low, high]`, 0 outside. `mis`, masked importance sampling: the same, and a token outside
+    does not count.
+    """
+    every = np.ones(len(rho), bool)
+    if kind == "tis":
+        return np.minimum(rho, np.float32(high)), every
+    inside = (rho >= low) & (rho <= high)
+    return np.where(inside, rho, np.float32(0)), inside if kind == "mis" else every
 
 
-def token_mean(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
-    """1 / M for each token."""
-    return np.full(len(sequence), 1 / len(sequence), np.float32)
+def importance_ratio(
+    proximal: NDArray[np.float32],
+    behaviour: NDArray[np.float32],
+    sequence: NDArray[np.int32] | None = None,
+    level: Level = "token",
+) -> NDArray[np.float32]:
+    """Returns `exp(proximal - behaviour)` [M], or its product or geometric mean over each token's sequence.
+
+    Source: verl's rollout correction. `sequence` [M] is needed for levels above tokens.
+    """
+    logs = np.clip(proximal.astype(np.float64) - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if level != "token":
+        assert sequence is not None
+        sums: NDArray[np.float64] = np.bincount(sequence, logs).astype(np.float64)
+        if level == "geometric":
+            sums = sums / np.maximum(1, np.bincount(sequence))
+        logs = np.clip(sums, -MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence]
+    return np.exp(logs).astype(np.float32)
 
 
-def sequence_mean(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
-    """1 / (tokens of the token's sequence x sequences)."""
-    _, inverse, counts = np.unique(sequence, return_inverse=True, return_counts=True)
-    return (1 / (counts[inverse] * num_sequences)).astype(np.float32)
+def vetoed(rho: NDArray[np.float32], sequence: NDArray[np.int32], veto: float) -> NDArray[np.bool_]:
+    """Returns True [M] for the tokens of sequences in which any token's ratio is below `veto` (slime)."""
+    return np.isin(sequence, sequence[rho < veto])
 
 
-def sequence_sum(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
-    """1 / sequences."""
-    return np.full(len(sequence), 1 / num_sequences, np.float32)
+def token_weights(
+    aggregation: str, sequence: NDArray[np.int32], num_sequences: int, constant: float = 0.0
+) -> NDArray[np.float32]:
+    """Returns the weight [M] of each token's loss. The batch's loss is the weighted sum, for any micro-batches.
 
-
-def constant(sequence: NDArray[np.int32], num_sequences: int, constant: float) -> NDArray[np.float32]:
-    """1 / (`constant` x sequences), Dr. GRPO (2503.20783)."""
-    return np.full(len(sequence), 1 / (constant * num_sequences), np.float32)
-
-
-AGGREGATIONS: Mapping[str, Aggregation] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "sequence_sum": sequence_sum,
-    "constant": constant,
-}
-"""By the name in `aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted sum, for any
-micro-batches. `sequence` [M] numbers the (episode, role) of each token.
-"""
+    `sequence` [M] numbers the (episode, role) of each token. `constant` is Dr. GRPO's divisor (2503.20783).
+    """
+    if aggregation == "sequence_mean":
+        _, inverse, counts = np.unique(sequence, return_inverse=True, return_counts=True)
+        return (1 / (counts[inverse] * num_sequences)).astype(np.float32)
+    divisors = {"token_mean": len(sequence), "sequence_sum": num_sequences, "constant": constant * num_sequences}
+    return np.full(len(sequence), 1 / divisors[aggregation], np.float32)

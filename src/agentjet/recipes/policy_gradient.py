@@ -1,22 +1,33 @@
 """`PolicyGradient`: the base of GRPO and its relatives. An advantage per token, a policy loss, corrections, a KL term.
 
 A new estimator overrides one of three methods: `group_advantages` from the rewards of a group, `sequence_advantages`
-from the facts of the batch, or `token_advantages`. Shapes: E episodes, R roles, G members of a group, M targets.
+from the facts of the batch, or `token_advantages`. Shapes, here and in the chapters: E episodes, R roles, G members of
+a group, C calls, M targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from agentjet.recipes import hooks, registry
-from agentjet.recipes.corrections import CORRECTIONS, Level, importance_ratio, vetoed
-from agentjet.recipes.losses import AGGREGATIONS, KL_ESTIMATES, Clip, PolicyLoss, find_loss, kl_k3
+from agentjet.recipes.losses import (
+    KL_ESTIMATES,
+    Clip,
+    Level,
+    PolicyLoss,
+    corrected,
+    find_loss,
+    importance_ratio,
+    kl_k3,
+    token_weights,
+    vetoed,
+)
 from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
@@ -25,6 +36,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FloatArray = NDArray[np.float64]
+Outputs = Mapping[str, NDArray[np.float32]]
+"""Numbers [M] that the learner computed, by the names of `needs` and value heads."""
+OwnLoss = Annotated[SerializeAsAny[PolicyLoss], Field(description="The policy loss.")]
+"""The field `loss` of a recipe with another default."""
 EPS = 1e-6
 """Limits advantages at tiny standard deviations. verl uses the same value."""
 MISMATCH = "policy/mismatch_kl"
@@ -92,9 +107,9 @@ class PolicyGradient(Recipe):
 
     def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
         """Returns the advantage [E, R] of each episode and role."""
-        assert batch.facts is not None
-        advantages_ER = np.zeros(batch.facts.spoke.shape)
-        for episodes, role, rewards_G in self.comparisons(batch.facts):
+        facts = facts_of(batch)
+        advantages_ER = np.zeros(facts.spoke.shape)
+        for episodes, role, rewards_G in self.comparisons(facts):
             advantages_G = self.group_advantages(rewards_G)
             hooks.check_group(self, advantages_G, rewards_G)
             advantages_ER[episodes, role] = advantages_G
@@ -102,10 +117,9 @@ class PolicyGradient(Recipe):
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
         """Returns the advantage [M] of each target."""
-        assert batch.facts is not None
-        advantages_ER = self.sequence_advantages(batch)
-        hooks.check_shape(self, "sequence_advantages", advantages_ER, batch.facts.spoke.shape, "each episode and role")
-        return batch.facts.of_tokens(advantages_ER, batch.forest).astype(np.float32)
+        facts, advantages_ER = facts_of(batch), self.sequence_advantages(batch)
+        hooks.check_shape(self, "sequence_advantages", advantages_ER, facts.spoke.shape, "each episode and role")
+        return facts.of_tokens(advantages_ER, batch.forest).astype(np.float32)
 
     def comparisons(self, facts: Facts) -> Iterator[Comparison]:
         """Yields the episodes that are compared, for each group and role.
@@ -116,16 +130,13 @@ class PolicyGradient(Recipe):
         With `by_role` only members in which the role spoke are compared (Dr. MAS, github.com/langfengQ/DrMAS). Each
         member counts once, while Dr. MAS counts calls.
         """
+        rewards_ER = compared_rewards(facts)
         for group in np.unique(facts.groups):
             members = np.flatnonzero(facts.groups == group)
             for role in np.flatnonzero(facts.spoke[members].any(0)).tolist():
-                named_G = facts.role_rewards[members, role]
-                is_named_G = ~np.isnan(named_G)
-                compared_G = facts.spoke[members, role].copy() if self.by_role else np.ones(len(members), bool)
-                if is_named_G.any():
-                    compared_G &= is_named_G
+                rewards_G = rewards_ER[members, role]
+                compared_G = ~np.isnan(rewards_G) & (facts.spoke[members, role] | (not self.by_role))
                 if compared_G.any():
-                    rewards_G = np.where(is_named_G, named_G, facts.rewards[members])
                     yield Comparison(members[compared_G], role, rewards_G[compared_G])
 
     def compared(self, facts: Facts) -> NDArray[np.bool_]:
@@ -181,9 +192,7 @@ class PolicyGradient(Recipe):
             return None
         return self.sequence_advantages(batch)
 
-    def columns(
-        self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]
-    ) -> tuple[Forest, dict[str, float]]:
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
         """Adds advantages. With a correction, the log-probabilities of the present weights become the old ones, and the
         correction scales the advantages.
         """
@@ -202,9 +211,8 @@ class PolicyGradient(Recipe):
         import torch
 
         proximal = outputs["proximal"]
-        correction = CORRECTIONS[self.correction]
         ratio = importance_ratio(proximal, behaviour, forest["sequence"], self.correction_level)
-        weight, counts = correction(ratio, self.correction_low, self.correction_high)
+        weight, counts = corrected(self.correction, ratio, self.correction_low, self.correction_high)
         if self.correction_veto:
             out = vetoed(importance_ratio(proximal, behaviour), forest["sequence"], self.correction_veto)
             weight, counts = np.where(out, np.float32(0), weight), counts & ~out
@@ -221,11 +229,10 @@ class PolicyGradient(Recipe):
         """Returns the batch with the KL penalty in its rewards, and the mean of the estimates."""
         import torch
 
-        assert batch.facts is not None
         logp = torch.from_numpy(batch.forest["logprob"].astype(np.float64))
         kl = self.kl(logp, torch.from_numpy(reference.astype(np.float64))).numpy()
         penalties_ER = sums(batch, self.kl_coef * kl)
-        return replace(batch, facts=penalised(batch.facts, penalties_ER)), float(kl.mean()) if len(kl) else 0.0
+        return penalised(batch, penalties_ER), float(kl.mean()) if len(kl) else 0.0
 
     def kl(self, logp: Tensor, reference: Tensor) -> Tensor:
         """Returns the estimate [M] of the KL divergence from the reference."""
@@ -234,7 +241,7 @@ class PolicyGradient(Recipe):
 
     def weights(self, forest: Forest) -> NDArray[np.float32]:
         name = self.loss.aggregation if self.aggregation == "auto" else self.aggregation
-        return AGGREGATIONS[name](forest["sequence"], forest.num_sequences, self.constant)
+        return token_weights(name, forest["sequence"], forest.num_sequences, self.constant)
 
     def contributing(self, forest: Forest) -> NDArray[np.bool_]:
         """Without a KL term, a token with advantage 0 adds nothing to a loss that is linear in the advantage. A loss
@@ -339,13 +346,16 @@ class PolicyGradient(Recipe):
         return self
 
 
+def facts_of(batch: TrainingBatch) -> Facts:
+    """Returns the facts of a batch whose advantages are computed here. Other batches bring their advantages."""
+    assert batch.facts is not None
+    return batch.facts
+
+
 def centred(rewards_G: FloatArray) -> FloatArray:
     """Returns `r - mean` [G]: exactly 0 for equal rewards, because rounding of the mean would give other values."""
     rewards_G = np.asarray(rewards_G, np.float64)
-    if np.all(rewards_G == rewards_G[0]):
-        return np.zeros_like(rewards_G)
-    centred_G: FloatArray = rewards_G - rewards_G.mean()
-    return centred_G
+    return np.zeros_like(rewards_G) if np.all(rewards_G == rewards_G[0]) else rewards_G - rewards_G.mean()
 
 
 def lengths(batch: TrainingBatch) -> FloatArray:
@@ -355,16 +365,16 @@ def lengths(batch: TrainingBatch) -> FloatArray:
 
 def sums(batch: TrainingBatch, values: FloatArray) -> FloatArray:
     """Returns the sum [E, R] of a value per target [M] over each episode and role."""
-    assert batch.facts is not None
-    sums_ER = np.zeros(batch.facts.spoke.shape)
-    calls = batch.forest["call"]
-    np.add.at(sums_ER, (batch.facts.call_episode[calls], batch.facts.call_role[calls]), values)
+    facts, calls = facts_of(batch), batch.forest["call"]
+    sums_ER = np.zeros(facts.spoke.shape)
+    np.add.at(sums_ER, (facts.call_episode[calls], facts.call_role[calls]), values)
     return sums_ER
 
 
-def penalised(facts: Facts, penalties_ER: FloatArray) -> Facts:
-    """Returns the facts with the penalty [E, R] subtracted from each reward that `comparisons` compares."""
-    return replace(facts, role_rewards=compared_rewards(facts) - penalties_ER)
+def penalised(batch: TrainingBatch, penalties_ER: FloatArray) -> TrainingBatch:
+    """Returns the batch with the penalty [E, R] subtracted from each reward that `comparisons` compares."""
+    facts = facts_of(batch)
+    return replace(batch, facts=replace(facts, role_rewards=compared_rewards(facts) - penalties_ER))
 
 
 def compared_rewards(facts: Facts) -> FloatArray:
@@ -377,13 +387,3 @@ def compared_rewards(facts: Facts) -> FloatArray:
     np.logical_or.at(is_named_GR, group_E, is_named_ER)
     unnamed_ER = np.where(is_named_GR[group_E], np.nan, facts.rewards[:, None])
     return np.where(is_named_ER, facts.role_rewards, unnamed_ER)
-
-
-def rewards_to_go(facts: Facts, rewards_C: FloatArray, gamma: float) -> FloatArray:
-    """Returns the discounted sum [C] of the rewards of each call and of later calls of its role in its episode."""
-    sums_C = np.zeros_like(rewards_C)
-    later: dict[tuple[int, int], float] = {}
-    for call in np.argsort(-facts.call_turn, kind="stable").tolist():
-        sequence = int(facts.call_episode[call]), int(facts.call_role[call])
-        later[sequence] = sums_C[call] = rewards_C[call] + gamma * later.get(sequence, 0.0)
-    return sums_C

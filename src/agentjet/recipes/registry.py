@@ -1,6 +1,6 @@
 """Finds recipes by name.
 
-A name is a file of `shelf/`, an entry point `agentjet.recipes` of an installed package, or an import path
+A name is one of `CHAPTERS`, an entry point `agentjet.recipes` of an installed package, or an import path
 `package.module:Class`. So an installed wheel adds its recipes, and a folder on `PYTHONPATH` adds them by import path.
 """
 
@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 from collections.abc import Mapping
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from agentjet.errors import RecipeError, did_you_mean, failure
-from agentjet.recipes import hooks, shelf
+from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Component, Recipe
 
+CHAPTERS = {
+    "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga opo reinforce reinforce_pp reinforce_pp_baseline rloo",
+    "clipping": "adaptive_kl aepo cispo dapo etr gspo hapo loop sapo",
+    "critic": "archer digirl ppo",
+    "imitation": "digirl_curriculum distill rft sft",
+    "offline": "awr direct_advantage dpo dro oapl",
+    "rewards": "craft_gui duration_aware hc_grpo rapo single_stream",
+    "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
+    "turns": "dense_turn_credit gigpo mars stepwise_grpo stratified_grpo",
+}
+"""The names of the built-in recipes, by the module of this package that defines them."""
+BUILT_IN = {name: chapter for chapter, names in CHAPTERS.items() for name in names.split()}
 GROUP = "agentjet.recipes"
 DEFAULT = "grpo"
 MOST_VALIDATED = 256
@@ -29,13 +40,12 @@ Part = TypeVar("Part", bound=Component)
 
 def built_in() -> list[str]:
     """Returns the names of the built-in recipes."""
-    return sorted(module.name for module in pkgutil.iter_modules(shelf.__path__))
+    return sorted(BUILT_IN)
 
 
 def installed() -> dict[str, EntryPoint]:
     """Returns the entry points of installed packages by name, without those of built-in names."""
-    own = set(built_in())
-    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in own}
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN}
 
 
 def default_recipe() -> Recipe:
@@ -108,8 +118,10 @@ def find(name: str) -> type[Recipe]:
     """Returns the class of a recipe. Raises `ValueError` with the nearest name if there is none."""
     if ":" in name:
         return load(name, Recipe)
-    if name in built_in():
-        return _defined_in(importlib.import_module(f"{shelf.__name__}.{name}"))
+    if name in BUILT_IN:
+        chapter = importlib.import_module(f"{__package__}.{BUILT_IN[name]}")
+        kinds = [kind for kind in vars(chapter).values() if _is_defined_in(kind, chapter, Recipe)]
+        return next(kind for kind in kinds if kind.model_fields["name"].default == name)
     others = installed()
     if name in others:
         return load(others[name].value, Recipe)
@@ -158,10 +170,5 @@ def _broken(path: str, error: BaseException) -> ValueError:
     return ValueError(f"{path!r} cannot be imported: {failure(error)}")
 
 
-def _is_defined_in(value: object, module: Any, base: type) -> bool:
+def _is_defined_in(value: object, module: Any, base: type[Part]) -> TypeGuard[type[Part]]:
     return isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
-
-
-def _defined_in(module: Any) -> type[Recipe]:
-    [own] = [value for value in vars(module).values() if _is_defined_in(value, module, Recipe)]
-    return own  # type: ignore[no-any-return]

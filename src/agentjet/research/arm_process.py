@@ -4,8 +4,8 @@ It loads the arm's agent and training tasks, trains, and plays held-out tasks fo
 Orders are JSON lines on standard input, answers are JSON lines on standard output. The first order is an `ArmOrder`.
 Output of the agent goes to standard error. The process ends when its standard input closes.
 
-`Arm` is the other side. With `ArmOrder.readable` the process runs behind a fence: it reads these folders, Python and
-the system, and writes to `ArmOrder.folder` only.
+`ArmClient` is the other side. With `ArmOrder.readable` the process runs behind a fence: it reads these folders, Python
+and the system, and writes to `ArmOrder.folder` only.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def main() -> None:
 # ---- the other side --------------------------------------------------------------------------------------------------
 
 
-class Arm:
+class ArmClient:
     """The process of an arm, as the trial sees it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -248,7 +248,7 @@ class Arm:
 
 
 @asynccontextmanager
-async def started(order: ArmOrder) -> AsyncIterator[Arm]:
+async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
     """Starts the process of an arm and loads its code. Raises `ArmFailed` if it cannot be loaded."""
     command = [sys.executable, "-P", "-m", "agentjet.research.arm_process"]
     options: dict[str, Any] = {}
@@ -267,7 +267,7 @@ async def started(order: ArmOrder) -> AsyncIterator[Arm]:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, **options
     )
-    arm = Arm(process)
+    arm = ArmClient(process)
     forwarding = asyncio.create_task(arm.forward_output())
     try:
         arm.tasks = [Task(**task) for task in (await arm.ask(order.to_json()))["tasks"]]

@@ -1,4 +1,4 @@
-"""`Journal`: an append-only file of entries; `StudyLog`: what the entries of a study add up to; and a study's folder.
+"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; and its folder.
 
 A study or a campaign resumes by running again over its journal. It is a function of what was observed: it launches
 nothing twice, and a decision that differs from the recorded one is an error. An entry is on disk before anything
@@ -50,7 +50,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     number: int
     """From 1."""
     kind: str
@@ -63,7 +63,7 @@ class Entry:
     content: Any
 
 
-class Journal:
+class StudyJournal:
     """Entries in order, in one SQLite file or in memory. A context manager with one writer."""
 
     def __init__(
@@ -72,15 +72,15 @@ class Journal:
         *,
         writer: bool = True,
         now: Callable[[], float] = time.time,
-        notify: Callable[[Entry], None] = lambda entry: None,
+        notify: Callable[[JournalEntry], None] = lambda entry: None,
     ) -> None:
         """`notify` is called with each new entry, after it was written. Without a `file` the entries are in memory.
 
         Raises `ConfigError` if another process writes the file, or if it is not a journal.
         """
         self.file, self._now, self.notify = file, now, notify
-        self.entries: list[Entry] = []
-        self._by_key: dict[str, Entry] = {}
+        self.entries: list[JournalEntry] = []
+        self._by_key: dict[str, JournalEntry] = {}
         self._lock, self._database = -1, None
         if file is not None:
             try:
@@ -126,12 +126,12 @@ class Journal:
             (len(self.entries),),
         )
         for number, kind, key, at, because, content in rows:
-            self._add(Entry(number, kind, key, at, tuple(json.loads(because)), json.loads(content)))
+            self._add(JournalEntry(number, kind, key, at, tuple(json.loads(because)), json.loads(content)))
 
-    def entry(self, kind: Any, content: object, because: Sequence[int] = (), *, key: str = "") -> Entry:
+    def entry(self, kind: Any, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
         """Appends an entry; it is on disk when this returns. Raises `OSError` for a full disk, and appends nothing."""
         number = len(self.entries) + 1
-        made = Entry(number, kind, key or f"{kind} {number}", self._now(), tuple(because), stored(content))
+        made = JournalEntry(number, kind, key or f"{kind} {number}", self._now(), tuple(because), stored(content))
         if self.file is not None:
             assert self._database is not None, "the journal is closed"
             row = (number, kind, made.key, made.at, canonical(list(made.because)), canonical(made.content))
@@ -143,13 +143,13 @@ class Journal:
         self.notify(made)
         return made
 
-    def known(self, key: str) -> Entry | None:
+    def known(self, key: str) -> JournalEntry | None:
         return self._by_key.get(key)
 
-    def of(self, *kinds: str) -> list[Entry]:
+    def of(self, *kinds: str) -> list[JournalEntry]:
         return [entry for entry in self.entries if entry.kind in kinds]
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
         self._by_key[entry.key] = entry
 
@@ -193,7 +193,7 @@ def failure(file: Path, error: sqlite3.Error) -> Exception:
 StudyKind = Literal["study", "intent", "outcome", "decision", "finding", "diagnosis"]
 
 
-class StudyLog(Journal):
+class StudyLog(StudyJournal):
     """The journal of a study, and the state that its entries add up to."""
 
     def __init__(self, file: Path | None = None, **options: Any) -> None:
@@ -237,7 +237,7 @@ class StudyLog(Journal):
                 "code changed since; finish the study with the AgentJet version that started it"
             )
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: JournalEntry) -> None:
         super()._add(entry)
         body = entry.content
         match entry.kind:

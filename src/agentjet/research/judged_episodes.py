@@ -22,7 +22,7 @@ from typing import Any
 
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.arm_process import Arm, ArmFailed, conversation
+from agentjet.research.arm_process import ArmClient, ArmFailed, conversation
 from agentjet.research.models import Outcome, Transcript
 from agentjet.research.run_record import HeldOutScore, scoring
 from agentjet.research.subject import Message, Subject, one_line_at
@@ -39,7 +39,7 @@ class NotScorable(AgentJetError):
 
 
 class JudgedEpisodes:
-    def __init__(self, subject: Subject, held_out: Sequence[Task], swarm: AsyncSwarm, arm: Arm) -> None:
+    def __init__(self, subject: Subject, held_out: Sequence[Task], swarm: AsyncSwarm, arm: ArmClient) -> None:
         """Raises `ConfigError` for an evaluator that cannot be loaded."""
         self._subject, self._held_out, self._swarm, self._arm = subject, held_out, swarm, arm
         self._judge = subject.load_judge()

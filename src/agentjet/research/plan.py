@@ -41,16 +41,16 @@ FREE = frozenset({"job.seed", "job.max_steps"})
 ArmName = Annotated[str, Field(pattern=ARM_NAME)]
 
 
-class Part(BaseModel):
+class PlanPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class SpaceArm(Part):
+class SpaceArm(PlanPart):
     changes: dict[str, Value] = {}
     agent: str = ""
 
 
-class SpaceKnob(Part):
+class SpaceKnob(PlanPart):
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
@@ -61,7 +61,7 @@ def with_claim(given: object) -> object:
     return {"claim": f"{given.get('arm')} scores higher than {given.get('against')}", "sign": "?", **given}
 
 
-class Space(Part):
+class Space(PlanPart):
     """The whole file."""
 
     arms: Annotated[dict[ArmName, SpaceArm], Field(min_length=2)]

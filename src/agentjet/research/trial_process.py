@@ -26,7 +26,7 @@ from agentjet.client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
-from agentjet.research.arm_process import Arm, ArmFailed, ArmOrder
+from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
 from agentjet.research.journal import write_whole
 from agentjet.research.judged_episodes import JudgedEpisodes, NotScorable
 from agentjet.research.models import End, Outcome, Trial
@@ -55,7 +55,7 @@ class TrialOrder(Record):
 class TrialProcess:
     """Executes a trial."""
 
-    def __init__(self, order: TrialOrder, swarm: AsyncSwarm, arm: Arm) -> None:
+    def __init__(self, order: TrialOrder, swarm: AsyncSwarm, arm: ArmClient) -> None:
         """Raises `ConfigError` for code of the judge that cannot be loaded."""
         self._trial, self._subject, self._swarm, self._arm = order.trial, order.subject, swarm, arm
         self._held_out = order.subject.held_out_tasks()

@@ -9,7 +9,7 @@ from agentjet.gateway.runs import Runs
 from agentjet.server import inference, monitoring, page, records, routes, sessions
 from agentjet.server.auth import Keys
 from agentjet.server.error_handlers import HANDLED, respond_to_error
-from agentjet.server.http import Entry, allowed_hosts
+from agentjet.server.http import RunMiddleware, allowed_hosts
 from agentjet.server.limits import Limits
 from agentjet.server.runs import ServedRuns
 
@@ -34,5 +34,5 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     # build all of them again at the first request.
     for module in (inference, routes, records, sessions, monitoring, page):
         app.routes.extend(module.router.routes)
-    app.add_middleware(Entry, runs=served, allowed=allowed_hosts(server))
+    app.add_middleware(RunMiddleware, runs=served, allowed=allowed_hosts(server))
     return app

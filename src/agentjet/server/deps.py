@@ -21,7 +21,7 @@ from starlette.responses import Response
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, TooLarge, Unauthorized
 from agentjet.gateway import observability
 from agentjet.gateway.concurrency import offload
-from agentjet.gateway.reader import Reader
+from agentjet.gateway.read import RunReader
 from agentjet.protocol import PREFIX
 from agentjet.server.auth import KEY_PREFIX, Bearer
 from agentjet.server.limits import Limits, parse_body
@@ -35,11 +35,11 @@ async def _deps(request: Request) -> AppDeps:  # async, so that FastAPI does not
 Deps = Annotated[AppDeps, Depends(_deps)]
 
 
-async def _reading(request: Request) -> Reader:
+async def _reading(request: Request) -> RunReader:
     return entered_run(request).reader
 
 
-Reading = Annotated[Reader, Depends(_reading)]
+Reading = Annotated[RunReader, Depends(_reading)]
 """The reader of the run of a request."""
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
 

@@ -1,7 +1,7 @@
 """HTTP below the routes: the `Host` check, the paths of runs, the TLS certificate, the socket, the connections and
 uvicorn's settings.
 
-`Entry` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
+`RunMiddleware` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
 server, but the browser then sends that name in `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers
 in plain text and accepts a repeated `Host`.
 """
@@ -55,7 +55,7 @@ REQUESTS_A_ROUND = 8
 """Requests that begin in one round of the event loop. A request usually takes 0.5 ms until it waits for something."""
 
 
-class Entry:
+class RunMiddleware:
     """Middleware that checks `Host`, and finds the run of a path below `/runs/NAME`, or refuses the request.
 
     Loopback names and those in `allowed` are allowed; None allows every name. `/runs/NAME` becomes the root path, so

@@ -24,13 +24,12 @@ from agentjet import __version__
 from agentjet.config import ServerConfig
 from agentjet.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from agentjet.gateway.collection import Collection
-from agentjet.gateway.reader import Reader
-from agentjet.gateway.recorded import RecordedRun
+from agentjet.gateway.read import RunReader
 from agentjet.server import page, records
 from agentjet.server.auth import Keys
 from agentjet.server.deps import BEARER, SMALL_BODY, VIEWER, GuardedRoute
 from agentjet.server.error_handlers import HANDLED, PROBLEMS, error_response, respond_to_error
-from agentjet.server.http import Entry, allowed_hosts
+from agentjet.server.http import RunMiddleware, allowed_hosts
 from agentjet.server.limits import Limits
 from agentjet.server.runs import RUN, EnteredRun, bearer_of, entered_run, route_path
 from agentjet.types import DEFAULT_RUN
@@ -44,7 +43,7 @@ Forward = Callable[[str], Awaitable[Any]]
 """Returns the JSON answer of a run's server to a path below `/swarm/v1`, with its query. Raises `RequestError`."""
 
 
-class Look:
+class OfflineViewer:
     """The collection on HTTP: its keys and the code of its link."""
 
     def __init__(self, collection: Collection, forwards: Mapping[str, Forward], server: ServerConfig) -> None:
@@ -78,25 +77,21 @@ class Look:
 class EnteredRecords(EnteredRun):
     """A run of `agentjet look`. All runs have the same keys."""
 
-    look: Look
+    look: OfflineViewer
     name: str
 
     @property
-    def recorded(self) -> RecordedRun:
+    def reader(self) -> RunReader:
         """Raises `NotFound` if no run was given."""
         run = self.look.collection.run(self.name)
-        assert isinstance(run, RecordedRun), "requests of other runs are forwarded"
+        assert isinstance(run, RunReader), "requests of other runs are forwarded"
         return run
-
-    @property
-    def reader(self) -> Reader:
-        return self.recorded.reader
 
 
 class Forwarding:
     """Middleware that sends the requests of a run that another server has to that server."""
 
-    def __init__(self, app: ASGIApp, look: Look) -> None:
+    def __init__(self, app: ASGIApp, look: OfflineViewer) -> None:
         self._app = app
         self._look = look
 
@@ -126,7 +121,7 @@ class Forwarding:
         await answer(scope, receive, send)
 
 
-def create_look_app(look: Look, server: ServerConfig) -> FastAPI:
+def create_look_app(look: OfflineViewer, server: ServerConfig) -> FastAPI:
     """Returns the application. The caller closes the collection."""
     app = FastAPI(
         title="AgentJet",
@@ -142,7 +137,7 @@ def create_look_app(look: Look, server: ServerConfig) -> FastAPI:
     app.include_router(records.router)
     app.include_router(page.router)
     app.add_middleware(Forwarding, look=look)
-    app.add_middleware(Entry, runs=look, allowed=allowed_hosts(server))
+    app.add_middleware(RunMiddleware, runs=look, allowed=allowed_hosts(server))
     return app
 
 
@@ -195,46 +190,3 @@ async def compare_runs(entered: Entered, runs: RunNames) -> bodies.ComparisonVie
 async def get_study(entered: Entered, name: str) -> dict[str, Any]:
     """Return the facts of a study."""
     return await entered.look.collection.study(name)
-
-
-@router.get("/status", dependencies=VIEWER)
-async def get_status(entered: Entered) -> bodies.StatusResponse:
-    """Return the state at the end of the journal. `run` is the name that the run has here."""
-    status = await entered.recorded.status()
-    return status.model_copy(update={"run": entered.name})
-
-
-@router.get("/health", dependencies=VIEWER)
-async def get_health(entered: Entered) -> bodies.HealthView:
-    """Return the trend of the training reward, and the health rules that the records decide."""
-    return await entered.recorded.health()
-
-
-@router.get("/waiting", dependencies=VIEWER)
-async def get_waiting(entered: Entered) -> bodies.WaitingView:
-    """Return the groups of the batch that was being filled."""
-    return await entered.recorded.waiting()
-
-
-@router.get("/job", dependencies=VIEWER)
-async def get_job(entered: Entered) -> bodies.JobBody:
-    """Return the job settings in force at the end of the journal."""
-    return await entered.recorded.job()
-
-
-@router.get("/checkpoints", dependencies=VIEWER)
-async def list_checkpoints(entered: Entered) -> list[bodies.CheckpointInfo]:
-    """List the checkpoints on disk, oldest first."""
-    return await entered.recorded.checkpoints()
-
-
-@router.get("/evaluations", dependencies=VIEWER)
-async def list_evaluations(entered: Entered) -> list[bodies.EvaluationView]:
-    """List the evaluations, oldest first."""
-    return await entered.recorded.evaluations()
-
-
-@router.get("/cluster", dependencies=VIEWER)
-async def get_cluster() -> bodies.ClusterView:
-    """Return no processes: no server runs."""
-    return bodies.ClusterView(processes=[])

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 import agentjet
 from agentjet.errors import NotFound
+from agentjet.protocol import EpisodeFilters, EpisodeQuery
 from agentjet.server.error_handlers import PROBLEM
 from agentjet.server.page_modules import JOINED, joined
 
@@ -42,6 +45,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+FILTERS = "filters.js"
+"""A module that is made from the API."""
 FIRST, ENTRY = "first.js", "app.js"
 """Modules of the index. The second imports others, among them the Overview; other views are loaded when they open."""
 
@@ -79,6 +84,19 @@ def smaller(name: str, content: bytes) -> bytes:
     return re.sub(r"^[ \t]+", "", text, flags=re.MULTILINE).encode()
 
 
+def episode_filters() -> list[dict[str, Any]]:
+    """Returns name and label of each filter of the episodes, with `number`, and `options` if it has some."""
+    hints = get_type_hints(EpisodeFilters)
+    found = []
+    for name, one in EpisodeQuery.filters().items():
+        kinds = {*get_args(hints[name])} - {type(None)} or {hints[name]}
+        options = [option for kind in get_args(hints[name]) for option in get_args(kind)]
+        found.append(
+            {"name": name, "title": one.title, "number": not kinds.isdisjoint({int, float}), "options": options or None}
+        )
+    return found
+
+
 def style_order(name: str) -> tuple[bool, bool, str]:
     """Sort key of the style sheets: libraries, then colours and type, then the rest."""
     return not name.startswith("vendor/"), name != "style/base.css", name
@@ -94,6 +112,7 @@ class Page:
             if path.suffix in MEDIA_TYPES
         }
         found = {name: smaller(name, content) for name, content in found.items()}
+        found[FILTERS] = f"export const EPISODE_FILTERS = {json.dumps(episode_filters())};\n".encode()
         sheets = [found.pop(name) for name in sorted(found, key=style_order) if name.endswith(".css")]
         found["style.css"] = b"".join(sheets)
         index = found.pop("index.html").decode()

@@ -1,4 +1,4 @@
-"""The read routes, under `/swarm/v1/`: episodes, groups, batches and steps.
+"""The read routes, under `/swarm/v1/`: state and records of a run.
 
 They need the reader of a run and no gateway, so that `agentjet look` has the same routes.
 """
@@ -21,6 +21,48 @@ router = APIRouter(
 
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
+
+
+@router.get("/status", dependencies=SHARED_VIEWER)
+async def get_status(reader: Reading) -> bodies.StatusResponse:
+    """Return the state of the run and of its training."""
+    return await reader.status()
+
+
+@router.get("/health", dependencies=SHARED_VIEWER)
+async def get_health(reader: Reading) -> bodies.HealthView:
+    """Return the trend of the training reward with an interval, and the health rules with their results."""
+    return await reader.health()
+
+
+@router.get("/waiting", dependencies=SHARED_VIEWER)
+async def get_waiting(reader: Reading) -> bodies.WaitingView:
+    """Return the groups that fill the present batch, with the state of each episode."""
+    return await reader.waiting()
+
+
+@router.get("/job", dependencies=VIEWER)
+async def get_job(reader: Reading) -> bodies.JobBody:
+    """Return the job settings and their revision."""
+    return await reader.job()
+
+
+@router.get("/cluster", dependencies=VIEWER)
+async def get_cluster(reader: Reading) -> bodies.ClusterView:
+    """List the processes that host the weights of the run."""
+    return reader.cluster()
+
+
+@router.get("/checkpoints", dependencies=VIEWER)
+async def list_checkpoints(reader: Reading) -> list[bodies.CheckpointInfo]:
+    """List the checkpoints on disk, oldest first, with their tags and scores."""
+    return await reader.checkpoints()
+
+
+@router.get("/evaluations", dependencies=SHARED_VIEWER)
+async def list_evaluations(reader: Reading) -> list[bodies.EvaluationView]:
+    """List all evaluations, oldest first."""
+    return await reader.evaluations()
 
 
 @router.get("/episodes", dependencies=SHARED_VIEWER, response_model=bodies.EpisodeList)

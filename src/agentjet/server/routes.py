@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 
 import agentjet.protocol as bodies
 from agentjet.gateway.concurrency import offload
-from agentjet.gateway.views import view
+from agentjet.gateway.records import view
 from agentjet.server.deps import (
     ADMIN,
     BEARER,
@@ -107,28 +107,10 @@ async def learn_demonstrations(
     return await deps.gateway.demonstrate(body, given, idempotency_key=idempotency_key)
 
 
-@router.get("/status", dependencies=SHARED_VIEWER)
-async def get_status(deps: Deps) -> bodies.StatusResponse:
-    """Return the state of the run and of its training."""
-    return await deps.gateway.current_status()
-
-
-@router.get("/health", dependencies=SHARED_VIEWER)
-async def get_health(deps: Deps) -> bodies.HealthView:
-    """Return the trend of the training reward with an interval, and the health rules with their results."""
-    return await deps.gateway.overview.health()
-
-
 @router.get("/machine", dependencies=SHARED_VIEWER)
 async def get_machine(deps: Deps) -> bodies.MachineView:
     """Return load and memory of the server's machine, measured at most every five seconds."""
     return await deps.runs.machine.view()
-
-
-@router.get("/waiting", dependencies=SHARED_VIEWER)
-async def get_waiting(deps: Deps) -> bodies.WaitingView:
-    """Return the groups that fill the present batch, with the state of each episode."""
-    return await deps.gateway.overview.waiting()
 
 
 @router.get("/events", dependencies=VIEWER, response_class=StreamingResponse, responses=EVENT_STREAM)
@@ -147,12 +129,6 @@ async def get_events(
         _ticks(gateway.ticks.follow(start)) if form == "tick" else _sse(gateway.event_stream(start))
     )
     return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-
-@router.get("/job", dependencies=VIEWER)
-async def get_job(deps: Deps) -> bodies.JobBody:
-    """Return the job settings and their revision."""
-    return deps.gateway.job()
 
 
 @router.put("/job", dependencies=ADMIN)
@@ -177,22 +153,10 @@ async def stop_engine(deps: Deps) -> bodies.StatusResponse:
     return deps.gateway.status()
 
 
-@router.get("/cluster", dependencies=VIEWER)
-async def get_cluster(deps: Deps) -> bodies.ClusterView:
-    """List the processes that host the weights of the run."""
-    return deps.gateway.cluster()
-
-
 @router.post("/cluster/scale", dependencies=ADMIN)
 async def scale_cluster(body: bodies.ScaleRequest, deps: Deps) -> bodies.ClusterView:
     """Change the number of sampler replicas of a policy. The answer does not wait until new ones sample."""
     return await deps.gateway.scale(body)
-
-
-@router.get("/checkpoints", dependencies=VIEWER)
-async def list_checkpoints(deps: Deps) -> list[bodies.CheckpointInfo]:
-    """List the checkpoints on disk, oldest first, with their tags and scores."""
-    return await deps.gateway.versions.checkpoints()
 
 
 @router.post("/checkpoints", dependencies=CLIENT)
@@ -229,14 +193,6 @@ async def record_evaluation(
 ) -> list[bodies.EvaluationView]:
     """Store an evaluation of a policy version. The answer lists all evaluations, oldest first."""
     return await deps.gateway.versions.record_evaluation(body, idempotency_key=idempotency_key)
-
-
-@router.get("/evaluations", dependencies=SHARED_VIEWER)
-async def list_evaluations(deps: Deps) -> list[bodies.EvaluationView]:
-    """List all evaluations, oldest first."""
-    found = deps.gateway.swarm.queries.evaluations()
-    await deps.gateway.durable()
-    return found
 
 
 @router.put("/tags/{name}", dependencies=CLIENT)

@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.gateway import Gateway
-from agentjet.gateway.reader import Reader
+from agentjet.gateway.read import RunReader
 from agentjet.gateway.runs import Runs
 from agentjet.gateway.ticks import SharedAnswers
 from agentjet.protocol import RunSettings, RunView
@@ -47,7 +47,7 @@ class EnteredRun:
     limits: Limits
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> RunReader:
         raise NotImplementedError
 
     @property
@@ -87,7 +87,7 @@ class AppDeps(EnteredRun):
         return self.gateway.swarm.job.max_episode_seconds
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> RunReader:
         return self.gateway.reader
 
     def refuse_foreign(self, token: str) -> None:

@@ -10,6 +10,6 @@ if swarm.batches.ready():
 
 from agentjet.swarm.episodes import SwarmState
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.state import Batch, Episode, Group
+from agentjet.swarm.state import Batch, EpisodeRecord, Group
 
-__all__ = ["Batch", "Episode", "Group", "Journal", "SwarmState"]
+__all__ = ["Batch", "EpisodeRecord", "Group", "Journal", "SwarmState"]

@@ -21,7 +21,7 @@ from agentjet.errors import AgentJetError, ConfigError, RecipeError
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Recipe
 from agentjet.swarm.batch_forest import episode_facts
-from agentjet.swarm.state import Batch, Episode, reward_of
+from agentjet.swarm.state import Batch, EpisodeRecord, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 
 HOOK = "reward_advantages"
@@ -40,7 +40,7 @@ class Advantages(NamedTuple):
 class Members(NamedTuple):
     """The episodes of a batch, for their advantages."""
 
-    groups: Sequence[Sequence[Episode]]
+    groups: Sequence[Sequence[EpisodeRecord]]
     policies: Sequence[str]
     """Those that the settings name."""
     recipe: Any
@@ -99,7 +99,7 @@ class _Absent:
 def advantages(
     recipe: Recipe,
     batch_id: int,
-    groups: Sequence[Sequence[Episode]],
+    groups: Sequence[Sequence[EpisodeRecord]],
     policies: Sequence[str],
 ) -> Advantages:
     """The advantages of the members of groups. `policies` are those that the settings name."""
@@ -130,7 +130,7 @@ def advantages(
 
 
 def _facts(
-    groups: Sequence[Sequence[Episode]], members_E: Sequence[Episode], policy: str, policies: Sequence[str]
+    groups: Sequence[Sequence[EpisodeRecord]], members_E: Sequence[EpisodeRecord], policy: str, policies: Sequence[str]
 ) -> Facts:
     """Facts about the episodes for a policy. Its roles are those with rewards, and the policy itself for all others."""
     named = sorted({role for member in members_E for role in member.by_role} - {*policies})

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentjet.config import JobConfig
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.state import Batch, Episode, reward_of
+from agentjet.swarm.state import Batch, EpisodeRecord, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from agentjet.timeline.support import unpack_sets
@@ -37,7 +37,7 @@ class TrainedCall(NamedTuple):
     """Tokens of prompt and completion together."""
 
 
-class Conversation(NamedTuple):
+class RoleTokens(NamedTuple):
     """The trained calls of one episode and role, and their rows without the numbers of sequence and call.
 
     It has arrays and no tokens as Python objects: the garbage collector would visit millions of them at a time and hold
@@ -49,7 +49,7 @@ class Conversation(NamedTuple):
     num_row_tokens: int
 
 
-Sequences = dict[str, Conversation]
+Sequences = dict[str, RoleTokens]
 """The conversation of each role of an episode with trained calls."""
 
 
@@ -67,7 +67,7 @@ def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, Conversa
 
 
 def build(
-    journal: Journal, batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]
+    journal: Journal, batch: Batch, episodes: Mapping[str, EpisodeRecord], policies: Sequence[str]
 ) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
     """Returns for each policy a forest with one row per trained call, and facts; then metrics of the forests.
 
@@ -118,7 +118,7 @@ def _tool_metrics(counts: Collection[Counter[str]]) -> dict[str, float]:
 def _limits(
     journal: Journal,
     sequences_E: Sequence[Sequences],
-    members_E: Sequence[Episode],
+    members_E: Sequence[EpisodeRecord],
     policies: Sequence[str],
     job: JobConfig,
 ) -> dict[str, float]:
@@ -161,7 +161,7 @@ def _forest(sequences_E: Sequence[Sequences]) -> Forest:
 
 def _facts(
     batch: Batch,
-    members_E: Sequence[Episode],
+    members_E: Sequence[EpisodeRecord],
     rewards_E: Sequence[float | None],
     named_E: Sequence[Mapping[str, float]],
     sequences_E: Sequence[Sequences],
@@ -195,7 +195,7 @@ def _facts(
     )
 
 
-def episode_facts(members_E: Sequence[Episode]) -> dict[str, Any]:
+def episode_facts(members_E: Sequence[EpisodeRecord]) -> dict[str, Any]:
     """The facts [E] that are neither rewards nor about calls, as fields of `Facts`."""
     return {
         "tasks": tuple((member.task_set, member.task_id) for member in members_E),
@@ -211,7 +211,7 @@ def episode_facts(members_E: Sequence[Episode]) -> dict[str, Any]:
     }
 
 
-def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[str, float]:
+def _left_out(batch: Batch, members_E: Sequence[EpisodeRecord], facts: Facts) -> dict[str, float]:
     """Warns of roles without a reward in groups with rewards for that role. The recipe does not train them."""
     is_named_ER = ~np.isnan(facts.role_rewards)
     named_in_group_ER = np.zeros_like(is_named_ER)
@@ -234,7 +234,7 @@ def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[
 
 
 def _without_calls(
-    batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Sequences], policies: Sequence[str]
+    batch: Batch, members_E: Sequence[EpisodeRecord], sequences_E: Sequence[Sequences], policies: Sequence[str]
 ) -> dict[str, float]:
     """Warns of roles with rewards and without a call in the batch: such a name may be mistyped."""
     heard = {role for sequences in sequences_E for role in sequences}
@@ -252,7 +252,7 @@ def _without_calls(
 
 
 def _trained_sequences(
-    journal: Journal, episode: Episode, policies: Sequence[str], counts: Mapping[str, Counter[str]]
+    journal: Journal, episode: EpisodeRecord, policies: Sequence[str], counts: Mapping[str, Counter[str]]
 ) -> Sequences:
     """An episode's conversations by agent role. Roles without trained calls are left out."""
     trees = load_trees(journal, episode.id)
@@ -260,7 +260,7 @@ def _trained_sequences(
     found: Sequences = {}
     for role, tree in trees.items():
         if calls := _trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
-            found[role] = Conversation(
+            found[role] = RoleTokens(
                 [_trained_call(tree, call) for call in calls],
                 _rows(tree, calls),
                 sum(tree.num_tokens(call.id) for call in calls),
@@ -322,7 +322,7 @@ def _rows(tree: ConversationTree, calls: Sequence[Call]) -> list[Row]:
     ]
 
 
-def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict[str, float]:
+def episode_metrics(members: Sequence[EpisodeRecord], policies: Sequence[str]) -> dict[str, float]:
     """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards, `rollout/...`
     the choices of the recipe.
     """
@@ -369,7 +369,7 @@ def turns_of(journal: Journal, episode_id: str) -> dict[str, list[str]]:
     return turns
 
 
-def is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[str], *, of_turns: bool) -> bool:
+def is_uniform(journal: Journal, members: Sequence[EpisodeRecord], policies: Sequence[str], *, of_turns: bool) -> bool:
     """True if each policy and role, and with `of_turns` each turn of each role, has the same reward in all members."""
     roles = {role for member in members for role in member.by_role} - {*policies}
     rewards = [{reward_of(member, policy, policies) for member in members} for policy in policies or (SOLE_POLICY,)]
@@ -388,7 +388,7 @@ def is_uniform(journal: Journal, members: Sequence[Episode], policies: Sequence[
     return all(one == named[0] for one in named)
 
 
-def share_metrics(batch: Batch, episodes: Mapping[str, Episode], uniform: Sequence[bool]) -> dict[str, float]:
+def share_metrics(batch: Batch, episodes: Mapping[str, EpisodeRecord], uniform: Sequence[bool]) -> dict[str, float]:
     """Shares of the named task sets in the groups, and of groups without variance in a reward, which are `uniform`.
 
     `groups/at_best` is the share of groups in which each reward is the highest of the batch, `reward/max`.

@@ -23,7 +23,7 @@ from agentjet.swarm.groups import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
 from agentjet.swarm.origin import of_policy
-from agentjet.swarm.state import Batch, Episode, Group, State
+from agentjet.swarm.state import Batch, EpisodeRecord, Group, State
 from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, OperationKind
@@ -329,7 +329,7 @@ class Batches:
         return done
 
 
-def _shown(batch: Batch, episodes: Mapping[str, Episode]) -> list[str]:
+def _shown(batch: Batch, episodes: Mapping[str, EpisodeRecord]) -> list[str]:
     """The best and the worst member of a batch, and the group with the median mean reward."""
     rewards = {member: episodes[member].reward or 0.0 for member in batch.episode_ids}
     by_reward = sorted(rewards, key=rewards.__getitem__)

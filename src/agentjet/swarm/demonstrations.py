@@ -16,7 +16,7 @@ from agentjet.protocol import SftRequest
 from agentjet.swarm.groups import announce, training_is_over
 from agentjet.swarm.journal import RecordedCall, encode_call
 from agentjet.swarm.mixture import RETRY_SECONDS
-from agentjet.swarm.state import Batch, Episode, Group, new_episode_id
+from agentjet.swarm.state import Batch, EpisodeRecord, Group, new_episode_id
 from agentjet.swarm.store import Store
 
 
@@ -95,7 +95,7 @@ def _record(store: Store, request: SftRequest, given: Answered, episode_id: str,
         store.state.num_groups + 1, request.client_id, given.task_id, opened=now, touched=now, state="batched"
     )
     store.put_group(group)
-    episode = Episode(
+    episode = EpisodeRecord(
         id=episode_id,
         seq=store.state.num_episodes + 1,
         client_id=request.client_id,

@@ -40,7 +40,7 @@ from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import Places
 from agentjet.swarm.queries import Queries
-from agentjet.swarm.state import Batch, Episode, new_episode_id
+from agentjet.swarm.state import Batch, EpisodeRecord, new_episode_id
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
@@ -151,7 +151,7 @@ class SwarmState:
 
     def begin(
         self, request: BeginRequest, *, idempotency_key: str | None = None, rollout: AnsweredRollout | None = None
-    ) -> Episode:
+    ) -> EpisodeRecord:
         """Start an episode. Raises `RolloutNeeded` if it needs another answer of the recipe than `rollout`.
 
         Raises `Later` when the present batch needs none: `not_sampling`, `batch_full`, `task_set_full`, `group_full`.
@@ -186,7 +186,7 @@ class SwarmState:
         if request.mode == "train":
             joined = groups.admit(self.store, self._mixture, self.places, request, now, rollout)
         with self.store.transaction():
-            episode = Episode(
+            episode = EpisodeRecord(
                 id=new_episode_id(now),
                 seq=self.store.state.num_episodes + 1,
                 client_id=request.client_id,
@@ -223,7 +223,7 @@ class SwarmState:
             self.store.undo_with(partial(self._leases.remove, episode))
         return episode
 
-    def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
+    def begun(self, request: BeginRequest, idempotency_key: str | None) -> EpisodeRecord | None:
         """The episode that an earlier copy of this request began. Raises `Conflict` for the key of another request."""
         known = self.store.recall(_begin_scope(request), idempotency_key, request)
         return None if known is None else self.episode(known)
@@ -276,7 +276,7 @@ class SwarmState:
 
     # ---- ends ----------------------------------------------------------------------------------------------
 
-    def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+    def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> EpisodeRecord:
         """End an episode with its reward. The same reward again gives the same answer.
 
         Raises `InvalidRequest` (`invalid_reward`) when `by_role` has an unknown name or lacks a policy of the run, or
@@ -333,7 +333,7 @@ class SwarmState:
             self._mixture.record_end(episode)
         return self.episode(episode_id)
 
-    def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
+    def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> EpisodeRecord:
         """End an episode without a reward, and free its place.
 
         An episode that ended unscored is returned unchanged. Raises `Conflict` (`episode_finished`) on a scored one.
@@ -389,11 +389,11 @@ class SwarmState:
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def episode(self, episode_id: str) -> Episode:
+    def episode(self, episode_id: str) -> EpisodeRecord:
         """Any episode that the journal keeps. Raises `NotFound`."""
         return self.store.episode(episode_id)
 
-    def heartbeat(self, episode_id: str) -> Episode:
+    def heartbeat(self, episode_id: str) -> EpisodeRecord:
         """Renew the lease of a live episode. Its silence goes on, because only calls end it.
 
         Raises `Conflict` when the episode has ended; the code is its status.
@@ -407,7 +407,7 @@ class SwarmState:
         self._leases.client_seen(client_id, ends_at_version)
 
     @contextmanager
-    def calling(self, episode_id: str) -> Iterator[Episode]:
+    def calling(self, episode_id: str) -> Iterator[EpisodeRecord]:
         """Suspend the episode's lease while a call waits or is sampled, and renew it after the call.
 
         `max_episode_seconds` still counts. Raises `Conflict` when the episode has ended.
@@ -490,11 +490,11 @@ class SwarmState:
 
     # ---- time ----------------------------------------------------------------------------------------------
 
-    def expires_at(self, episode: Episode) -> float:
+    def expires_at(self, episode: EpisodeRecord) -> float:
         """Time at which a live episode expires without activity."""
         return self._leases.expires_at(episode, self.job)
 
-    def reap(self, most: int | None = None, *, first: str = "") -> list[Episode]:
+    def reap(self, most: int | None = None, *, first: str = "") -> list[EpisodeRecord]:
         """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired.
 
         Call it often: it is what frees the places of the lost. With `most`, so many of each end in one call, the
@@ -519,7 +519,7 @@ class SwarmState:
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _up_to_date(self, episode_id: str) -> Episode:
+    def _up_to_date(self, episode_id: str) -> EpisodeRecord:
         """The episode, expired if its time is over, even if `reap` was not called since."""
         episode = self.episode(episode_id)
         if episode.ended is None and self.expires_at(episode) <= self._clock():
@@ -527,7 +527,7 @@ class SwarmState:
             episode = self.episode(episode_id)
         return episode
 
-    def _live(self, episode_id: str) -> Episode:
+    def _live(self, episode_id: str) -> EpisodeRecord:
         """The episode if it is live. Raises `Conflict` otherwise."""
         episode = self._up_to_date(episode_id)
         if episode.ended is None:

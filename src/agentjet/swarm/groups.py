@@ -24,7 +24,7 @@ from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.places import Places
-from agentjet.swarm.state import Episode, Group
+from agentjet.swarm.state import EpisodeRecord, Group
 from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
 
@@ -249,14 +249,14 @@ def outdated(store: Store, request: BeginRequest) -> list[Group]:
 # ---- completion and drops ----------------------------------------------------------------------------------
 
 
-def member_finished(store: Store, episode: Episode, now: float) -> None:
+def member_finished(store: Store, episode: EpisodeRecord, now: float) -> None:
     """Record that a member finished, which renews the wait for other members."""
     group = _group_of(store, episode)
     if group is not None:
         store.put_group(replace(group, touched=now))
 
 
-def member_lost(store: Store, episode: Episode, now: float) -> None:
+def member_lost(store: Store, episode: EpisodeRecord, now: float) -> None:
     """Free the place of a member that aborted or expired. A group without members is dropped."""
     group = _group_of(store, episode)
     if group is None:
@@ -358,7 +358,7 @@ def _defers_hooks(store: Store) -> bool:
     return store.defers_hooks and hooks.is_plug_in(type(store.job.recipe))
 
 
-def _count_task(store: Store, members: Sequence[Episode]) -> None:
+def _count_task(store: Store, members: Sequence[EpisodeRecord]) -> None:
     """Add a group that ended to the statistics of its task."""
     first = members[0]
     task = store.journal.task(first.task_set, first.task_id)
@@ -394,7 +394,7 @@ def _announce(store: Store, group: Group) -> None:
     store.emit("group", {**body, "episodes": list(group.members)})
 
 
-def _group_of(store: Store, episode: Episode) -> Group | None:
+def _group_of(store: Store, episode: EpisodeRecord) -> Group | None:
     return None if episode.group_id is None else store.groups.get(episode.group_id)
 
 
@@ -408,7 +408,7 @@ class Endings:
         self._store = store
         self._leases = leases
 
-    def expire(self, episode: Episode, now: float) -> Episode:
+    def expire(self, episode: EpisodeRecord, now: float) -> EpisodeRecord:
         """End an episode after its lease or its maximum."""
         job = self._store.job
         if now - episode.begun >= job.max_episode_seconds:
@@ -417,7 +417,9 @@ class Endings:
             reason = f"no sign of life for job.lease_seconds = {job.lease_seconds:g}"
         return self.end_unscored(episode, reason, now, status="expired")
 
-    def end_unscored(self, episode: Episode, reason: str, now: float, *, status: EpisodeStatus = "aborted") -> Episode:
+    def end_unscored(
+        self, episode: EpisodeRecord, reason: str, now: float, *, status: EpisodeStatus = "aborted"
+    ) -> EpisodeRecord:
         """End an episode without a reward, and free its place in its group."""
         episode = replace(episode, status=status, ended=now, reason=reason)
         self._store.put(episode)
@@ -425,7 +427,7 @@ class Endings:
         member_lost(self._store, episode, now)
         return episode
 
-    def close_if_complete(self, episode: Episode, now: float) -> None:
+    def close_if_complete(self, episode: EpisodeRecord, now: float) -> None:
         """After an end: close the episode's group if it is complete, and abort its live members as surplus. A group
         that its client left closes without its full size after its last live member.
         """
@@ -451,7 +453,7 @@ class Endings:
             if group.id in self._store.groups:
                 drop(self._store, self._store.groups[group.id], reason, now)
 
-    def release(self, episode: Episode) -> None:
+    def release(self, episode: EpisodeRecord) -> None:
         """Emit the episode event and release the episode's lease and conversation trees. Answers still in flight are
         marked undelivered.
         """
@@ -466,7 +468,7 @@ class Endings:
                 self.end_unscored(episode, reason, now)
 
 
-def announce(store: Store, episode: Episode) -> None:
+def announce(store: Store, episode: EpisodeRecord) -> None:
     """Emit the event that an episode began or ended."""
     body: dict[str, Any] = {
         "episode_id": episode.id,

@@ -14,23 +14,33 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet import database
 from agentjet.config import ModelConfig
-from agentjet.errors import ConfigError, NotFound
+from agentjet.errors import ConfigError, InvalidRequest, NotFound
 from agentjet.protocol import EvaluationView, Event, newest_held_out
+from agentjet.protocol.records import REWARD, EpisodeQuery
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
 from agentjet.swarm.journal_file import AddedColumns, JournalFile
 from agentjet.swarm.origin import BRANCHED_FROM, Origin
-from agentjet.swarm.state import NOT_NEEDED_REASONS, Batch, Episode, Group, JobSettings, State
+from agentjet.swarm.state import (
+    NOT_NEEDED,
+    NOT_NEEDED_REASONS,
+    Batch,
+    EpisodeRecord,
+    Group,
+    JobSettings,
+    State,
+    new_episode_id,
+)
 from agentjet.types import Call, CheckpointStamp
 
 IDEMPOTENCY_SECONDS = 86_400.0
@@ -39,11 +49,21 @@ EVENTS_KEPT = 100_000
 EPISODES_KEPT = 2_000_000
 _OF_REASON = " OR ".join(f"body ->> 'reason' GLOB '{start}:*'" for start in NOT_NEEDED_REASONS)
 IS_NOT_NEEDED = f"(status = 'aborted' AND ({_OF_REASON}))"
-"""SQL of `Episode.is_not_needed`."""
+"""SQL of `EpisodeRecord.is_not_needed`."""
 TASKS_KEPT = 1_000_000
 SLICE_ROWS = 100
 SLICE_BYTES = 2 * 2**20
 """Most rows, and most bytes of calls, that one transaction deletes: a few milliseconds. A single row may exceed it."""
+
+ORDERS = {
+    "newest": ("seq", "<"),
+    "oldest": ("seq", ">"),
+    "reward": (REWARD, ">"),
+    "-reward": (REWARD, "<"),
+    "-num_tokens": ("json_extract(body, '$.num_tokens')", "<"),
+    "-num_calls": ("json_extract(body, '$.num_calls')", "<"),
+}
+"""SQL of each order of episodes, and how it goes on. Among equals, newer episodes come first."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -148,7 +168,9 @@ RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 _CALL = TypeAdapter[RecordedCall](
     RecordedCall, config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
 )
-_EPISODE, _GROUP, _STATE = TypeAdapter(Episode), TypeAdapter(Group), TypeAdapter(State)
+_METRICS = TypeAdapter(dict[str, Any])
+"""Reads the metrics of a step in a quarter of the time of `json.loads`."""
+_EPISODE, _GROUP, _STATE = TypeAdapter(EpisodeRecord), TypeAdapter(Group), TypeAdapter(State)
 _BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
 
 
@@ -187,6 +209,41 @@ def encode_call(call: Call, encoded_suffix: Sequence[bytes], encoded_completion:
 
 def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class StepRecord(NamedTuple):
+    """A learned batch."""
+
+    version: int
+    """The policy version after it."""
+    composed: float
+    """When its batch was composed."""
+    metrics: dict[str, float]
+
+
+class EpisodePage(NamedTuple):
+    """Episodes in the order that was asked for."""
+
+    episodes: Sequence[EpisodeRecord]
+    next: str | None
+    """The id of the last one if others follow, else None."""
+    total: int | None
+    """Number of matches on all pages, if asked for."""
+
+
+class BatchRecord(NamedTuple):
+    """A batch, learned or not, without its recipe, which may be a plug-in that this machine does not have."""
+
+    id: int
+    groups: tuple[tuple[str, ...], ...]
+    job: Mapping[str, Any]
+    composed: float
+    metrics: Mapping[str, float] | None
+    """None until it is learned."""
+
+    @property
+    def state(self) -> Literal["pending", "learned"]:
+        return "pending" if self.metrics is None else "learned"
 
 
 class Journal:
@@ -313,7 +370,7 @@ class Journal:
 
     # ---- episodes and groups -------------------------------------------------------------------------------
 
-    def put_episode(self, episode: Episode) -> None:
+    def put_episode(self, episode: EpisodeRecord) -> None:
         """Store a new or changed episode."""
         row = (episode.seq, episode.id, episode.status, episode.is_settled, _EPISODE.dump_json(episode).decode())
         self._db.execute(
@@ -322,25 +379,85 @@ class Journal:
             row,
         )
 
-    def episode(self, episode_id: str) -> Episode | None:
+    def episode(self, episode_id: str) -> EpisodeRecord | None:
         body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
         return None if body is None else self.episode_of(body)
 
-    def known_episode(self, episode_id: str) -> Episode:
+    def known_episode(self, episode_id: str) -> EpisodeRecord:
         """An episode. Raises `NotFound`."""
         episode = self.episode(episode_id)
         if episode is None:
             raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
 
-    def episode_of(self, body: str) -> Episode:
+    def episode_of(self, body: str) -> EpisodeRecord:
         """The episode of a row."""
         return _EPISODE.validate_json(body)
 
-    def unsettled_episodes(self) -> list[Episode]:
+    def unsettled_episodes(self) -> list[EpisodeRecord]:
         """The unsettled ones, in the order they began."""
-        rows = self._db.execute("SELECT body FROM episodes WHERE NOT settled ORDER BY seq")
-        return [self.episode_of(body) for (body,) in rows]
+        return self._episodes("NOT settled ORDER BY seq", ())
+
+    def episodes_of_group(self, group_id: int) -> list[EpisodeRecord]:
+        """The episodes of a group, in the order they began."""
+        return self._episodes("json_extract(body, '$.group_id') = ? ORDER BY seq", (group_id,))
+
+    def members_of(self, groups: Sequence[Sequence[str]]) -> list[list[EpisodeRecord]]:
+        """The episodes of each group that the journal still has. `groups` have their ids."""
+        ids = json.dumps([member for group in groups for member in group])
+        found = {one.id: one for one in self._episodes("id IN (SELECT value FROM json_each(?))", (ids,))}
+        return [[found[member] for member in group if member in found] for group in groups]
+
+    def find_episodes(self, query: EpisodeQuery) -> EpisodePage:
+        """The episodes that match every filter of a query.
+
+        Pages are found by key, not by offset, so a page costs the same wherever it is. Filters without an index read
+        rows until the page is full. Raises `NotFound` if `before` does not exist, and `InvalidRequest` if it has no
+        place in the order.
+        """
+        conditions, values = _conditions(query)
+        key, direction = ORDERS[query.sort]
+        total = None
+        if query.count:
+            counting = f"SELECT count(*) FROM episodes WHERE {' AND '.join(conditions)}"
+            total = self._db.execute(counting, values).fetchone()[0]
+        if query.before:
+            conditions.append(
+                f"seq {direction} :seq" if key == "seq" else f"({key} {direction} :key OR {key} = :key AND seq < :seq)"
+            )
+            values |= self._place(query.before, key)
+        order = f"{key} {'DESC' if direction == '<' else 'ASC'}" + ("" if key == "seq" else ", seq DESC")
+        found = self._episodes(
+            f"{' AND '.join(conditions)} ORDER BY {order} LIMIT :limit", values | {"limit": query.limit + 1}
+        )
+        page = found[: query.limit]
+        return EpisodePage(page, page[-1].id if len(found) > len(page) else None, total)
+
+    def _place(self, episode_id: str, key: str) -> dict[str, Any]:
+        seq = self.known_episode(episode_id).seq
+        value = self._one(f"SELECT {key} FROM episodes WHERE seq = ?", seq)
+        if value is None:
+            message = f"before = {episode_id!r}: it has no reward, so no page of this order follows it."
+            raise InvalidRequest(message, code="invalid_value", status=422, param="before")
+        return {"seq": seq, "key": value}
+
+    def never_trained(self, start: float, end: float, longest: float, limit: int) -> list[EpisodeRecord]:
+        """The newest training episodes that ended between two times and never train: dropped, aborted or expired ones.
+
+        `longest` is the longest duration of an episode: ids begin with the time of the beginning.
+        """
+        return self._episodes(
+            "id >= ? AND id < ? AND body ->> 'mode' = 'train' "
+            "AND (status IN ('aborted', 'expired') OR body ->> 'dropped' != '') "
+            "AND json_extract(body, '$.ended') > ? AND json_extract(body, '$.ended') <= ? ORDER BY id DESC LIMIT ?",
+            (_first_id(start - longest), _first_id(end + 0.001), start, end, limit),
+        )
+
+    def _episodes(self, condition: str, values: Any) -> list[EpisodeRecord]:
+        return [
+            self.episode_of(body)
+            for (body,) in self._db.execute(f"SELECT body FROM episodes WHERE {condition}", values)
+        ]
 
     def put_group(self, group: Group) -> None:
         """Store a new or changed group."""
@@ -523,6 +640,39 @@ class Journal:
         query = "SELECT metrics FROM batches WHERE metrics IS NOT NULL ORDER BY id LIMIT ?"
         return [json.loads(metrics) for (metrics,) in self._db.execute(query, (limit,))]
 
+    def batch_records(self, before: int | None, limit: int) -> list[BatchRecord]:
+        """The newest batches, or those before one, newest first."""
+        rows = self._db.execute(
+            "SELECT body, metrics FROM batches WHERE id < ? ORDER BY id DESC LIMIT ?",
+            (2**62 if before is None else before, limit),
+        )
+        found = []
+        for body, metrics in rows:
+            held = json.loads(body)
+            groups = tuple(map(tuple, held["groups"]))
+            learned = None if metrics is None else json.loads(metrics)
+            found.append(BatchRecord(held["id"], groups, held["job"], held["composed"], learned))
+        return found
+
+    def steps(self, after: int | None, limit: int, names: Collection[str] = ()) -> list[StepRecord]:
+        """The oldest `limit` steps to versions above `after`, or the newest `limit`, in order.
+
+        `names` are the metrics to return; empty for all.
+        """
+        order = "DESC" if after is None else "ASC"
+        rows = self._db.execute(
+            "SELECT id + 1, json_extract(body, '$.composed'), metrics FROM batches "
+            f"WHERE metrics IS NOT NULL AND id >= ? ORDER BY id {order} LIMIT ?",
+            (0 if after is None else after, limit),
+        ).fetchall()
+        found = []
+        for version, composed, metrics in sorted(rows):
+            values = _METRICS.validate_json(metrics)
+            found.append(
+                StepRecord(version, composed, {n: v for n, v in values.items() if n in names} if names else values)
+            )
+        return found
+
     # ---- keys and events -----------------------------------------------------------------------------------
 
     def recall(self, scope: str, key: str) -> tuple[str, str] | None:
@@ -636,3 +786,24 @@ def _sliced(table: str, rows: Iterable[Sequence[Any]], condition: str = "seq = ?
         num_bytes += size
     if keys:
         yield Slice(table, condition, keys, num_bytes)
+
+
+def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
+    """The SQL of the filters, and their values."""
+    filters = EpisodeQuery.filters()
+    values = query.model_dump(exclude_defaults=True, include={*filters})
+    conditions = ["TRUE", *(filters[name].sql for name in values)]
+    if query.status == NOT_NEEDED:
+        conditions = [IS_NOT_NEEDED if one == filters["status"].sql else one for one in conditions]
+    elif query.status == "aborted":
+        conditions.append(f"NOT {IS_NOT_NEEDED}")
+    if query.sort in ("reward", "-reward"):
+        conditions.append(f"{REWARD} IS NOT NULL")
+    if query.text:
+        values["text"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # as it stands in JSON
+    return conditions, values
+
+
+def _first_id(time: float) -> str:
+    """An id before those of all episodes that began at a time."""
+    return new_episode_id(time)[:-16]

@@ -23,7 +23,7 @@ from statistics import fmean
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import TaskSetStatus
-from agentjet.swarm.state import Episode, Group
+from agentjet.swarm.state import EpisodeRecord, Group
 from agentjet.swarm.store import Store
 
 RETRY_SECONDS = 1.0
@@ -158,7 +158,7 @@ class Mixture:
             )
         return quota[task_set]
 
-    def record_end(self, episode: Episode) -> None:
+    def record_end(self, episode: EpisodeRecord) -> None:
         """Record that a client finished or aborted an episode: its set is present."""
         if episode.mode == "train":
             self._mark_active(episode.task_set, progress=episode.status == "finished")

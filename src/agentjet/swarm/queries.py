@@ -8,17 +8,17 @@ from typing import NamedTuple, Self
 
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError
-from agentjet.protocol import EpisodeQuery, EvaluationView, Event, PlacesStatus, TaskSetStatus, duration
-from agentjet.swarm import batch_forest, groups, records
+from agentjet.protocol import EvaluationView, Event, PlacesStatus, TaskSetStatus, duration
+from agentjet.swarm import batch_forest, groups
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture, places
 from agentjet.swarm.origin import BRANCHED_FROM, policies_of
 from agentjet.swarm.places import Places
-from agentjet.swarm.state import Episode, Group, JobSettings, OutcomeCounts
+from agentjet.swarm.state import EpisodeRecord, Group, JobSettings, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree, OrphanReason
 from agentjet.timeline.tree import orphans as find_orphans
-from agentjet.types import Call, EpisodeFilter
+from agentjet.types import Call
 
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without a call."""
@@ -36,7 +36,7 @@ def is_gone(unheard: float, lease_seconds: float) -> bool:
 
 
 class Refill(NamedTuple):
-    """The groups that wait for members, without a live one."""
+    """The groups of the present batch that lost members and wait for other ones, without a live one."""
 
     num_groups: int
     client_id: str
@@ -91,15 +91,11 @@ class Queries:
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
-    def episode(self, episode_id: str) -> Episode:
+    def episode(self, episode_id: str) -> EpisodeRecord:
         """Any episode that the journal keeps. Raises `NotFound`."""
         return self._store.episode(episode_id)
 
-    def recent_episodes(self, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[Episode]:
-        """The newest episodes, or those of a status, newest first."""
-        return records.find_episodes(self._journal, EpisodeQuery(limit=limit, status=status)).episodes
-
-    def live(self) -> list[Episode]:
+    def live(self) -> list[EpisodeRecord]:
         """The live episodes, in the order they began."""
         return self._store.live()
 
@@ -126,14 +122,14 @@ class Queries:
         """Number of groups that are `open`, `closing` or `complete`."""
         return sum(group.state == state for group in self._store.groups.values())
 
-    def group_size(self, episode: Episode) -> int:
+    def group_size(self, episode: EpisodeRecord) -> int:
         """Number of finished episodes that complete its group; 0 for eval episodes."""
         if episode.group_id is None:
             return 0
         group = self._store.groups.get(episode.group_id)
         return self._store.job.group_size if group is None else groups.size(self._store, group)
 
-    def members(self, group: Group) -> list[Episode]:
+    def members(self, group: Group) -> list[EpisodeRecord]:
         """The live and finished members of a group of the present batch, in the order they began."""
         return [self._store.episodes[member] for member in group.members]
 
@@ -141,7 +137,7 @@ class Queries:
         """Number of finished members that complete a group of the present batch."""
         return groups.size(self._store, group)
 
-    def silence(self, episode: Episode) -> Silence:
+    def silence(self, episode: EpisodeRecord) -> Silence:
         """The silence of a live episode, and the times at which it ends."""
         job, now = self._store.job, self._clock()
         left = self._leases.expires_at(episode, job) - now
@@ -149,7 +145,7 @@ class Queries:
         silent = self._leases.silent_seconds(episode)
         return Silence(silent, max(0.0, left), max(0.0, last), self._leases.unheard_seconds(episode))
 
-    def most_silent(self) -> Episode | None:
+    def most_silent(self) -> EpisodeRecord | None:
         """The live training episode whose last call is the oldest."""
         live = [episode for episode in self._store.live() if episode.group_id is not None]
         return max(live, key=self._leases.silent_seconds, default=None)

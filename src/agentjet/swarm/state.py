@@ -26,7 +26,7 @@ NOT_NEEDED_REASONS = ("surplus", "stale", "not needed", "replaced")
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class EpisodeRecord:
     """One attempt at a task, from `begin` to its reward or its abort."""
 
     id: str
@@ -110,7 +110,7 @@ class Episode:
         return not {"live", "waiting"}.intersection(self.categories)
 
 
-def reward_of(episode: Episode, policy: str, policies: Sequence[str]) -> float | None:
+def reward_of(episode: EpisodeRecord, policy: str, policies: Sequence[str]) -> float | None:
     """The reward of a policy in an episode. `policies` are those that the settings of the run name, perhaps none."""
     return episode.by_role.get(policy, episode.reward) if policies else episode.reward
 
@@ -170,7 +170,7 @@ class Group:
     temperature: float | None = None
     max_turns: int = 0
     task_mean: float | None = None
-    """These three are passed on to its episodes: see `Episode`."""
+    """These three are passed on to its episodes: see `EpisodeRecord`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class State:
         self.policy_version = policy_version
         self.losses = {key: n for key, n in self.losses.items() if int(key.partition("/")[0]) >= policy_version}
 
-    def count(self, before: Episode | None, after: Episode) -> None:
+    def count(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
         """Count a new or changed episode."""
         if before is None:
             self.num_episodes = after.seq
@@ -279,7 +279,7 @@ class State:
         """Count dropped episodes by reason; `counts` has their total."""
         self.dropped[reason] = self.dropped.get(reason, 0) + number
 
-    def _count_code_version(self, before: Episode | None, after: Episode) -> None:
+    def _count_code_version(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
         versions, name = self.code_versions, after.code_version
         counts = versions.get(name, OutcomeCounts())
         if before is None:

@@ -20,7 +20,7 @@ from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import Journal, Slice
-from agentjet.swarm.state import Batch, Episode, Group, JobSettings, State
+from agentjet.swarm.state import Batch, EpisodeRecord, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Store:
     """Journal and state of one run. Every change happens inside `transaction()`."""
 
     state: State
-    episodes: dict[str, Episode]
+    episodes: dict[str, EpisodeRecord]
     """Unsettled episodes, in the order they began."""
     groups: dict[int, Group]
     """Open, closing and complete groups that no batch contains, in the order they were opened."""
@@ -112,11 +112,11 @@ class Store:
         assert self.settings is not None, "job settings are stored before they are used"
         return self.settings.job
 
-    def episode(self, episode_id: str) -> Episode:
+    def episode(self, episode_id: str) -> EpisodeRecord:
         """Any episode that the journal keeps. Raises `NotFound`."""
         return self.episodes.get(episode_id) or self.journal.known_episode(episode_id)
 
-    def live(self) -> list[Episode]:
+    def live(self) -> list[EpisodeRecord]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
 
     def num_pinned(self) -> int:
@@ -217,7 +217,7 @@ class Store:
 
     # ---- changes, inside a transaction ---------------------------------------------------------------------
 
-    def put(self, episode: Episode) -> None:
+    def put(self, episode: EpisodeRecord) -> None:
         """Record a new or changed episode, and count it. A settled one leaves memory."""
         assert self.file.in_transaction, "changes are made in transactions"
         before = self.episodes.get(episode.id)
@@ -248,7 +248,7 @@ class Store:
         with self.transaction():
             self.journal.delete(rows)
 
-    def _keep_transcript(self, episode: Episode) -> None:
+    def _keep_transcript(self, episode: EpisodeRecord) -> None:
         """Keep the calls of the newest episodes of each reason not to train, and of the newest evaluation of a task."""
         if episode.dropped:
             self.journal.keep_transcript(episode.id, f"dropped {episode.dropped}", KEPT_PER_REASON)
@@ -364,7 +364,7 @@ class Leases:
             log.warning("the event loop was blocked for %.1f s: all leases start again", self._checked_at - before)
             self._opened = self._clock()
 
-    def expires_at(self, episode: Episode, job: JobConfig) -> float:
+    def expires_at(self, episode: EpisodeRecord, job: JobConfig) -> float:
         """Time at which a live episode expires without activity; at most its begin + `max_episode_seconds`."""
         last = episode.begun + job.max_episode_seconds
         if self._calling[episode.id]:
@@ -372,7 +372,7 @@ class Leases:
         seen = max(self._last_seen.get(episode.id, episode.begun), self._opened)
         return min(seen + job.lease_seconds, last)
 
-    def silent_seconds(self, episode: Episode, *, since: float | None = None) -> float:
+    def silent_seconds(self, episode: EpisodeRecord, *, since: float | None = None) -> float:
         """Seconds since the last call of a live episode, since its begin, or since the server started; 0 during a call.
         `since` replaces the begin.
 
@@ -383,19 +383,19 @@ class Leases:
         begun = episode.begun if since is None else since
         return max(0.0, self._clock() - max(self._last_active.get(episode.id, begun), self._began))
 
-    def unheard_seconds(self, episode: Episode) -> float:
+    def unheard_seconds(self, episode: EpisodeRecord) -> float:
         """Seconds since a call or a heartbeat of a live episode; 0 during a call. Counts like `expires_at`."""
         if self._calling[episode.id]:
             return 0.0
         seen = max(self._last_seen.get(episode.id, episode.begun), self.epoch)
         return max(0.0, self._clock() - seen)
 
-    def renew(self, episode: Episode) -> None:
+    def renew(self, episode: EpisodeRecord) -> None:
         """Record that the client of a live episode is alive."""
         self._last_seen[episode.id] = self._clock()
         self.client_seen(episode.client_id)
 
-    def active(self, episode: Episode) -> None:
+    def active(self, episode: EpisodeRecord) -> None:
         """Record a call of a live episode, which also renews its lease."""
         self.renew(episode)
         self._last_active[episode.id] = self._clock()
@@ -417,7 +417,7 @@ class Leases:
         return max((version for client, version in self._ends.items() if self.clients[client] > since), default=0)
 
     @contextmanager
-    def calling(self, episode: Episode) -> Iterator[None]:
+    def calling(self, episode: EpisodeRecord) -> Iterator[None]:
         """Suspend the episode's lease during a call and renew it afterwards."""
         self.active(episode)
         self._calling[episode.id] += 1
@@ -430,7 +430,7 @@ class Leases:
             if episode.id in self._last_seen:
                 self.active(episode)
 
-    def remove(self, episode: Episode) -> Callable[[], None]:
+    def remove(self, episode: EpisodeRecord) -> Callable[[], None]:
         """Forget the lease of an ended episode. Returns a function that puts it back."""
         times = (self._last_seen, self._last_active)
         removed = [of.pop(episode.id, None) for of in times]

@@ -4,6 +4,6 @@ A `Follower` reads the steps from a `Source` and writes them to a `Sink`, each s
 so a tracker that is slow, down or wrong cannot delay training.
 """
 
-from agentjet.trackers.sink import Run, Sink, Step
+from agentjet.trackers.sinks import Run, Sink, Step
 
 __all__ = ["Run", "Sink", "Step"]

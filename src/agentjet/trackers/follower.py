@@ -11,19 +11,22 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agentjet.errors import AgentJetError, ConfigError, TrackerError
-from agentjet.trackers.sink import Run, Sink, Step, id_of_run
+from agentjet.trackers.sinks import Run, Sink, Step, id_of_run
 
 T = TypeVar("T")
 PAGE = 200
 """Steps that are read and written together."""
 REPORT_SECONDS = 2.0
 """Seconds between two lines about a long backfill."""
+LENGTH = 128
+"""Bytes of a cursor. Always one write of the same length, so that a killed process leaves no half of it."""
 
 
 class Source(Protocol):
@@ -66,8 +69,10 @@ class Follower:
         `TrackerError`.
         """
         run = Run.of(self._first_step(stay), self.name, self.source.settings())
-        with Cursor(self._cursor_path(run), run) as cursor:
-            version = self._begin(run, cursor)
+        path = getattr(self.sink, "path", None)
+        place = path if isinstance(path, Path) else None
+        with open_cursor(self._cursor_path(run, place), run.id) as cursor:
+            version = self._begin(run, cursor, place)
             try:
                 while True:
                     newest, end = self.source.progress()
@@ -90,22 +95,17 @@ class Follower:
             self.pause()
         return found[0]
 
-    @property
-    def _place(self) -> Path | None:
-        """The file or folder that the sink writes; None for a tracker elsewhere."""
-        place = getattr(self.sink, "path", None)
-        return place if isinstance(place, Path) else None
-
-    def _cursor_path(self, run: Run) -> Path:
-        if self._place is not None:
-            return self._place.with_name(f"{self._place.name}.cursor")
+    def _cursor_path(self, run: Run, place: Path | None) -> Path:
+        """`place` is the file or folder that the sink writes; None for a tracker elsewhere."""
+        if place is not None:
+            return place.with_name(f"{place.name}.cursor")
         target = hashlib.sha256(self.label.encode()).hexdigest()[:6]
         return self.folder / f"{self.label.partition(':')[0]}-{run.id}-{target}.cursor"
 
-    def _begin(self, run: Run, cursor: Cursor) -> int:
+    def _begin(self, run: Run, cursor: Cursor, place: Path | None) -> int:
         """Returns the newest version that the sink has."""
         if cursor.is_new:
-            if self._place is not None and _has_content(self._place):
+            if place is not None and _has_content(place):
                 raise ConfigError(f"{self.label} has content of another program: choose another target")
             cursor.advance(0)  # From here on the target belongs to this run.
         found = self._call(lambda: self.sink.begin(run))
@@ -143,68 +143,50 @@ def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 
-LENGTH = 128
-"""Bytes of the file. Always one write of the same length, so that a killed process leaves no half of it."""
+@contextmanager
+def open_cursor(path: Path, run_id: str) -> Iterator[Cursor]:
+    """Context in which no other process has the cursor of a sink.
+
+    Raises `ConfigError` if another process has it, or if it belongs to another run.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{path} is held by another `agentjet track`: that process writes these steps already; end it, or "
+                "choose another target"
+            ) from None
+        yield Cursor(path, run_id, file)
+    finally:
+        os.close(file)
 
 
 class Cursor:
-    """The cursor of a sink. Use it as a context manager: inside, no other process holds it."""
+    """The cursor of a sink, of an open and locked file."""
 
-    def __init__(self, path: Path, run: Run) -> None:
-        self.path = path
-        self.version = 0
-        """The newest version that was written, according to this file."""
-        self._run = run
-        self._file = -1
-
-    def __enter__(self) -> Self:
-        """Raises `ConfigError` if another process holds the cursor, or it belongs to another run."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._lock()
-            self.version = self._read()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._file)
-
-    @property
-    def is_new(self) -> bool:
+    def __init__(self, path: Path, run_id: str, file: int) -> None:
+        """Raises `ConfigError` if the cursor belongs to another run."""
+        self._run_id, self._file = run_id, file
+        held = os.pread(file, LENGTH, 0)
+        self.is_new = not held
         """True until the first `advance`."""
-        return os.fstat(self._file).st_size == 0
-
-    def advance(self, version: int) -> None:
-        """Record that the sink has the steps up to this version."""
-        text = json.dumps({"run": self._run.id, "version": version})
-        os.pwrite(self._file, f"{text:{LENGTH - 1}}\n".encode(), 0)
-        os.fsync(self._file)
-        self.version = version
-
-    def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{self.path} is held by another `agentjet track`: that process writes these steps already; end it, or "
-                "choose another target"
-            ) from None
-
-    def _read(self) -> int:
-        held = os.pread(self._file, LENGTH, 0)
-        if not held:
-            return 0
-        try:
-            found = json.loads(held)
-            run_id, version = str(found["run"]), int(found["version"])
+            found: Any = json.loads(held) if held else {"run": run_id, "version": 0}
+            owner, self.version = str(found["run"]), int(found["version"])
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise ConfigError(f"{self.path} is not a cursor of `agentjet track`: choose another target") from None
-        if run_id != self._run.id:
+            raise ConfigError(f"{path} is not a cursor of `agentjet track`: choose another target") from None
+        if owner != run_id:
             raise ConfigError(
-                f"{self.path} belongs to another run ({run_id}, this one is {self._run.id}): choose another target, or "
+                f"{path} belongs to another run ({owner}, this one is {run_id}): choose another target, or "
                 "remove what that run wrote, and this file"
             )
-        return version
+
+    def advance(self, version: int) -> None:
+        """Records that the sink has the steps up to this version."""
+        text = json.dumps({"run": self._run_id, "version": version})
+        os.pwrite(self._file, f"{text:{LENGTH - 1}}\n".encode(), 0)
+        os.fsync(self._file)
+        self.is_new, self.version = False, version

@@ -16,7 +16,7 @@ from agentjet.research.campaign.models import Budget, Intervention, ProposerAway
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Trial
 from bench.campaigning.hostile import as_proposed
 from bench.campaigning.storms import Doomed
@@ -31,7 +31,7 @@ def campaign(
     question: Question = QUESTION,
     proposers: Sequence[Any] = (),
     clock: FakeClock | None = None,
-) -> tuple[Any, list[Entry]]:
+) -> tuple[Any, list[JournalEntry]]:
     runner = runner or FormulaRunner(Commits())
     with Notebook(folder, now=lambda: 0.0) as notebook:
         done = Campaign(
@@ -40,7 +40,7 @@ def campaign(
         return done, notebook.entries
 
 
-def kinds(entries: Sequence[Entry]) -> list[str]:
+def kinds(entries: Sequence[JournalEntry]) -> list[str]:
     return [entry.kind for entry in entries]
 
 

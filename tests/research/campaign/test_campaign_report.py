@@ -18,7 +18,7 @@ from agentjet.research.campaign.models import Budget, Intervention, Proposer, Pr
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.report import build, curves_of, gather, subject
 from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome
 from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
 
@@ -63,9 +63,9 @@ def test_a_campaign_that_is_at_work(tmp_path: Path) -> None:
 def test_curves_have_equal_steps() -> None:
     """A run that continued a short one was also scored where that ended."""
 
-    def run(share: float, seed: int, *curve: float) -> Entry:
+    def run(share: float, seed: int, *curve: float) -> JournalEntry:
         content = {"trial": {"arm": "c", "fidelity": share, "seed": seed}, "outcome": {"curve": curve}}
-        return Entry(1, "observed", "k", 0.0, (), content)
+        return JournalEntry(1, "observed", "k", 0.0, (), content)
 
     observed = [run(1 / 3, 1, 0.1, 0.5), run(1.0, 1, 0.1, 0.5, 0.7, 0.9), run(1.0, 2, 0.2, 0.6, 0.8)]
     assert curves_of(observed[2], observed, usual=3) == [[0.1, 0.7, 0.9], [0.2, 0.6, 0.8]]

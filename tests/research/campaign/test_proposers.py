@@ -27,16 +27,16 @@ from agentjet.research.campaign.llm import (
     MAX_TURNS,
     REPAIRS,
     Desk,
-    Endpoint,
     LanguageModel,
+    LlmEndpoint,
+    LlmToolCall,
     Message,
     Played,
     Reply,
     Tool,
-    ToolCall,
 )
 from agentjet.research.campaign.models import Intervention, ProposerAway, View
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Transcript
 
 PROPOSED = {"name": "slower", "kind": "settings", "changes": {"job.optimizer.lr": 1e-5}, "why": "entry 2: it diverges"}
@@ -55,7 +55,7 @@ VIEW = View(
     ),
     observed=2,
     tried=frozenset(),
-    notebook=(Entry(1, "started", "s", 0.0, (), {"topic": "x"}),),
+    notebook=(JournalEntry(1, "started", "s", 0.0, (), {"topic": "x"}),),
     files={"agent.py": "LIMIT = 3\n"},
     judge_source="def score(task, messages): ...",
 )
@@ -76,7 +76,7 @@ class Scripted:
 
 
 def calls(*named: tuple[str, Mapping[str, Any]]) -> Reply:
-    return Reply("", tuple(ToolCall(f"c{n}", name, json.dumps(a)) for n, (name, a) in enumerate(named)))
+    return Reply("", tuple(LlmToolCall(f"c{n}", name, json.dumps(a)) for n, (name, a) in enumerate(named)))
 
 
 PROPOSE, FINISH = ("propose", PROPOSED), ("finish", {"reason": "enough"})
@@ -131,9 +131,9 @@ def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str,
 
 
 @pytest.mark.parametrize(
-    "call", [ToolCall("c", "launch", "{}"), ToolCall("c", "read", "[1"), ToolCall("c", "read", "[]")]
+    "call", [LlmToolCall("c", "launch", "{}"), LlmToolCall("c", "read", "[1"), LlmToolCall("c", "read", "[]")]
 )
-def test_an_invalid_call_is_answered(call: ToolCall) -> None:
+def test_an_invalid_call_is_answered(call: LlmToolCall) -> None:
     assert Desk(VIEW, 3).use(call).startswith("invalid: ")
 
 
@@ -142,8 +142,8 @@ def test_papers_are_read_by_name_only(tmp_path: Path) -> None:
     (tmp_path / "papers" / "grpo.md").write_text("# GRPO")
     (tmp_path / "secret.md").write_text("no")
     desk = Desk(VIEW, 3, tmp_path / "papers")
-    assert desk.use(ToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
-    assert desk.use(ToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
+    assert desk.use(LlmToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
+    assert desk.use(LlmToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
 
 
 def test_a_model_that_is_away_or_endless() -> None:
@@ -203,7 +203,7 @@ def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPat
     answers = iter([answer(("files", {}), ("curves", {})), answer(PROPOSE, FINISH)])
     wire = Wire(lambda request: next(answers))
     monkeypatch.setattr(httpx, "stream", httpx.Client(transport=wire).stream)
-    assert LanguageModel(Endpoint("http://127.0.0.1:9/v1", "m", "k", kind), Path(os.devnull)).propose(VIEW, 3) == [
+    assert LanguageModel(LlmEndpoint("http://127.0.0.1:9/v1", "m", "k", kind), Path(os.devnull)).propose(VIEW, 3) == [
         SLOWER
     ]
     (path, first), (_, second) = wire.bodies
@@ -226,19 +226,19 @@ def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "stream", httpx.Client(transport=Wire(lambda request: response)).stream)
     with pytest.raises(ProposerAway, match=message):
-        Endpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], [])
+        LlmEndpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], [])
 
 
 def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Wire(lambda request: httpx.Response(200, content=b"{}"))
     monkeypatch.setattr(httpx, "stream", httpx.Client(transport=slow).stream)
     with pytest.raises(ProposerAway, match=r"took longer than -1 s"):
-        Endpoint("http://127.0.0.1:9/v1", "m", seconds=-1.0).reply([{"role": "user", "content": "x"}], [])
+        LlmEndpoint("http://127.0.0.1:9/v1", "m", seconds=-1.0).reply([{"role": "user", "content": "x"}], [])
 
 
 def test_an_endpoint_that_is_away() -> None:
     with pytest.raises(ProposerAway, match=r"http://127\.0\.0\.1:9/v1: .*refused"):
-        Endpoint("http://127.0.0.1:9/v1", "m", "k").reply([{"role": "user", "content": "x"}], [])
+        LlmEndpoint("http://127.0.0.1:9/v1", "m", "k").reply([{"role": "user", "content": "x"}], [])
 
 
 # ---- coding agents ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from agentjet.errors import ConfigError
 if TYPE_CHECKING:
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.models import Proposer
-    from agentjet.research.journal import Entry
+    from agentjet.research.journal import JournalEntry
     from agentjet.research.servers import ServerSlot
 
 UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
@@ -146,7 +146,7 @@ def conduct(
     again = f"agentjet research resume {shlex.quote(str(folder))}"
     repo = SubjectRepo(folder)
 
-    def tell(entry: Entry) -> None:
+    def tell(entry: JournalEntry) -> None:
         if line := line_of(entry):
             typer.echo(repo.as_given(line))
 
@@ -182,7 +182,7 @@ def conduct(
         typer.echo(f"The report is {written}.")
 
 
-def line_of(entry: Entry) -> str:
+def line_of(entry: JournalEntry) -> str:
     """An entry in one line; empty for entries about the machinery."""
     from agentjet.cli.research.execution import in_a_line
     from agentjet.research.campaign.notebook import described
@@ -227,7 +227,7 @@ def proposers_of(
 ) -> list[Proposer]:
     """The proposers that are asked before the strategist. Raises `ConfigError`."""
     from agentjet.research.campaign.coding_agent import CodingAgent
-    from agentjet.research.campaign.llm import Endpoint, LanguageModel, Played, replies_in
+    from agentjet.research.campaign.llm import LanguageModel, LlmEndpoint, Played, replies_in
 
     found: list[Proposer] = []
     if papers is not None and not papers.is_dir():
@@ -248,7 +248,7 @@ def proposers_of(
             raise ConfigError(f"--llm {llm!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
         if not llm_model:
             raise ConfigError(f"--llm {llm}: also give the model's name (--llm-model)")
-        endpoint = Endpoint(llm, llm_model, key_of(llm_key_file) if llm_key_file else "", llm_api)
+        endpoint = LlmEndpoint(llm, llm_model, key_of(llm_key_file) if llm_key_file else "", llm_api)
         found.append(LanguageModel(endpoint, record, papers))
     if agent_env and agent_cli is None:
         raise ConfigError("--agent-env needs --agent-cli")

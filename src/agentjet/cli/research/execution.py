@@ -20,7 +20,7 @@ from agentjet.cli.research.study import plain, summary
 from agentjet.cli.serve import STOP_SECONDS, ChildServer, ServerEnded
 from agentjet.client.threads import raise_on_signals
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Entry, StudyFolder, StudyLog
+from agentjet.research.journal import JournalEntry, StudyFolder, StudyLog
 from agentjet.research.models import Finding, Outcome
 from agentjet.research.records import Setting, shortened
 from agentjet.research.report import build
@@ -70,10 +70,10 @@ SHOWN = ("rungs", "setting of ", "frozen")
 """Beginnings of names of decisions that are printed."""
 
 
-def console(tell: Callable[[str], None], log: StudyLog) -> Callable[[Entry], None]:
+def console(tell: Callable[[str], None], log: StudyLog) -> Callable[[JournalEntry], None]:
     """Prints new entries, and after each outcome the budget and the time that are left: the `notify` of a journal."""
 
-    def notify(entry: Entry) -> None:
+    def notify(entry: JournalEntry) -> None:
         if line := entry_message(log, entry):
             tell(line)
         if entry.kind == "outcome":
@@ -84,7 +84,7 @@ def console(tell: Callable[[str], None], log: StudyLog) -> Callable[[Entry], Non
     return notify
 
 
-def entry_message(log: StudyLog, entry: Entry) -> str:
+def entry_message(log: StudyLog, entry: JournalEntry) -> str:
     """Returns a line about the newest entry; empty if it is of no interest to people."""
     body = entry.content
     match entry.kind:

@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.group import RankGroup
 from agentjet.compute.cluster.learner import RankLearner
 from agentjet.compute.embedded import checkpoint
 from agentjet.errors import CheckpointError, ConfigError
 
 
-def save(path: Path, learner: RankLearner, group: Group, state: dict[str, Any]) -> str:
+def save(path: Path, learner: RankLearner, group: RankGroup, state: dict[str, Any]) -> str:
     """Write a checkpoint; returns its digest. Raises `CheckpointError`."""
     policy, is_first = learner.policy, group.rank == 0
     weights = learner.adapter_weights() if policy.has_adapters else learner.whole_weights()
@@ -42,7 +42,7 @@ def save(path: Path, learner: RankLearner, group: Group, state: dict[str, Any]) 
         return str(group.gather(group.agreed(complete))[0])
 
 
-def load(path: Path, learner: RankLearner, group: Group) -> dict[str, Any]:
+def load(path: Path, learner: RankLearner, group: RankGroup) -> dict[str, Any]:
     """Restore weights and optimiser; returns the saved state. See `embedded.checkpoint.load`."""
 
     def verify() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def load(path: Path, learner: RankLearner, group: Group) -> dict[str, Any]:
     return state
 
 
-def export(path: Path, learner: RankLearner, group: Group, *, adapter: bool) -> None:
+def export(path: Path, learner: RankLearner, group: RankGroup, *, adapter: bool) -> None:
     """Write the policy as a Hugging Face folder, or its `adapter` as a folder for `peft`, on rank 0."""
     weights = learner.adapter_weights() if adapter else learner.whole_weights()
 
@@ -70,7 +70,7 @@ def export(path: Path, learner: RankLearner, group: Group, *, adapter: bool) -> 
     group.agreed(write)
 
 
-def _shared_folder(path: Path, group: Group, stack: ExitStack) -> Path:
+def _shared_folder(path: Path, group: RankGroup, stack: ExitStack) -> Path:
     """Returns the new folder of a checkpoint, which all ranks see. Rank 0 completes it with `stack`."""
 
     def begin() -> str:
@@ -86,7 +86,7 @@ def _shared_folder(path: Path, group: Group, stack: ExitStack) -> Path:
     return folder
 
 
-def _not_shared(path: Path, group: Group) -> str:
+def _not_shared(path: Path, group: RankGroup) -> str:
     return (
         f"rank {group.rank} does not see {path}: server.data_dir must be on a file system that the gateway and all "
         "ranks mount at the same path"

@@ -28,7 +28,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from agentjet.compute.channel import Answer, Request
+from agentjet.compute.channel import Answer, WorkerRequest
 from agentjet.compute.cluster import guardian, keeper
 from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.keeper import Keeper, Launch
@@ -272,7 +272,7 @@ async def serve(link: Link) -> None:
     conductor = Conductor()
     tasks: set[asyncio.Task[None]] = set()
 
-    async def handle(request: Request) -> None:
+    async def handle(request: WorkerRequest) -> None:
         try:
             answer = Answer(request.id, await getattr(conductor, request.op)(*request.args))
         except AgentJetError as error:
@@ -282,7 +282,7 @@ async def serve(link: Link) -> None:
             answer = Answer(request.id, error=ComputeError(f"the conductor failed: {first_line(error)}"))
         link.send(answer)
 
-    def accept(request: Request) -> None:
+    def accept(request: WorkerRequest) -> None:
         task = loop.create_task(handle(request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

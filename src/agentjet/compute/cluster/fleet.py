@@ -79,7 +79,7 @@ class End:
     """By the event loop."""
 
 
-class Replica:
+class ReplicaHandle:
     """One replica. From its end on it gets no more work."""
 
     def __init__(self, name: str, load: Load) -> None:
@@ -158,7 +158,7 @@ class Fleet:
         """Replicas that there should be."""
         self._settings = settings
         self._timeout = timeout
-        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._lives: dict[ReplicaHandle, asyncio.Task[None]] = {}
         self._num_started = 0
         self._ends: deque[End] = deque(maxlen=MAX_ENDS)
         """The last ends of replicas that were wanted."""
@@ -181,7 +181,7 @@ class Fleet:
         self._fill()
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaHandle]:
         """The replicas that have not ended, oldest first."""
         return [replica for replica in self._lives if not replica.end.done()]
 
@@ -251,7 +251,7 @@ class Fleet:
         assert self._publication is not None
         return self._publication.version
 
-    async def confirm(self, replica: Replica, version: int) -> None:
+    async def confirm(self, replica: ReplicaHandle, version: int) -> None:
         """Wait until the replica passed the probe of a version. Raises `WorkerDied` if it ends before."""
         while version not in replica.verified:
             if replica.end.done():
@@ -278,7 +278,7 @@ class Fleet:
         self._fill()
         self._change()
 
-    def end(self, replica: Replica, why: str, *, cause: Cause, hung: bool = False) -> None:
+    def end(self, replica: ReplicaHandle, why: str, *, cause: Cause, hung: bool = False) -> None:
         """End a replica: its requests fail at once, then it is killed and replaced. Idempotent."""
         if replica.end.done():
             return
@@ -308,10 +308,12 @@ class Fleet:
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
             places = max(2, int(self._settings.max_concurrent * PLACES))
-            replica = Replica(f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens))
+            replica = ReplicaHandle(
+                f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens)
+            )
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
-    async def _live(self, replica: Replica) -> None:
+    async def _live(self, replica: ReplicaHandle) -> None:
         """Boundary: a failure ends this replica only. Its `reason` records the failure."""
         work = asyncio.create_task(self._serve(replica, delay=_backoff(len(self._early_ends))))
         end = await asyncio.shield(replica.end)
@@ -349,7 +351,7 @@ class Fleet:
                 )
             )
 
-    async def _serve(self, replica: Replica, delay: float) -> None:
+    async def _serve(self, replica: ReplicaHandle, delay: float) -> None:
         """Start a replica and keep it current, until it is cancelled or `end` was called."""
         watch: asyncio.Task[None] | None = None
         try:
@@ -380,7 +382,7 @@ class Fleet:
             if watch is not None:
                 watch.cancel()
 
-    async def _keep_current(self, replica: Replica, peer: Peer) -> None:
+    async def _keep_current(self, replica: ReplicaHandle, peer: Peer) -> None:
         """Adopt the present publication, or suspend, or wait for the next change. Raises `WorkerDied`."""
         if self._is_suspended and not replica.is_suspended:
             await self._suspend(replica, peer)
@@ -404,13 +406,13 @@ class Fleet:
                     while serial == self._serial and not self._is_suspended:
                         await self._pulse.wait()
 
-    def _may_adopt(self, replica: Replica) -> bool:
+    def _may_adopt(self, replica: ReplicaHandle) -> bool:
         if not self._in_turns or replica.version is None or replica.is_suspended:
             return True
         adopting = sum(one.is_adopting and one.version is not None for one in self.replicas)
         return adopting < max(1, self.count // TURNS)
 
-    async def _suspend(self, replica: Replica, peer: Peer) -> None:
+    async def _suspend(self, replica: ReplicaHandle, peer: Peer) -> None:
         """Request that a replica frees its memory. One that fails is ended."""
         try:
             await peer.ask("suspend", self.policy)
@@ -422,7 +424,7 @@ class Fleet:
             replica.is_suspended = True
             self._change()
 
-    async def _adopt(self, replica: Replica, peer: Peer, publication: Publication) -> None:
+    async def _adopt(self, replica: ReplicaHandle, peer: Peer, publication: Publication) -> None:
         """Request one adoption and verify it. An error of the replica leaves it with its old version."""
         replica.is_adopting, serial, began = True, self._serial, time.monotonic()
         replica.verified.discard(publication.version)
@@ -452,7 +454,7 @@ class Fleet:
             replica.watchdog = Watchdog(self._timeout)
             self._change()
 
-    def _fail_probe(self, replica: Replica, why: str) -> None:
+    def _fail_probe(self, replica: ReplicaHandle, why: str) -> None:
         """End a replica. If no other one has these weights either, the policy fails, not its replicas."""
         self._failed_probes += 1
         self.end(replica, why, cause="replica")
@@ -463,7 +465,7 @@ class Fleet:
             text = f"{self._failed_probes} replicas in a row failed; the last: {replica.name} {why}"
             self._fail(ComputeError(text) if self.has_served else ConfigError(f"{text}. {WAY_OUT}"))
 
-    async def _watch(self, replica: Replica, peer: Peer) -> None:
+    async def _watch(self, replica: ReplicaHandle, peer: Peer) -> None:
         """End the replica if it hangs."""
         now, interval = asyncio.get_running_loop().time, Watchdog(self._timeout).interval
         while True:

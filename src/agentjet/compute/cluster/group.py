@@ -48,7 +48,7 @@ class Rendezvous:
         )
 
 
-class Group:
+class RankGroup:
     """The ranks that learn together. `mesh` has one dimension."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, Self
 
-from agentjet.compute.channel import Channel, Message, Request, encode, requests
+from agentjet.compute.channel import Channel, Message, WorkerRequest, encode, requests
 from agentjet.compute.cluster.handshake import MAX_HANDSHAKES, dial, listen, tune, verify_async
 from agentjet.errors import ComputeError, WorkerDied
 
@@ -60,7 +60,7 @@ class Link:
             except OSError:
                 self._exit()
 
-    def read_forever(self, deliver: Callable[[Request], object]) -> None:
+    def read_forever(self, deliver: Callable[[WorkerRequest], object]) -> None:
         """Deliver requests from a separate thread; end this process with the connection."""
 
         def loop() -> None:

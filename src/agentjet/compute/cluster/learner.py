@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from agentjet.compute.cluster.group import Group
+from agentjet.compute.cluster.group import RankGroup
 from agentjet.compute.cluster.memory import USABLE, Learning, gathered_need
 from agentjet.compute.embedded.learner import Number, PolicyLearner, new_moments
 from agentjet.compute.embedded.model import decoder_layers
@@ -46,7 +46,7 @@ Sharding = Literal["gathered", "sharded"]
 class RankLearner(PolicyLearner):
     """One rank's part of a policy's learner. All ranks call the same methods in the same order."""
 
-    def __init__(self, policy: Policy, group: Group, sharding: Sharding) -> None:
+    def __init__(self, policy: Policy, group: RankGroup, sharding: Sharding) -> None:
         """Divides the layers of `policy` in place if `sharded`. Raises `ConfigError` for a model that cannot be."""
         self._group = group
         self._layers = shard_layers(policy, group) if sharding == "sharded" else []
@@ -224,7 +224,7 @@ class RankLearner(PolicyLearner):
         return found
 
 
-def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
+def shard_layers(policy: Policy, group: RankGroup) -> list[nn.Module]:
     """Divide the weights of the decoder's layers among the ranks; returns the layers.
 
     Trained bfloat16 weights become float32 masters, from which FSDP makes the bfloat16 weights of a pass.
@@ -268,7 +268,7 @@ def shard_layers(policy: Policy, group: Group) -> list[nn.Module]:
     return layers
 
 
-def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: Group) -> Sharding:
+def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: RankGroup) -> Sharding:
     """Returns the mode of a group: `auto` is `gathered` for one rank, or if that fits the memory of every rank."""
     if wanted != "auto":
         return wanted

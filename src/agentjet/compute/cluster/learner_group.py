@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from agentjet.compute.channel import LargeRequest, Request, encode
+from agentjet.compute.channel import LargeRequest, WorkerRequest, encode
 from agentjet.compute.cluster.hub import Peer
 from agentjet.compute.cluster.site import REASON_SECONDS, Site
 from agentjet.compute.embedded.backend import Watchdog
@@ -97,7 +97,7 @@ class LearnerGroup:
 
     async def load_batch(self, batch: TrainingBatch) -> None:
         """Send a batch to every rank, encoded once."""
-        request = Request("load_batch", next(self._ids), self._policy, (batch,))
+        request = WorkerRequest("load_batch", next(self._ids), self._policy, (batch,))
         large = await LargeRequest.encoded(request)
         await self._ask_all(request.op, [lambda peer: peer.send_large(large)] * len(self._peers))
 
@@ -114,7 +114,7 @@ class LearnerGroup:
 
     def _send(self, op: str, *args: Any) -> Send:
         """Returns a function that sends a request, which is encoded once for all ranks."""
-        request = Request(op, next(self._ids), self._policy, args)
+        request = WorkerRequest(op, next(self._ids), self._policy, args)
         message = encode(request)
         return lambda peer: peer.send(request, message)
 

@@ -31,9 +31,9 @@ import numpy as np
 import psutil
 import torch
 
-from agentjet.compute.channel import Answer, Request
+from agentjet.compute.channel import Answer, WorkerRequest
 from agentjet.compute.cluster import checkpoint
-from agentjet.compute.cluster.group import Group, Rendezvous, join
+from agentjet.compute.cluster.group import RankGroup, Rendezvous, join
 from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
 from agentjet.compute.cluster.weights import (
@@ -66,7 +66,7 @@ class RankPolicyHost(PolicyHost[RankLearner]):
     def __init__(
         self,
         learner: RankLearner,
-        group: Group,
+        group: RankGroup,
         server: WeightsServer | None,
         *,
         has_hot_adapter: bool,
@@ -164,9 +164,9 @@ class Rank:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
         self._rendezvous: Rendezvous | None = None
-        self._present: Request | None = None
+        self._present: WorkerRequest | None = None
         """The request that this rank works on."""
         self._place: tuple[int, int] | None = None
         self._server: WeightsServer | None = None
@@ -220,7 +220,7 @@ class Rank:
         device = resolve_device(model.device)
         if (device.type == "cpu" or model.offload_optimizer) and not model.threads:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # The ranks share this machine.
-        group = Group(rank, num_ranks, device)
+        group = RankGroup(rank, num_ranks, device)
         policy = group.agreed(lambda: load_policy(model))
         sharding = chosen_sharding(compute.sharding, policy, group)
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.compute.channel import Answer, Request
+from agentjet.compute.channel import Answer, WorkerRequest
 from agentjet.compute.cluster.guardian import places
 from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.weights import Publication, SharedFolder, fetch, release
@@ -37,7 +37,7 @@ from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
-    from agentjet.compute.cluster.vllm_engine import Delta, Engine
+    from agentjet.compute.cluster.vllm_engine import Delta, VllmEngine
 
 log = logging.getLogger(__name__)
 
@@ -150,15 +150,15 @@ class Outbox:
         self.send()
 
 
-StartEngine = Callable[[Link, ModelConfig, ModelInfo, SamplerConfig, ComputeConfig], "Awaitable[Engine]"]
+StartEngine = Callable[[Link, ModelConfig, ModelInfo, SamplerConfig, ComputeConfig], "Awaitable[VllmEngine]"]
 
 
 async def start_vllm(
     link: Link, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
-) -> Engine:
+) -> VllmEngine:
     """Start vLLM, whose processes end with this one (`replica_path`). Raises `ConfigError`."""
     try:
-        from agentjet.compute.cluster.vllm_engine import Engine
+        from agentjet.compute.cluster.vllm_engine import VllmEngine
     except ImportError as error:
         raise ConfigError(
             f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "
@@ -171,19 +171,19 @@ async def start_vllm(
         )
     folder = SharedFolder(places()[0])  # It removes what killed replicas left, too.
     link.before_exit = folder.close
-    return await Engine.start(model, info, sampler, compute, folder.path)
+    return await VllmEngine.start(model, info, sampler, compute, folder.path)
 
 
-class Replica:
+class ReplicaServer:
     """The state of the process."""
 
     def __init__(self, link: Link, start: StartEngine) -> None:
         self._link = link
         self._start = start
         self._outbox = Outbox(link)
-        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._requests: asyncio.Queue[WorkerRequest] = asyncio.Queue()
         self._completions: dict[int, Completion] = {}
-        self._loaded: Engine | None = None
+        self._loaded: VllmEngine | None = None
         self._info: ModelInfo | None = None
         self._places = asyncio.Semaphore(0)
         self._scoring = asyncio.Lock()
@@ -204,7 +204,7 @@ class Replica:
             else:
                 await self._answer(request)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: WorkerRequest) -> None:
         """Handle a request. Boundary: a failure becomes an answer, and may also end the process."""
         op, id, _, args = request
         try:
@@ -230,7 +230,7 @@ class Replica:
         self._link.send(Answer(id, error=failure, ends=True))
         self._end()
 
-    async def _end_with(self, engine: Engine) -> None:
+    async def _end_with(self, engine: VllmEngine) -> None:
         """End the process when its engine is dead. vLLM fails completions then, and an adoption would wait for ever."""
         error = await engine.died()
         log.error("the engine is dead: %s: %s", type(error).__name__, error)
@@ -264,7 +264,7 @@ class Replica:
                     publication.version, fetched - started, time.monotonic() - fetched,
                 )  # fmt: skip
 
-    async def _change_weights(self, engine: Engine, publication: Publication, path: Path) -> list[float]:
+    async def _change_weights(self, engine: VllmEngine, publication: Publication, path: Path) -> list[float]:
         """Pause, load, resume, and score the probe; returns its log-probabilities. The outbox is held from then on.
 
         The probe is requested during the pause, so the engine computes it before the contexts of running completions.
@@ -313,7 +313,7 @@ class Replica:
             completion.task.cancel()
 
     async def _complete(
-        self, engine: Engine, completion: Completion, prompt: NDArray[np.int32], num_sampled: int
+        self, engine: VllmEngine, completion: Completion, prompt: NDArray[np.int32], num_sampled: int
     ) -> None:
         """Sample one completion. Boundary: its failure ends this completion, or the process if the engine is dead."""
         id = completion.id
@@ -337,7 +337,7 @@ class Replica:
         for piece in completion.pieces(reason):
             self._outbox.put((completion.id, piece))
 
-    def _sampling_engine(self) -> Engine:
+    def _sampling_engine(self) -> VllmEngine:
         if self._loaded is None or self._version is None:
             raise ComputeError("the replica has no weights yet: it must adopt a publication first")
         return self._loaded
@@ -350,7 +350,7 @@ def main() -> None:
     link = Link.from_environment()
 
     async def serve() -> None:
-        await Replica(link, start_vllm).run()
+        await ReplicaServer(link, start_vllm).run()
 
     asyncio.run(serve())
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentjet.compute.cluster.fleet import Fleet, Replica
-from agentjet.compute.cluster.routing import Work, choose
+from agentjet.compute.cluster.fleet import Fleet, ReplicaHandle
+from agentjet.compute.cluster.routing import RoutedCompletion, choose
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.types import ProcessStatus, Sampled, SamplingParams, TokenScore
 
@@ -42,14 +42,14 @@ class Replicas:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._waiting: OrderedDict[Work, asyncio.Future[Replica]] = OrderedDict()
+        self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[ReplicaHandle]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
         self._num_resumed = 0
         fleet.changed = self._assign
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
-        work, version = Work(np.asarray(token_ids, np.int32)), 0
+        work, version = RoutedCompletion(np.asarray(token_ids, np.int32)), 0
         while len(work.sampled) < params.max_tokens:
             replica, received = await self._place(work), len(work.sampled)
             assert replica.peer is not None
@@ -71,7 +71,7 @@ class Replicas:
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""
-        work = Work(np.asarray(token_ids, np.int32), uses_cache=False)
+        work = RoutedCompletion(np.asarray(token_ids, np.int32), uses_cache=False)
         while True:
             replica = await self._place(work)
             assert replica.peer is not None
@@ -111,7 +111,7 @@ class Replicas:
 
     # ---- placement --------------------------------------------------------------------------------------------------
 
-    async def _place(self, work: Work) -> Replica:
+    async def _place(self, work: RoutedCompletion) -> ReplicaHandle:
         """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
         while True:
             replica = await self._next_place(work)
@@ -119,10 +119,10 @@ class Replicas:
                 return replica
             self._leave(replica, work)  # It died since it got the work.
 
-    async def _next_place(self, work: Work) -> Replica:
+    async def _next_place(self, work: RoutedCompletion) -> ReplicaHandle:
         self.fleet.check()
         work.update_keys()
-        future: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ReplicaHandle] = asyncio.get_running_loop().create_future()
         self._waiting[work] = future
         if work.sampled or work.losses:
             self._waiting.move_to_end(work, last=False)
@@ -151,7 +151,7 @@ class Replicas:
         ready = [replica for replica in self.fleet.replicas if replica.is_ready]
         heard = [replica for replica in ready if replica.silence(now) < SILENT_SECONDS]
         loads = {replica: replica.load for replica in heard or ready}
-        placed: list[Work] = []
+        placed: list[RoutedCompletion] = []
         for work, future in self._waiting.items():
             if future.done():
                 continue
@@ -166,11 +166,11 @@ class Replicas:
         for work in placed:
             del self._waiting[work]
 
-    def _leave(self, replica: Replica, work: Work) -> None:
+    def _leave(self, replica: ReplicaHandle, work: RoutedCompletion) -> None:
         replica.load.remove(work)
         self._assign()
 
-    async def _leave_dead(self, replica: Replica, work: Work, *, has_progressed: bool) -> None:
+    async def _leave_dead(self, replica: ReplicaHandle, work: RoutedCompletion, *, has_progressed: bool) -> None:
         """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
         self.fleet.check()
         self._num_resumed += 1
@@ -185,7 +185,7 @@ class Replicas:
             raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
 
 
-def _status(replica: Replica) -> ProcessStatus:
+def _status(replica: ReplicaHandle) -> ProcessStatus:
     running = len(replica.load.running)
     if replica.peer is None:
         state = "starts"

@@ -23,7 +23,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(eq=False)
-class Work:
+class RoutedCompletion:
     """A completion or a scoring on its way through the replicas. `prompt` [T] are int32 token ids."""
 
     prompt: np.ndarray
@@ -57,12 +57,12 @@ class Load:
     """The work that a replica has, and the prefixes that its cache probably holds."""
 
     def __init__(self, num_places: int, cache_tokens: int) -> None:
-        self.running: set[Work] = set()
+        self.running: set[RoutedCompletion] = set()
         self._num_places = num_places
         self._max_keys = max(1, cache_tokens // BLOCK_TOKENS)
         self._known: OrderedDict[int, None] = OrderedDict()
 
-    def has_place(self, work: Work) -> bool:
+    def has_place(self, work: RoutedCompletion) -> bool:
         """True if the replica may get this work.
 
         A replica gets one work at a time that lost its last replica. So work that crashes every replica is found, and
@@ -72,11 +72,11 @@ class Load:
             return False
         return len(self.running) < self._num_places
 
-    def add(self, work: Work) -> None:
+    def add(self, work: RoutedCompletion) -> None:
         self.running.add(work)
         self._remember(work)
 
-    def remove(self, work: Work) -> None:
+    def remove(self, work: RoutedCompletion) -> None:
         """The work ended, or left the replica. Its tokens stay in the cache for the next turn."""
         self.running.discard(work)
         work.update_keys()
@@ -92,7 +92,7 @@ class Load:
         """Returns the number of leading blocks in the cache of the replica."""
         return next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
 
-    def _remember(self, work: Work) -> None:
+    def _remember(self, work: RoutedCompletion) -> None:
         for key in reversed(work.keys):  # The beginning of a prefix is forgotten last.
             self._known[key] = None
             self._known.move_to_end(key)
@@ -100,7 +100,7 @@ class Load:
             self._known.popitem(last=False)
 
 
-def choose(loads: Mapping[Key, Load], work: Work) -> Key | None:
+def choose(loads: Mapping[Key, Load], work: RoutedCompletion) -> Key | None:
     """Returns the replica that should get the work; None if none has a place for it."""
     free = {key: load for key, load in loads.items() if load.has_place(work)}
     if not free:

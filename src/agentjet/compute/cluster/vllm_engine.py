@@ -26,7 +26,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-# The next import is slow. Everything here that vLLM reads from the environment at its import is set by `Engine.start`.
+# The next import is slow. What vLLM reads from the environment at its import is set by `VllmEngine.start`.
 from agentjet.compute.cluster import vllm_worker
 from agentjet.compute.cluster.launcher import reason_in
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
@@ -131,7 +131,7 @@ def _innermost(error: BaseException) -> str:
     return reason_in(lines) or lines[0]
 
 
-class Engine:
+class VllmEngine:
     """vLLM with one model. The weights are random until the first `load`."""
 
     def __init__(self, engine: Any, info: ModelInfo, sets: Sets, max_tokens: int, *, keeps_base: bool) -> None:

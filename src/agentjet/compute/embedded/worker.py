@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from agentjet.compute.channel import Answer, Message, Request, encode, requests
+from agentjet.compute.channel import Answer, Message, WorkerRequest, encode, requests
 from agentjet.compute.embedded import checkpoint, downloads
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
@@ -111,13 +111,13 @@ class Worker:
         self._output = output
         self._sending = threading.Lock()
         """Held while a message is written: another thread reports the progress of a download."""
-        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         """Compiles new grammars while the main loop samples: that may take seconds, without the lock of Python."""
         self._compiling: dict[int, tuple[PolicyId, Future[Guide | None]]] = {}
         """By completion that has not started."""
-        self._present: Request | None = None
+        self._present: WorkerRequest | None = None
         """The request that the main loop works on."""
         self.policies: dict[PolicyId, WorkerPolicyHost] = {}
 
@@ -155,7 +155,7 @@ class Worker:
             return getattr(self, f"_{op}")(policy, *args)
         return getattr(self._hosted(policy), op)(*args)
 
-    def _next_request(self, arrivals_end: float) -> Request | None:
+    def _next_request(self, arrivals_end: float) -> WorkerRequest | None:
         """Returns the next request; None when the samplers should do a step.
 
         A step costs nearly the same for one completion as for fifty, and requests arrive together. So the loop waits
@@ -170,7 +170,7 @@ class Worker:
         except queue.Empty:
             return None
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: WorkerRequest) -> None:
         """Handle a request. Boundary: a failure becomes an answer, and may also end the process."""
         op, id, policy, args = self._present = request
         try:
@@ -235,7 +235,7 @@ class Worker:
         compiled = self._compiler.submit(grammars.guide, params.grammar)
         self._compiling[id] = policy, compiled
         compiled.add_done_callback(
-            lambda done: self._inbox.put(Request(_COMPILED, id, policy, (id, tokens, params, done)))
+            lambda done: self._inbox.put(WorkerRequest(_COMPILED, id, policy, (id, tokens, params, done)))
         )
 
     def _compiled(

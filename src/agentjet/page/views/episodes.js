@@ -1,5 +1,6 @@
 // The view Episodes: a table of any length. Its filters are the query of the URL, with the names of the API.
 import { html, useEffect, useMemo, useRef, useSignal } from "../vendor/ui.js";
+import { EPISODE_FILTERS } from "../filters.js";
 import { get } from "../api.js";
 import { useKeys } from "../keys.js";
 import { go, href } from "../route.js";
@@ -11,32 +12,15 @@ import { Table } from "../parts/table.js";
 const PAGE = 200;
 const REFRESH = 50;
 const REFRESH_MS = 1000;
-const FILTERS = [
-  { name: "status", title: "Status", options: ["live", "finished", "aborted", "expired", "not_needed"] },
-  { name: "mode", title: "Mode", options: ["train", "eval"] },
-  { name: "task", title: "Task" },
-  { name: "task_set", title: "Task set" },
-  { name: "group", title: "Group" },
-  { name: "group_id", title: "Group number", number: true },
-  { name: "client", title: "Client" },
-  { name: "code_version", title: "Code version" },
-  { name: "reason", title: "Reason" },
-  { name: "text", title: "Text of messages and rewards" },
-  { name: "step", title: "Step", number: true },
-  { name: "min_version", title: "Version from", number: true },
-  { name: "max_version", title: "Version to", number: true },
-  { name: "min_reward", title: "Reward from", number: true },
-  { name: "max_reward", title: "Reward to", number: true },
-];
-const SEARCH = { name: "search", title: "Search" };
-const NAMES = [SEARCH, ...FILTERS].map(({ name }) => name);
+// The page counts steps from 1, the API counts their batches from 0.
+const FILTERS = EPISODE_FILTERS.map((one) => (one.name === "batch" ? { ...one, name: "step" } : one));
+const NAMES = FILTERS.map(({ name }) => name);
 const OPTIONAL = ["task_set", "code_version"];
 const MARKS = { live: "▒", finished: "●", aborted: "✕", expired: "◌" };
 
 // What the list had when one left it, so that "back" shows the same rows.
 let left = null;
 
-// The page counts steps from 1, the API counts their batches from 0.
 const toApi = ({ step, ...query }) => (step ? { ...query, batch: Number(step) - 1 } : query);
 
 const filterLink = (query, name, value) => href("/episodes", { ...query, [name]: value });
@@ -148,14 +132,14 @@ function Filters({ query }) {
     <form role="search" onSubmit=${search}><label>Search in task, group and id
       <input id="search" name="search" type="search" key=${query.search} defaultValue=${query.search ?? ""} /></label></form>
     <ul class="chips" aria-label="Filters">
-      ${given.map((name) => html`<li key=${name}><span class="chip">${`${[SEARCH, ...FILTERS].find((one) => one.name === name).title}: `}<${Text} value=${query[name]} limit=${60} />
+      ${given.map((name) => html`<li key=${name}><span class="chip">${`${FILTERS.find((one) => one.name === name).title}: `}<${Text} value=${query[name]} limit=${60} />
         <button type="button" class="icon" aria-label=${`Remove the filter ${name}`}
           onClick=${() => go("/episodes", { ...query, [name]: "" })}>✕</button></span></li>`)}
     </ul>
     <details open=${open.value} onToggle=${(event) => { open.value = event.target.open; }}>
       <summary>Filter and sort</summary>
       <form onSubmit=${submit} key=${JSON.stringify(query)}>
-        ${FILTERS.map(({ name, title, options, number: isNumber }) => html`<label key=${name}>${title}
+        ${FILTERS.filter(({ name }) => name !== "search").map(({ name, title, options, number: isNumber }) => html`<label key=${name}>${title}
           ${options ? html`<select id=${`filter-${name}`} name=${name}>
               <option value="">any</option>
               ${options.map((one) => html`<option value=${one} selected=${query[name] === one}>${one}</option>`)}</select>`

@@ -30,7 +30,7 @@ from agentjet.research.campaign.models import (
     check_settings,
 )
 from agentjet.research.campaign.notebook import Notebook
-from agentjet.research.campaign.runs import Clock, Ending, Runs, Seen, StudyRunner, amount
+from agentjet.research.campaign.runs import CampaignRuns, Clock, Ending, Seen, StudyRunner, amount
 from agentjet.research.campaign.strategist import BROKEN, signs
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import StudyLog, stored
@@ -141,7 +141,7 @@ class Campaign:
         """
         self.question, self.notebook, self.repo = question, notebook, repo
         self.runner, self.proposers, self.limits, self._tell = runner, proposers, limits, tell
-        self.runs = Runs(notebook, runner, question.budget, clock, tell, question.equal)
+        self.runs = CampaignRuns(notebook, runner, question.budget, clock, tell, question.equal)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}

@@ -41,7 +41,7 @@ Tool = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ToolCall(Record):
+class LlmToolCall(Record):
     call_id: str
     name: str
     arguments: str
@@ -53,7 +53,7 @@ class Reply(Record):
     """An answer of a model: text, and calls of tools."""
 
     text: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[LlmToolCall, ...] = ()
 
 
 class Model(Protocol):
@@ -145,7 +145,7 @@ class Desk:
             for name, schema in schemas.items()
         ]
 
-    def use(self, call: ToolCall) -> str:
+    def use(self, call: LlmToolCall) -> str:
         """The result of a tool, or the reason why the call is invalid."""
         try:
             arguments = json.loads(call.arguments or "{}", parse_constant=str)
@@ -247,7 +247,7 @@ def replies_in(record: Path) -> list[Reply]:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class LlmEndpoint:
     """A model behind an API. `url` is the part before `/chat/completions` (openai) or `/messages` (anthropic), such as
     `http://127.0.0.1:8000/v1`.
     """
@@ -291,7 +291,7 @@ Request = tuple[str, dict[str, Any], dict[str, str]]
 """Path, body and headers."""
 
 
-def openai_request(endpoint: Endpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
+def openai_request(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
     functions = [{"type": "function", "function": tool} for tool in tools]
     headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     return "/chat/completions", {"model": endpoint.model, "messages": [*messages], "tools": functions}, headers
@@ -300,13 +300,13 @@ def openai_request(endpoint: Endpoint, messages: Sequence[Message], tools: Seque
 def openai_reply(content: Any) -> Reply:
     message = content["choices"][0]["message"]
     calls = [
-        ToolCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"])
+        LlmToolCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
     ]
     return checked(Reply(message.get("content") or "", tuple(calls)))
 
 
-def anthropic_request(endpoint: Endpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
+def anthropic_request(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
     named = [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]} for t in tools]
     turns: list[Message] = []
     for message in messages[1:]:
@@ -338,7 +338,7 @@ def anthropic_reply(content: Any) -> Reply:
     blocks = content["content"]
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     calls = [
-        ToolCall(block["id"], block["name"], json.dumps(block["input"]))
+        LlmToolCall(block["id"], block["name"], json.dumps(block["input"]))
         for block in blocks
         if block["type"] == "tool_use"
     ]

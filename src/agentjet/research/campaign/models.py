@@ -19,7 +19,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Refused
 from agentjet.research.records import Record, Setting, Value, refuse
 
@@ -81,7 +81,7 @@ def episodes(settings: Mapping[str, Value]) -> int | None:
     return batch * group if isinstance(batch, int) and isinstance(group, int) else None
 
 
-def check_evidence(made: Intervention, entries: Sequence[Entry]) -> None:
+def check_evidence(made: Intervention, entries: Sequence[JournalEntry]) -> None:
     """Every number in `why` must be one of the cited entries."""
     by_number = {entry.number: entry for entry in entries}
     if missing := [number for number in made.evidence if number not in by_number]:
@@ -145,7 +145,7 @@ class View:
     """Number of that run's entry."""
     tried: Set[str]
     """Names of the interventions that were tried on this commit."""
-    notebook: Sequence[Entry]
+    notebook: Sequence[JournalEntry]
     files: Mapping[str, str]
     """The commit's text files by path, without the judge's held-out tasks."""
     judge_source: str

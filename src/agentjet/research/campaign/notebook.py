@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Entry, Journal
+from agentjet.research.journal import JournalEntry, StudyJournal
 from agentjet.research.records import refuse
 
 NAME = "notebook.sqlite"
@@ -21,7 +21,7 @@ DAY = 86400.0
 RULED_OUT = ("refuted", "practically_equivalent")
 
 
-class Notebook(Journal):
+class Notebook(StudyJournal):
     """`path` is the campaign's folder. Raises `ConfigError` if another process writes it, or without a campaign to
     read.
     """
@@ -33,7 +33,7 @@ class Notebook(Journal):
         super().__init__(path / NAME, **options)
 
 
-def described(entry: Entry) -> tuple[str, str] | None:
+def described(entry: JournalEntry) -> tuple[str, str] | None:
     """The step of an entry and its result; None for entries about the machinery."""
     content = entry.content
     match entry.kind:
@@ -85,7 +85,7 @@ def spending(notebook: Notebook, until: float = math.inf) -> dict[str, float]:
     return {"runs": math.fsum(cost for cost, _ in runs + studies), "hours": math.fsum(h for _, h in runs + studies)}
 
 
-def of(notebook: Notebook, kind: str, until: float = math.inf) -> list[Entry]:
+def of(notebook: Notebook, kind: str, until: float = math.inf) -> list[JournalEntry]:
     """Entries of a kind up to a time."""
     return [entry for entry in notebook.of(kind) if entry.at <= until]
 

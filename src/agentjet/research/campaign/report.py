@@ -16,7 +16,7 @@ from agentjet.research.campaign.notebook import NAME, Notebook, described, spend
 from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.confirmation import DIRECTIONAL
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Trial
 from agentjet.research.records import shortened
 from agentjet.research.report.document import files_of, number, write_files
@@ -154,7 +154,7 @@ NO_RESULT = {
 NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", "reason"))
 
 
-def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
+def claim(entry: JournalEntry, notebook: Notebook) -> dict[str, Any]:
     """A study with its hypothesis and its result; `learned` may be missing while it is conducted."""
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
     known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
@@ -172,7 +172,7 @@ def claim(entry: Entry, notebook: Notebook) -> dict[str, Any]:
     }
 
 
-def parts(name: str, study: Entry, notebook: Notebook) -> list[str]:
+def parts(name: str, study: JournalEntry, notebook: Notebook) -> list[str]:
     """A sentence about the parts of a combined change; none for a single change."""
     base = study.content["study"]["arms"][0]["code"]
     alone: dict[str, list[str]] = {part: [] for part in name.split(" + ")}
@@ -183,7 +183,7 @@ def parts(name: str, study: Entry, notebook: Notebook) -> list[str]:
     return [f"The parts were studied together only. Alone, with one seed: {gains}."] if len(alone) > 1 else []
 
 
-def doubts(learned: Mapping[str, Any], study: Entry, notebook: Notebook) -> list[str]:
+def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) -> list[str]:
     """Sentences about an early verdict, an interval beyond the range of the scores, and arms without spread."""
     finding, outcomes, looks = learned["finding"], learned["outcomes"], study.content["study"]["looks"]
     found = []
@@ -205,7 +205,7 @@ def doubts(learned: Mapping[str, Any], study: Entry, notebook: Notebook) -> list
     return found
 
 
-def answer(claims: Sequence[Mapping[str, Any]], first: Entry, reason: str, sesoi: float) -> tuple[str, str]:
+def answer(claims: Sequence[Mapping[str, Any]], first: JournalEntry, reason: str, sesoi: float) -> tuple[str, str]:
     """Two sentences: what raised the score, and what stays open. `reason` is that of the end; empty before it."""
     accepted, score = [each for each in claims if each["accepted"]], first.content["outcome"]["score"]
     if accepted:
@@ -234,7 +234,7 @@ def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
     return asked
 
 
-def row(entry: Entry, untried: set[int]) -> dict[str, Any] | None:
+def row(entry: JournalEntry, untried: set[int]) -> dict[str, Any] | None:
     """A line of the table of steps; None for entries that need none, such as short runs."""
     step, content = described(entry), entry.content
     if step is None:
@@ -245,7 +245,7 @@ def row(entry: Entry, untried: set[int]) -> dict[str, Any] | None:
     return {"entry": entry.number, "what": what, "result": step[1][:1000]}
 
 
-def curves_of(of: Entry, observed: Sequence[Entry], usual: int) -> list[list[float]]:
+def curves_of(of: JournalEntry, observed: Sequence[JournalEntry], usual: int) -> list[list[float]]:
     """The curves of all full observations of a commit, with `usual` scores each. A run that continued a short one was
     also scored where that ended, and other runs were not.
     """
@@ -260,14 +260,14 @@ def curves_of(of: Entry, observed: Sequence[Entry], usual: int) -> list[list[flo
     ]
 
 
-def evaluation_steps(entry: Entry) -> list[int]:
+def evaluation_steps(entry: JournalEntry) -> list[int]:
     """The steps of a run's evaluations; empty if its length is unknown."""
     run = entry.content["outcome"]
     steps, last = run["settings"].get("job.max_steps"), len(run["curve"]) - 1
     return [round(steps * place / last) for place in range(last + 1)] if steps and last > 0 else []
 
 
-def volume(observed: Sequence[Entry], notebook: Notebook) -> dict[str, float | None]:
+def volume(observed: Sequence[JournalEntry], notebook: Notebook) -> dict[str, float | None]:
     """Training episodes and sampled tokens of all runs; None for a notebook whose studies lack them. A longer run
     continues the shorter one of its name.
     """
@@ -281,7 +281,7 @@ def volume(observed: Sequence[Entry], notebook: Notebook) -> dict[str, float | N
     }
 
 
-def moment(title: str, entry: Entry) -> dict[str, Any]:
+def moment(title: str, entry: JournalEntry) -> dict[str, Any]:
     said = [
         {name: transcript[name] for name in ("place", "reward", "judged")}
         | {"text": "\n".join(f"{each.get('role', '?')}: {each.get('content')}" for each in transcript["messages"])}
@@ -290,7 +290,7 @@ def moment(title: str, entry: Entry) -> dict[str, Any]:
     return {"title": title, "entry": entry.number, "said": said}
 
 
-def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebook) -> list[str]:
+def following(claims: Sequence[Mapping[str, Any]], last: JournalEntry, notebook: Notebook) -> list[str]:
     """Questions for a next campaign."""
     undecided = [
         f"Does {each['name']} raise the score? {sentence(each['reason'])} (#{each['entry']})."
@@ -309,7 +309,7 @@ def following(claims: Sequence[Mapping[str, Any]], last: Entry, notebook: Notebo
     return [*undecided, *left, *promising]
 
 
-def notes(notebook: Notebook, first: Entry) -> list[str]:
+def notes(notebook: Notebook, first: JournalEntry) -> list[str]:
     """Further limits, from the notebook."""
     found = [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
     found += [f"{sentence(edited.content['meaning'])} (#{edited.number})." for edited in notebook.of("edited")]

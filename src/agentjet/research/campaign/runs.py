@@ -1,4 +1,4 @@
-"""`Runs`: the launches of a campaign, each once, within its budget, and patient while servers or disks are away.
+"""`CampaignRuns`: the launches of a campaign, each once, within its budget, and patient while servers or disks fail.
 
 A launch has an `intent` entry first; the runner is asked for its key before it launches. A run has an `observed`
 entry with its cost. Spending counts the steps that this process has passed, so that a resumed campaign,
@@ -20,7 +20,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import causes, facts_of, signs
-from agentjet.research.journal import Entry
+from agentjet.research.journal import JournalEntry
 from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.models import Outcome, Study, Trial
 from agentjet.research.records import Setting
@@ -92,7 +92,7 @@ class StudyRunner:
         return replace(self.runner.collect(key), trial=key.rpartition("-")[0])
 
 
-class Runs:
+class CampaignRuns:
     def __init__(
         self,
         notebook: Notebook,
@@ -206,7 +206,7 @@ class Runs:
 
     # ---- entries and patience ----------------------------------------------------------------------------------------
 
-    def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> Entry:
+    def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> JournalEntry:
         """The entry under the key, which has this content if it is new. Waits while the disk is full."""
         known = self.notebook.known(key)
         return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))

@@ -1,0 +1,243 @@
+"""Baselines: the advantage of an episode from the rewards of its group.
+
+| subtracted from the reward | recipes |
+|---|---|
+| nothing | `reinforce`; `reinforce_pp`, whitened over the batch |
+| the mean of the group | `grpo`, divided by the deviation; `dr_grpo`; `reinforce_pp_baseline`, whitened |
+| the mean of the others | `rloo` |
+| a mean in which longer episodes count more | `opo`; `hapo_tlga`, divided by the deviation |
+| the second best reward, for the best episode only | `grpo_passk` |
+| as in `grpo`, for each role apart | `dr_mas` |
+
+A new one overrides `group_advantages`, or `sequence_advantages` if it reads more than the rewards. `_G` are the members
+of a group, `_ER` episodes and roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from agentjet.recipes.losses import CrossEntropy
+from agentjet.recipes.policy_gradient import EPS, FloatArray, OwnLoss, PolicyGradient, centred, facts_of, lengths
+from agentjet.timeline.batch import TrainingBatch
+
+LARGEST = 5.0
+"""A group with a token-level advantage of this size gets the advantages of GRPO."""
+
+
+class Grpo(PolicyGradient):
+    """GRPO: the reward minus the group's mean, divided by the group's standard deviation, with PPO's clipped loss.
+
+        A_i = (r_i - mean(r)) / (std(r) + 1e-6), with the sample standard deviation
+
+    Source: arXiv 2402.03300, as verl computes it without its dual clip: `loss.dual_clip = 3` adds that. Confidence:
+    reproduced.
+    Use: the default. Rewards of any scale; groups of two or more.
+    Cost: one forward and one backward pass.
+    """
+
+    name: str = "grpo"
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        centred_G = centred(rewards_G)
+        if len(rewards_G) < 2:  # One reward has no sample deviation.
+            return centred_G
+        return np.asarray(centred_G / (np.std(rewards_G, ddof=1) + EPS))
+
+
+class DrGrpo(PolicyGradient):
+    """Dr. GRPO: GRPO without the division by the deviation, and with a constant divisor instead of lengths.
+
+        A_i = r_i - mean(r),  loss = sum of token losses / (constant x sequences)
+
+    Source: arXiv 2503.20783. Confidence: reproduced.
+    Use: where GRPO favours very easy and very hard tasks, or long wrong answers. Set `constant` to `job.max_tokens`.
+    Cost: as GRPO.
+    """
+
+    name: str = "dr_grpo"
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "constant"
+    """Reduction of the token losses; see `grpo`."""
+    constant: float = Field(256.0, ge=0)
+    """Divisor of the summed loss, besides the number of sequences: usually the maximum completion length."""
+
+
+class Rloo(PolicyGradient):
+    """RLOO: the reward minus the mean of the other episodes of the group.
+
+        A_i = r_i - mean of r_j with j != i = n / (n - 1) (r_i - mean(r))
+
+    Source: arXiv 2402.14740. Confidence: reproduced.
+    Use: an unbiased baseline that keeps the scale of the rewards.
+    Cost: as GRPO.
+    """
+
+    name: str = "rloo"
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        size = len(rewards_G)
+        return centred(rewards_G) * (size / (size - 1) if size > 1 else 0.0)
+
+
+class Opo(PolicyGradient):
+    """OPO: the reward minus a mean of the group in which longer episodes count more.
+
+        A_i = r_i - sum(len_j r_j) / sum(len_j)
+
+    Source: arXiv 2505.23585, as verl computes it. Confidence: reproduced.
+    Use: on-policy training with answers of very different lengths.
+    Cost: as GRPO.
+    """
+
+    name: str = "opo"
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        return by_length(self, batch, lambda rewards_G, lengths_G: rewards_G - np.average(rewards_G, weights=lengths_G))
+
+
+def by_length(
+    recipe: PolicyGradient, batch: TrainingBatch, advantages: Callable[[FloatArray, FloatArray], FloatArray]
+) -> FloatArray:
+    """Returns advantages [E, R] from rewards and numbers of tokens [G]: 0 where rewards are equal or tokens missing."""
+    lengths_ER = lengths(batch)
+    advantages_ER = np.zeros_like(lengths_ER)
+    for episodes, role, rewards_G in recipe.comparisons(facts_of(batch)):
+        lengths_G = lengths_ER[episodes, role]
+        if centred(rewards_G).any() and lengths_G.any():
+            advantages_ER[episodes, role] = advantages(rewards_G, lengths_G)
+    return advantages_ER
+
+
+class GrpoPassk(Grpo):
+    """GRPO for pass@k: only the best episode of a group is trained, by its lead over the second best.
+
+        A_best = (r_best - r_second) / (std(r) + 1e-6), all others 0
+
+    Source: arXiv 2503.19595. Confidence: inspired by: checked against no numbers of others.
+    Use: to widen the set of tasks that one of k attempts solves. With rewards of 0 and 1 it trains groups with exactly
+    one success.
+    Cost: less than GRPO: one episode of a group is computed.
+    """
+
+    name: str = "grpo_passk"
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        advantages_G = np.zeros(len(rewards_G))
+        if len(rewards_G) > 1:
+            best = int(np.argmax(rewards_G))
+            lead = rewards_G[best] - np.delete(rewards_G, best).max()
+            advantages_G[best] = lead / (np.std(rewards_G, ddof=1) + EPS)
+        return advantages_G
+
+
+class DrMas(Grpo):
+    """Dr. MAS: GRPO for each role of a team apart, over the episodes in which the role has calls.
+
+        A_i,role = (r_i,role - mean) / (std + 1e-6), over the group's episodes in which the role has calls
+
+    Source: github.com/langfengQ/DrMAS at 19c632b. Confidence: reproduced, except that each episode counts once and not
+    each call.
+    Use: teams whose roles differ in difficulty, or in how often they have calls.
+    Cost: as GRPO.
+    """
+
+    name: str = "dr_mas"
+    by_role: bool = True
+    """Compute the advantages of each role only over the episodes in which the role has calls."""
+
+
+class HapoTlga(Grpo):
+    """HAPO's token-level group average: GRPO in which every token of the group counts the same.
+
+        A_i = (r_i - mu) / (std + 1e-6), mu and population std over the tokens of the group
+        A group with |A| >= 5 gets the advantages of GRPO.
+
+    Source: github.com/starriver030515/HAPO at 7671dde. Confidence: reproduced, with masked positions only.
+    Use: with the aggregation over tokens, so that the sum of advantages over tokens is 0.
+    Cost: as GRPO.
+    """
+
+    name: str = "hapo_tlga"
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        return by_length(self, batch, self._of_tokens)
+
+    def _of_tokens(self, rewards_G: FloatArray, lengths_G: FloatArray) -> FloatArray:
+        centred_G = rewards_G - np.average(rewards_G, weights=lengths_G)
+        advantages_G = centred_G / (np.sqrt(np.average(centred_G**2, weights=lengths_G)) + EPS)
+        is_far = np.abs(advantages_G[lengths_G > 0]).max() >= LARGEST
+        return self.group_advantages(rewards_G) if is_far else np.asarray(advantages_G)
+
+
+class Reinforce(PolicyGradient):
+    """REINFORCE: the reward, without a baseline, times the log-probability.
+
+        A_i = r_i,  L = -A log(policy)
+
+    Source: Williams 1992, doi 10.1007/BF00992696. Confidence: reproduced.
+    Use: to compare with, and for rewards of both signs; a group may have one episode. Other recipes have less variance.
+    Cost: as GRPO; episodes with reward 0 are not computed.
+    """
+
+    name: str = "reinforce"
+    loss: OwnLoss = CrossEntropy(name="reinforce")
+
+    smallest_group: ClassVar[int] = 1
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        return rewards_G
+
+
+class ReinforcePp(PolicyGradient):
+    """REINFORCE++: the reward, whitened over all tokens of the batch.
+
+        A_t = (R - mean) / sqrt(var + 1e-8), with mean and unbiased variance over the batch's tokens
+
+    Source: arXiv 2501.03262, as verl computes it with gamma 1 and a reward at the end. Confidence: reproduced.
+    Use: many tasks with few repeats each; a group may have one episode.
+    Cost: as GRPO.
+    """
+
+    name: str = "reinforce_pp"
+
+    smallest_group: ClassVar[int] = 1
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        return rewards_G
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        compared_ER = self.compared(facts_of(batch))
+        return whitened(super().sequence_advantages(batch), np.where(compared_ER, lengths(batch), 0.0))
+
+
+def whitened(values_ER: FloatArray, lengths_ER: FloatArray) -> FloatArray:
+    """Returns the values with mean 0 and variance 1 over tokens. Fewer than two tokens, or equal values, give 0."""
+    total = lengths_ER.sum()
+    spoke = lengths_ER > 0
+    if total < 2 or np.ptp(values_ER[spoke]) == 0:
+        return np.zeros_like(values_ER)
+    mean = (values_ER * lengths_ER).sum() / total
+    variance = ((values_ER - mean) ** 2 * lengths_ER).sum() / (total - 1)
+    return np.where(spoke, (values_ER - mean) / np.sqrt(variance + 1e-8), 0.0)
+
+
+class ReinforcePpBaseline(ReinforcePp):
+    """REINFORCE++ baseline: the reward minus the group's mean, whitened over all tokens of the batch.
+
+        A_t = whiten(R - mean of the group), see `reinforce_pp`
+
+    Source: arXiv 2501.03262, as verl computes it. Confidence: reproduced.
+    Use: groups whose deviations differ by chance, because one deviation serves the whole batch.
+    Cost: as GRPO.
+    """
+
+    name: str = "reinforce_pp_baseline"
+
+    smallest_group: ClassVar[int] = 2
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        return centred(rewards_G)

@@ -1,1 +1,0 @@
-"""The built-in recipes. The file `NAME.py` defines the recipe `NAME`."""

@@ -1,0 +1,251 @@
+"""Turns: advantages of single calls, and comparisons that count turns. Critics of turns are in `critic`.
+
+| reads | recipes |
+|---|---|
+| rewards of calls | `mars`, centred for each role; `dense_turn_credit`, compared with the same turn of the group |
+| rewards of calls or episodes, and what was observed before each call | `gigpo` |
+| the number of turns | `stratified_grpo` |
+| entropies of turns, of which each counts once | `stepwise_grpo`, and `dart` in `sampling` |
+
+`_C` are the calls of a batch, `_ER` episodes and roles, `_G` the members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from agentjet.recipes.baselines import Grpo
+from agentjet.recipes.policy_gradient import FloatArray, Outputs, PolicyGradient, centred, compared_rewards, facts_of
+from agentjet.recipes.recipe import Need
+from agentjet.section import Int64
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Forest, observations, select
+
+
+def num_calls(facts: Facts, counted_C: NDArray[np.bool_] | bool = True) -> NDArray[np.int64]:
+    """Returns the number [E, R] of calls of each episode and role: of all, or of those that are True in `counted_C`."""
+    sums_ER = np.zeros(facts.spoke.shape, np.int64)
+    np.add.at(sums_ER, (facts.call_episode, facts.call_role), counted_C)
+    return sums_ER
+
+
+def same_calls(*keys: NDArray[np.integer[Any]]) -> Iterator[NDArray[np.intp]]:
+    """Yields the calls with equal values of all keys [C], for each combination of values."""
+    _, place_C = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
+    for place in range(int(place_C.max(initial=-1)) + 1):
+        yield np.flatnonzero(place_C.reshape(-1) == place)  # NumPy 2.0 gives it the shape of the keys.
+
+
+def rewards_to_go(facts: Facts, rewards_C: FloatArray, gamma: float) -> FloatArray:
+    """Returns the discounted sum [C] of the rewards of each call and of later calls of its role in its episode."""
+    sums_C = np.zeros_like(rewards_C)
+    later: dict[tuple[int, int], float] = {}
+    for call in np.argsort(-facts.call_turn, kind="stable").tolist():
+        sequence = int(facts.call_episode[call]), int(facts.call_role[call])
+        later[sequence] = sums_C[call] = rewards_C[call] + gamma * later.get(sequence, 0.0)
+    return sums_C
+
+
+class Gigpo(Grpo):
+    """GiGPO: the advantage of the episode, plus that of the call among calls of the group after the same observation.
+
+        A = A_episode + step_weight A_step,  A_episode = r - mean(r)
+        A_step = G_k - mean of G over calls with the same observation,  G_k = r_k + gamma G_{k+1}
+
+    Source: arXiv 2505.10978, as in github.com/langfengQ/DrMAS at 19c632b. Confidence: reproduced. An observation is the
+    text between the role's answer and its next call; without rewards of calls, the last call has the episode's reward.
+    If the template rewrites earlier answers, calls rarely share an observation: set `job.history = "as_sampled"`.
+    Use: environments whose states recur, such as web pages, households and games.
+    Cost: as GRPO.
+    """
+
+    name: str = "gigpo"
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount of later calls."""
+    step_weight: float = Field(1.0, ge=0)
+    """Weight of the advantage of the call. 0: that of the episode only."""
+    normalise: bool = False
+    """Divide both advantages by the standard deviation, as GRPO does."""
+
+    equal_rewards_teach: ClassVar[bool] = True
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        return super().group_advantages(rewards_G) if self.normalise else centred(rewards_G)
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        facts = facts_of(batch)
+        sums_C = rewards_to_go(facts, call_rewards(facts), self.gamma)
+        is_compared_C = self.compared(facts)[facts.call_episode, facts.call_role]
+        seen_C = observations(batch.forest)
+        calls: dict[tuple[int, int, bytes], list[int]] = {}
+        for call in np.flatnonzero(is_compared_C).tolist():
+            if call in seen_C:
+                place = int(facts.groups[facts.call_episode[call]]), int(facts.call_role[call]), seen_C[call]
+                calls.setdefault(place, []).append(call)
+        steps_C = np.zeros(len(sums_C))
+        for same in calls.values():
+            steps_C[same] = self.group_advantages(sums_C[same])
+        return super().token_advantages(batch) + (self.step_weight * steps_C[batch.forest["call"]]).astype(np.float32)
+
+
+def call_rewards(facts: Facts) -> FloatArray:
+    """Returns the reward [C] of each call. If none is named for a role of an episode, its last call has the reward of
+    the episode.
+    """
+    place_C = facts.call_episode, facts.call_role
+    last_ER = np.full(facts.spoke.shape, -1)
+    np.maximum.at(last_ER, place_C, facts.call_turn)
+    is_unnamed_ER = num_calls(facts, ~np.isnan(facts.call_rewards)) == 0
+    ends_C = (facts.call_turn == last_ER[place_C]) & is_unnamed_ER[place_C]
+    return np.nan_to_num(np.where(ends_C, compared_rewards(facts)[place_C], facts.call_rewards))
+
+
+class Mars(PolicyGradient):
+    """MARS turn-level: rewards of turns, centred for each role, summed from each turn to the end.
+
+        A_k = sum over turns j >= k of gamma^(j - k) (r_j - mean of the role's turn rewards in the task set)
+
+    Source: github.com/thu-nics/MARS at 5979f75, its core: without the whitenings, and without the
+    second mean of each role, of the sums. Confidence: reproduced in this part.
+    Use: multi-turn games and tools whose turns have rewards. Agents finish with `by_turn` or `by_call`; a call without
+    a reward has 0, and the reward of the episode is not used.
+    Cost: as GRPO.
+    """
+
+    name: str = "mars"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of later turns."""
+
+    needs_call_rewards: ClassVar[bool] = True
+    smallest_group: ClassVar[int] = 1
+    compares_rewards: ClassVar[bool] = False
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        facts = facts_of(batch)
+        rewards_C = np.nan_to_num(facts.call_rewards)
+        task_set_C = np.unique([task_set for task_set, _ in facts.tasks], return_inverse=True)[1][facts.call_episode]
+        for calls in same_calls(task_set_C, facts.call_role):
+            rewards_C[calls] -= rewards_C[calls].mean()
+        advantages_C = rewards_to_go(facts, rewards_C, self.gamma)
+        return advantages_C[batch.forest["call"]].astype(np.float32)
+
+
+class DenseTurnCredit(PolicyGradient):
+    """Dense turn credit: rewards of turns, as shares of the episode, compared with the same turn of the group.
+
+        A_k = G_k - mean of G_k over the group,  G_k = r_k / n + gamma G_{k+1}
+        n = number of turns with a positive reward in a won episode, else num_rewards
+
+    Source: github.com/pearls-lab/meow-tea-taro at a9c248c, its placement of rewards; the comparison by turn is ours.
+    Confidence: inspired by.
+    Use: subgoals in long episodes. Agents finish with `by_turn` or `by_call`; an episode with a positive reward is won.
+    A turn that no other episode of the group reaches has advantage 0.
+    Cost: as GRPO.
+    """
+
+    name: str = "dense_turn_credit"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of later turns."""
+    num_rewards: Int64 = Field(0, ge=0)
+    """Number of rewards in a complete episode, the divisor of lost ones. 0: the episode's number of turns."""
+
+    needs_call_rewards: ClassVar[bool] = True
+    compares_rewards: ClassVar[bool] = False
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        facts = facts_of(batch)
+        rewards_C = np.nan_to_num(facts.call_rewards)
+        num_positive_ER = num_calls(facts, rewards_C > 0)
+        divisors_ER = np.where(facts.rewards[:, None] > 0, num_positive_ER, self.num_rewards or num_calls(facts))
+        shares_C = rewards_C / np.maximum(1, divisors_ER)[facts.call_episode, facts.call_role]
+        sums_C = rewards_to_go(facts, shares_C, self.gamma)
+        for calls in same_calls(facts.groups[facts.call_episode], facts.call_role, facts.call_turn):
+            sums_C[calls] = centred(sums_C[calls])
+        return sums_C[batch.forest["call"]].astype(np.float32)
+
+
+class StratifiedGrpo(Grpo):
+    """Stratified GRPO: episodes are compared with those of the same number of turns, blended with GRPO.
+
+        A_i = alpha GRPO(episodes of the stratum) + (1 - alpha) GRPO(episodes of the group)
+        stratum = min(calls of the role in the episode, max_turns)
+
+    Source: arXiv 2510.06214, read in notes about it. Confidence: inspired by; alpha and strata are ours.
+    Use: search and tool agents whose episodes differ in structure.
+    Cost: as GRPO.
+    """
+
+    name: str = "stratified_grpo"
+    alpha: float = Field(0.8, ge=0, le=1)
+    """Weight of the comparison within strata. 0: GRPO."""
+    max_turns: Int64 = Field(4, ge=1)
+    """Episodes with this number of turns or more are one stratum."""
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        facts = facts_of(batch)
+        turns_ER, advantages_ER = num_calls(facts), np.zeros(facts.spoke.shape)
+        for episodes, role, rewards_G in self.comparisons(facts):
+            strata_G = np.minimum(turns_ER[episodes, role], self.max_turns)
+            within_G = np.zeros_like(rewards_G)
+            for stratum in np.unique(strata_G):
+                within_G[strata_G == stratum] = self.group_advantages(rewards_G[strata_G == stratum])
+            whole_G = self.group_advantages(rewards_G)
+            advantages_ER[episodes, role] = self.alpha * within_G + (1 - self.alpha) * whole_G
+        return advantages_ER
+
+
+class StepwiseGrpo(Grpo):
+    """Step-wise GRPO: every turn counts once, and only the most uncertain turns are trained.
+
+        A_i = (r_i - mean) / (std + 1e-6), over the turns of the group, each with the reward of its episode
+        L = mean over the turns of the batch of the mean over the turn's tokens; a turn is a sequence
+        Turns outside the `keep` share with the highest mean entropy are left out of the batch.
+
+    Source: github.com/Computer-use-agents/dart-gui at e0e606d, and notes about DART-GUI. Confidence: inspired by; the
+    mean over turns is ours, and entropies are those of the weights before the batch. `correction = "tis"` with
+    `correction_high = 1` adds DART's importance weights.
+    Use: long episodes whose turns have separate contexts, such as graphical interfaces.
+    Cost: one more forward pass for the entropies; turns that are left out are not computed.
+    """
+
+    name: str = "stepwise_grpo"
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "constant"] = "sequence_mean"
+    """Reduction of the token losses; see `grpo`. A turn is a sequence."""
+    keep: float = Field(0.8, gt=0, le=1)
+    """Share of the batch's turns that is trained, the most uncertain ones. 1: all, without entropies."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {"entropy"} if self.keep < 1 else super().needs
+
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
+        """Each turn is a sequence."""
+        forest = batch.forest.with_columns(sequence=batch.forest["call"])
+        every = np.full(forest.num_targets, True)
+        return super().columns(replace(batch, forest=select(forest, every)), outputs)  # `select` counts the sequences.
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        facts = facts_of(batch)
+        turns_ER, advantages_ER = num_calls(facts), np.zeros(facts.spoke.shape)
+        for episodes, role, rewards_G in self.comparisons(facts):
+            turns_G = turns_ER[episodes, role]
+            of_turns = self.group_advantages(np.repeat(rewards_G, turns_G)) if turns_G.any() else np.zeros(1)
+            first_G = np.minimum(np.cumsum(turns_G) - turns_G, len(of_turns) - 1)
+            advantages_ER[episodes, role] = np.where(turns_G > 0, of_turns[first_G], 0.0)
+        return advantages_ER
+
+    def counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Without the turns of low entropy."""
+        if self.keep == 1:
+            return super().counting(batch, advantage)
+        calls, inverse, counts = np.unique(batch.forest["call"], return_inverse=True, return_counts=True)
+        mean_entropy = np.bincount(inverse, batch.forest["entropy"].astype(np.float64), len(calls)) / counts
+        number = int(self.keep * len(calls)) or len(calls)
+        kept = np.argsort(-mean_entropy, kind="stable")[:number]
+        return np.isin(inverse, kept)

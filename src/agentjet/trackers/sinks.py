@@ -1,0 +1,481 @@
+"""`Sink`: one tracker, or one file. `Run` and `Step` are what it gets. `open_sink` finds that of `--to KIND:TARGET`.
+
+A built-in sink is a small object. It imports its library in its methods, so this module needs none of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from agentjet.errors import ConfigError, did_you_mean, failure, install_extra, nearest_name
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The metrics of a learned batch."""
+
+    version: int
+    """The policy version after the step. Versions rise; a rollback never uses one again."""
+    time: float
+    """Unix seconds."""
+    metrics: Mapping[str, float]
+    """Finite values only."""
+
+    @property
+    def row(self) -> dict[str, float]:
+        """The step as one line of `metrics.jsonl` has it."""
+        return {"step": self.version, "time": self.time, **self.metrics}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run whose steps are copied."""
+
+    id: str
+    """Made from the first step, so it is the same from a server and from the files, on every machine."""
+    name: str
+    settings: Mapping[str, Any]
+    """Settings by dotted name."""
+
+    @classmethod
+    def of(cls, first: Step, name: str, settings: Mapping[str, Any]) -> Run:
+        """The run whose first step this is."""
+        run_id = id_of_run(first)
+        return cls(run_id, name or f"agentjet-{run_id}", settings)
+
+
+def id_of_run(first: Step) -> str:
+    """Identifies the run with this first step. A journal keeps its steps for ever."""
+    facts = json.dumps([first.version, sorted(first.metrics.items())])
+    return hashlib.sha256(facts.encode()).hexdigest()[:12]
+
+
+class Sink(Protocol):
+    """A tracker. A class of yours has these three methods, and is constructed without arguments.
+
+    A sink that writes one file or folder of this machine has its `path`, which belongs to one run.
+    """
+
+    def begin(self, run: Run) -> int | None:
+        """Opens the run in the tracker, or creates it.
+
+        Returns the newest policy version that the tracker has, 0 if it has none. None if the tracker cannot be asked:
+        then the newest version that `write` returned from counts.
+        """
+
+    def write(self, steps: Sequence[Step]) -> None:
+        """Writes the steps, in rising order. They are stored when this returns."""
+
+    def end(self) -> None:
+        """Closes the run in the tracker. It may begin again."""
+
+
+# ---- files: the file itself shows which steps it has ----------------------------------------------------------------
+
+
+class JsonlSink:
+    """`jsonl:FILE`: one JSON object a step, as in `metrics.jsonl`."""
+
+    def __init__(self, target: str) -> None:
+        self.path = Path(target)
+
+    def begin(self, run: Run) -> int | None:
+        *_, newest = ["", *_complete_text(self.path).splitlines()]
+        return _version_of(self.path, lambda: json.loads(newest)["step"]) if newest else 0
+
+    def write(self, steps: Sequence[Step]) -> None:
+        _append(self.path, "".join(json.dumps(step.row) + "\n" for step in steps))
+
+    def end(self) -> None: ...
+
+
+FIRST_COLUMNS = ["step", "time"]
+
+
+class CsvSink:
+    """`csv:FILE`: one row a step and one column a metric. A new metric adds a column: then the file is replaced."""
+
+    def __init__(self, target: str) -> None:
+        self.path = Path(target)
+        self._columns: list[str] = []
+
+    def begin(self, run: Run) -> int | None:
+        rows = self._rows()
+        self._columns = next(rows, [])  # The header is complete, because a new one comes with a new file.
+        if self._columns and self._columns[:2] != FIRST_COLUMNS:
+            raise ConfigError(f"{self.path} does not begin with the columns step and time: name another file")
+        newest = deque(rows, maxlen=1)
+        return _version_of(self.path, lambda: int(newest[0][0])) if newest else 0
+
+    def write(self, steps: Sequence[Step]) -> None:
+        columns = self._columns or FIRST_COLUMNS
+        known = set(columns)
+        new = dict.fromkeys(name for step in steps for name in step.metrics if name not in known)
+        if new or not self._columns:
+            self._widen([*columns, *new])
+        _append(self.path, self._text(step.row for step in steps))
+
+    def end(self) -> None: ...
+
+    def _rows(self) -> Iterator[list[str]]:
+        return csv.reader(io.StringIO(_complete_text(self.path), newline=""))
+
+    def _widen(self, columns: list[str]) -> None:
+        """Replaces the file by one with these columns, of which it has the first ones."""
+        self._columns, rows = columns, self._rows()
+        before, text = next(rows, FIRST_COLUMNS), io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(columns)
+        text.write(self._text(dict(zip(before, row, strict=False)) for row in rows))
+        unfinished = self.path.with_name(f".{self.path.name}.new")
+        unfinished.unlink(missing_ok=True)
+        _append(unfinished, text.getvalue())
+        unfinished.replace(self.path)
+
+    def _text(self, rows: Iterable[Mapping[str, object]]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, restval="", lineterminator="\n").writerows(rows)
+        return text.getvalue()
+
+
+def _complete_text(path: Path) -> str:
+    """The text of a file, after the file was cut behind its last line break. Empty if there is no file."""
+    try:
+        with path.open("r+b") as file:
+            text = file.read()
+            end = text.rfind(b"\n") + 1
+            file.truncate(end)
+            return text[:end].decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _version_of(path: Path, version: Callable[[], object]) -> int:
+    """Returns the version of the last line of a file, which `version` reads. Raises `ConfigError`."""
+    try:
+        found = version()
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found = None
+    if isinstance(found, int) and found > 0:
+        return found
+    raise ConfigError(f"the last line of {path} is not a step: name another file, or remove this one")
+
+
+def _append(path: Path, text: str) -> None:
+    """Appends text. It is on disk when this returns."""
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- TensorBoard ----------------------------------------------------------------------------------------------------
+
+
+class TensorBoardSink:
+    """`tensorboard:DIR`: event files, written by `tensorboardX`, which needs no torch. TensorBoard stores float32.
+
+    A step is one record, so a killed process leaves it whole or not at all. Each process writes a new file, because
+    TensorBoard reads a file only up to a torn record.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.path = Path(target)
+        self._writer: Any = None
+        self._settings = ""
+        """Written with the first step of the run."""
+
+    def begin(self, run: Run) -> int | None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        files = sorted(self.path.glob("*.tfevents.*"))
+        version = max((event.step for file in files for event in tensorboard_events(file)), default=0)
+        # The names of two processes of the same second differ by the number of files.
+        self._writer = EventsWriter(str(self.path / "events"), f".{len(files)}.agentjet")
+        if not version:
+            table = "\n".join(f"    {name} = {json.dumps(value)}" for name, value in run.settings.items())
+            self._settings = f"    run {run.name} ({run.id})\n{table}"
+        return version
+
+    def write(self, steps: Sequence[Step]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
+
+        for step in steps:
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=v) for name, v in step.metrics.items()])
+            if self._settings:
+                summary.MergeFrom(text("settings", self._settings))
+                self._settings = ""
+            self._writer.write_event(Event(wall_time=step.time, step=step.version, summary=summary))
+        self._writer.flush()
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+def tensorboard_events(file: Path) -> Iterator[Any]:
+    """The complete records of an event file: length, its checksum, the event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    content, start = file.read_bytes(), 0
+    while start + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, start)
+        end = start + 12 + length
+        if end + 4 > len(content):
+            return  # The last record is torn.
+        try:
+            yield Event.FromString(content[start + 12 : end])
+        except Exception as error:  # protobuf's own class differs between its implementations.
+            raise ConfigError(f"{file} is damaged ({error}): choose another folder") from None
+        start = end + 4
+
+
+# ---- MLflow ---------------------------------------------------------------------------------------------------------
+
+RUN_TAG, VERSION_TAG = "agentjet.run", "agentjet.version"
+METRICS_A_CALL, PARAMS_A_CALL = 1000, 100
+"""Limits of MLflow."""
+LONGEST_NAME, LONGEST_VALUE = 250, 6000
+FORBIDDEN = re.compile(r"[^/\w.\- :]", re.ASCII)
+
+
+class MlflowSink:
+    """`mlflow:URI`: a tracking server, or a database such as `mlflow:sqlite:///mlflow.db`. Settings are parameters.
+
+    MLflow ignores a metric that it has with the same key, step, time and value, so a step that was half written is
+    written again as a whole. The tag `agentjet.version` follows the metrics.
+    """
+
+    def __init__(self, target: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=target)
+        self._run_id = ""
+
+    def begin(self, run: Run) -> int | None:
+        from mlflow.entities import Param
+
+        found = self._client.get_experiment_by_name("agentjet")
+        experiment = found.experiment_id if found else self._client.create_experiment("agentjet")
+        held = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
+        mine = held[0] if held else self._client.create_run(experiment, tags={RUN_TAG: run.id}, run_name=run.name)
+        self._run_id = mine.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+        values = ((mlflow_name(name), str(value)[:LONGEST_VALUE]) for name, value in run.settings.items())
+        new = (Param(name, value) for name, value in values if name not in mine.data.params)
+        while some := list(islice(new, PARAMS_A_CALL)):
+            self._client.log_batch(self._run_id, params=some)
+        return int(mine.data.tags.get(VERSION_TAG, 0))
+
+    def write(self, steps: Sequence[Step]) -> None:
+        metrics = mlflow_metrics(steps)
+        while some := list(islice(metrics, METRICS_A_CALL)):
+            self._client.log_batch(self._run_id, metrics=some)
+        self._client.set_tag(self._run_id, VERSION_TAG, str(steps[-1].version))
+
+    def end(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def mlflow_metrics(steps: Sequence[Step]) -> Iterator[Any]:
+    from mlflow.entities import Metric
+
+    for step in steps:
+        for name, value in step.metrics.items():
+            yield Metric(mlflow_name(name), value, int(step.time * 1000), step.version)
+
+
+def mlflow_name(name: str) -> str:
+    """The name with the characters that MLflow allows. A changed one ends with a hash, so that two stay different."""
+    allowed = FORBIDDEN.sub("_", name)[:LONGEST_NAME]
+    if allowed == name:
+        return name
+    return f"{allowed[: LONGEST_NAME - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+# ---- Trackio --------------------------------------------------------------------------------------------------------
+
+
+class TrackioSink:
+    """`trackio:PROJECT`: Trackio's database on this machine. `trackio sync` sends it to a Space.
+
+    The rows are written as Trackio's own importers do, because `trackio.log` stores them later, in a thread. Each row
+    has a key, so Trackio ignores a step that it has.
+    """
+
+    def __init__(self, target: str) -> None:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        SQLiteStorage.validate_project_name(target)
+        self._project, self._storage = target, SQLiteStorage
+        self._run: Run | None = None
+
+    def begin(self, run: Run) -> int | None:
+        self._run = run
+        return self._storage.get_max_step_for_run(self._project, run.name, run_id=run.id) or 0
+
+    def write(self, steps: Sequence[Step]) -> None:
+        run = self._run
+        assert run is not None
+        self._storage.bulk_log(
+            self._project,
+            run.name,
+            [dict(step.metrics) for step in steps],
+            steps=[step.version for step in steps],
+            timestamps=[datetime.fromtimestamp(step.time, UTC).isoformat() for step in steps],
+            config=dict(run.settings),
+            log_ids=[f"agentjet-{run.id}-{step.version}" for step in steps],
+            run_id=run.id,
+        )
+
+    def end(self) -> None: ...
+
+
+# ---- Weights & Biases -----------------------------------------------------------------------------------------------
+
+FILE_HEADER, BLOCK, CHUNK_HEADER = 7, 32_768, 7
+"""Bytes. A `.wandb` file has the format of LevelDB's log: blocks of chunks with checksum, length and type."""
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+class WandbSink:
+    """`wandb:PROJECT` or `wandb:ENTITY/PROJECT`: Weights & Biases, online, or offline with WANDB_MODE=offline.
+
+    The library writes and sends in a second process, so a kill loses steps that were given to it. Which ones arrived is
+    asked at the next start: online from W&B, offline from the files of the run.
+    """
+
+    def __init__(self, target: str) -> None:
+        *entity, self._project = target.split("/")
+        if len(entity) > 1 or not self._project:
+            raise ConfigError(f"wandb:{target} is not wandb:PROJECT or wandb:ENTITY/PROJECT")
+        self._entity = entity[0] if entity else None
+        self._run: Any = None
+
+    def begin(self, run: Run) -> int | None:
+        import wandb
+
+        # The folder of the run is named after the second. A killed process of this second has left one.
+        time.sleep(1 - time.time() % 1)
+        self._run = wandb.init(
+            entity=self._entity,
+            project=self._project,
+            id=run.id,
+            name=run.name,
+            config=dict(run.settings),
+            resume="allow",
+            settings=wandb.Settings(console="off", x_disable_stats=True),  # The machine is not that of the training.
+        )
+        if self._run.offline:
+            files = Path(self._run.settings.wandb_dir).glob(f"*run-*-{run.id}/run-{run.id}.wandb")
+            return max((version for file in files for version in _wandb_versions(file)), default=0)
+        return max(0, int(self._run.starting_step) - 1)
+
+    def write(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            self._run.log({**step.metrics, "_timestamp": step.time}, step=step.version, commit=True)
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+def _wandb_versions(file: Path) -> Iterator[int]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = map(Record.FromString, wandb_records(file.read_bytes()))
+    return (record.history.step.num for record in records if record.HasField("history"))
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The complete records of a `.wandb` file."""
+    record, start = b"", FILE_HEADER
+    while start + CHUNK_HEADER <= len(content):
+        left = BLOCK - start % BLOCK
+        if left < CHUNK_HEADER:  # Such a rest of a block is empty.
+            start += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, start)
+        end = start + CHUNK_HEADER + length
+        if kind == 0 or end > len(content):
+            return
+        piece = content[start + CHUNK_HEADER : end]
+        record = piece if kind in (FULL, FIRST) else record + piece
+        if kind in (FULL, LAST):
+            yield record
+        start = end
+
+
+# ---- the sink of a label --------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """A built-in kind of sink: the name of the part behind the colon, the class, and the package that it imports."""
+
+    target: str
+    sink: Callable[[str], Sink]
+    package: str = ""
+
+
+KINDS = {
+    "tensorboard": Kind("DIR", TensorBoardSink, "tensorboardX"),
+    "wandb": Kind("PROJECT", WandbSink, "wandb"),
+    "mlflow": Kind("URI", MlflowSink, "mlflow"),
+    "trackio": Kind("PROJECT", TrackioSink, "trackio"),
+    "csv": Kind("FILE", CsvSink),
+    "jsonl": Kind("FILE", JsonlSink),
+}
+FORMS = ", ".join(f"{name}:{kind.target}" for name, kind in KINDS.items())
+
+
+def open_sink(label: str) -> Sink:
+    """Returns the sink of `KIND:TARGET` or `module:Class`. Raises `ConfigError`."""
+    name, _, target = label.partition(":")
+    if not target:
+        raise ConfigError(f"--to {label} has no target: give one of {FORMS}, or module:Class")
+    kind = KINDS.get(name)
+    if kind is None:
+        return _own_sink(label, name, target)
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        raise ConfigError(f"--to {label} needs the package {kind.package!r}: {install_extra(name)}")
+    return kind.sink(target)
+
+
+def _own_sink(label: str, place: str, name: str) -> Sink:
+    try:
+        module = importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # The boundary: the user's module may raise anything.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{place}.".startswith(f"{missing}."):  # Not a module that the file imports.
+            raise ConfigError(f"--to {label}: importing {place!r} failed at {failure(error)}") from error
+        near = nearest_name(place, KINDS)
+        hint = f"did you mean {near}:{KINDS[near].target}?" if near else "put its folder on PYTHONPATH"
+        raise ConfigError(f"--to {label}: there is no tracker and no module {missing!r}; {hint}") from None
+    kind = getattr(module, name, None)
+    if not callable(kind):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        way_out = did_you_mean(name, classes, f"it has {', '.join(classes) or 'none'}")
+        raise ConfigError(f"--to {label}: the module {place!r} has no such class; {way_out}")
+    try:
+        sink: Sink = kind()
+    except (Exception, SystemExit) as error:  # The boundary: so may its class.
+        raise ConfigError(f"--to {label}: {name}() failed at {failure(error)}") from error
+    if absent := [one for one in ("begin", "write", "end") if not callable(getattr(sink, one, None))]:
+        raise ConfigError(f"--to {label} has no method {absent[0]!r}: a sink has begin, write and end")
+    return sink
