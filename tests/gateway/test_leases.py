@@ -15,6 +15,7 @@ import pytest
 
 from agentjet.errors import Conflict
 from agentjet.gateway import CallChunk, gateway
+from agentjet.gateway.read import job_of
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import Slice
@@ -46,7 +47,7 @@ async def test_the_status_has_the_version_that_clients_train_to(tmp_path: Path) 
         assert run.gateway.status().ends_at_version == 51
         run.clock.advance(2)
         assert run.gateway.status().ends_at_version == 21, "b is gone"
-        body = run.gateway.job()
+        body = job_of(run.gateway.queries)
         await run.gateway.replace_job(JobBody(revision=body.revision, job={**body.job, "max_steps": 7}))
         assert run.gateway.status().ends_at_version == 7
 

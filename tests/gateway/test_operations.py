@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError, InvalidRequest, Later
+from agentjet.gateway.read import job_of
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import PolicyId
@@ -124,7 +125,7 @@ async def test_a_missing_capability_is_refused_by_name(tmp_path: Path) -> None:
             pass
     async with running(tmp_path / "e") as run:
         await run.batch()
-        body = run.gateway.job()
+        body = job_of(run.gateway.queries)
         body.job["recipe"] = "ppo"
         with pytest.raises(InvalidRequest, match="needs values"):
             await run.gateway.replace_job(JobBody(revision=body.revision, job=body.job))

@@ -27,10 +27,20 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
+from agentjet.errors import (
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    NotFound,
+    RequestError,
+    Unavailable,
+    WorkerDied,
+)
 from agentjet.gateway import CallRequest, Gateway
+from agentjet.gateway.read import job_of
 from agentjet.gateway.runs import Runs
-from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings, status_of
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.store import Store
@@ -91,13 +101,13 @@ async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> Non
             gateway.begin(BeginRequest(task_id="v")),
             gateway.finish(episode.id, FinishRequest(reward=1.0)),
             gateway.abort(episode.id, AbortRequest(), idempotency_key="k"),
-            gateway.replace_job(gateway.job()),
+            gateway.replace_job(job_of(gateway.queries)),
             gateway.reader.episodes(EpisodeQuery()),
             gateway.reader.episode("unknown"),
             anext(gateway.call(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
         ]
         for refused in await asyncio.gather(*late, return_exceptions=True):
-            assert isinstance(refused, Later) and refused.status == 503, refused
+            assert isinstance(refused, Later) and status_of(refused) == 503, refused
         again = await opened(run)
         assert (await again.gateway.finish(episode.id, FinishRequest(reward=1.0))).status == "finished"
 
@@ -173,10 +183,10 @@ async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
         first, second = await asyncio.gather(run.runs.put("a", settings), run.runs.put("a", settings))
         assert first.name == second.name == "a" and len(run.runs.open_gateways()) == 2
         gateway = run.runs.get("a")
-        assert gateway.job().revision == 1
+        assert job_of(gateway.queries).revision == 1
         await run.runs.put("a", RunSettings(job={"batch_size": 5}))
         await run.runs.put("a", RunSettings())
-        assert (gateway.swarm.job.batch_size, gateway.job().revision) == (5, 2)
+        assert (gateway.swarm.job.batch_size, job_of(gateway.queries).revision) == (5, 2)
         await gateway.ready()
         ending = asyncio.create_task(run.runs.end("a"))
         await asyncio.sleep(0)
@@ -342,7 +352,7 @@ async def test_the_event_loop_opens_no_journal_of_a_request(tmp_path: Path, monk
 
 async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
-        raise Later("the disk is full", code="journal_unavailable", status=503, retry_after=1.0)
+        raise Unavailable("the disk is full", code="journal_unavailable", retry_after=1.0)
 
     async with running(tmp_path / "d") as run:
         with monkeypatch.context() as patch:
@@ -407,7 +417,7 @@ async def test_corrected_policies_keep_the_job_of_the_run(tmp_path: Path) -> Non
         run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
         with pytest.raises(ConfigError, match="mistyped"):
             await opened(run, policies={"planer": {"model": "org/mistyped", "worker": "second"}, "coder": {}}, job=job)
-        changed = run.of_run("other").gateway.job()
+        changed = job_of(run.of_run("other").gateway.queries)
         await run.of_run("other").gateway.replace_job(
             changed.model_copy(update={"job": {**changed.job, "group_size": 7}})
         )

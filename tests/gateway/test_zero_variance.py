@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from agentjet.cli.status import status_lines
-from agentjet.errors import NotFound, RequestError
+from agentjet.errors import NotFound, ServerFailed
 from agentjet.protocol import BeginRequest, FinishRequest, RunSettings, ScoredAnswer, StatusResponse
 from agentjet.swarm import Journal
 from agentjet.types import Call
-from tests.fakes import Running, running, saying
+from tests.fakes import Running, recent_episodes, running, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -100,7 +100,7 @@ async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp
     async with running(tmp_path / "d", **kept_nothing) as run:
         assert run.gateway.status().zero_variance is not None, "at the start"
         queries = run.gateway.swarm.queries
-        members = [one.id for one in queries.recent_episodes(4)]
+        members = [one.id for one in recent_episodes(run.gateway.swarm, 4)]
         await run.until(lambda: not any(map(queries.calls, members)))  # The start deletes them.
     async with running(tmp_path / "d", **kept_nothing) as run:
         after = run.gateway.status().zero_variance
@@ -138,7 +138,7 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
 @pytest.mark.parametrize(
     "error",
     [
-        RequestError("The journal cannot be read.", code="journal_unreadable", status=500),
+        ServerFailed("The journal cannot be read.", code="journal_unreadable"),
         NotFound("There is no such episode."),
         sqlite3.DatabaseError("database disk image is malformed"),
         ValueError("1 validation error for Call"),

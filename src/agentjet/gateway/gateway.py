@@ -19,7 +19,16 @@ from typing import Any
 
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
+from agentjet.errors import (
+    ConfigError,
+    Conflict,
+    Later,
+    NotFound,
+    RecipeError,
+    RequestError,
+    Unavailable,
+    Unprocessable,
+)
 from agentjet.gateway import first_weights, observability
 from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
@@ -250,7 +259,7 @@ class Gateway:
                 return await self._durably(await self._begin(request, idempotency_key))
             except Later as later:
                 left = deadline - loop.time()
-                if later.status != 429 or left <= 0:
+                if isinstance(later, Unavailable) or left <= 0:
                     raise
                 refusal = later
             group = (request.client_id, request.group_name, request.task_set)
@@ -411,7 +420,7 @@ class Gateway:
             if body.revision != self.swarm.job_revision:
                 raise self._revision_changed(body.revision)
         except (ConfigError, ValueError) as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
+            raise Unprocessable(str(error), code="invalid_setting", param="job") from None
         self.swarm.replace_job(job)
         self.changed.notify()
         self._waiters.wake()
@@ -444,7 +453,7 @@ class Gateway:
         try:
             await self._compute.scale(PolicyId(self.run, policy), SamplerBounds.parse(request.samplers))
         except (ConfigError, ValueError) as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="samplers") from None
+            raise Unprocessable(str(error), code="invalid_setting", param="samplers") from None
         return self.cluster()
 
     # ---- status and events -------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from agentjet import __version__
-from agentjet.errors import ConfigError, Later, RequestError
+from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable
 from agentjet.gateway import records
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.health import (
@@ -145,18 +145,17 @@ class RunReader:
     async def read(self, work: Callable[[Journal], Result]) -> Result:
         """Returns the result of `work`, which runs in the thread.
 
-        Raises `Later` if too many reads wait or the journal is busy, and `RequestError` (500) for a journal that this
+        Raises `Later` if too many reads wait or the journal is busy, and `ServerFailed` for a journal that this
         version of AgentJet cannot read.
         """
         if self._num_reads >= MOST_READS:
-            raise Later(
+            raise Unavailable(
                 f"{MOST_READS} reads of this run are waiting: read again later.",
                 code="too_many_reads",
-                status=503,
                 retry_after=1.0,
             )
         if self._is_closed:
-            raise Later("The run was closed during the request.", code="run_closed", status=503, retry_after=1.0)
+            raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
         self._num_reads += 1
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
@@ -299,13 +298,12 @@ class RunReader:
             finally:
                 self._journal.file.db.rollback()
         except ConfigError as error:
-            raise RequestError(f"{error}.", code="journal_unreadable", status=500) from None
+            raise ServerFailed(f"{error}.", code="journal_unreadable") from None
         except sqlite3.OperationalError as error:
             self._disconnect()
-            raise Later(
+            raise Unavailable(
                 f"The journal cannot be read now ({error}): read again later.",
                 code="journal_unavailable",
-                status=503,
                 retry_after=1.0,
             ) from None
         finally:
