@@ -30,21 +30,17 @@ from agentjet.errors import (
     Unprocessable,
 )
 from agentjet.gateway import first_weights, observability
-from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
-from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.health import ServerFacts
-from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import MetricsFile, Tracing, divergence
-from agentjet.gateway.prompts import num_characters
-from agentjet.gateway.read import RunReader, job_of, status_of
+from agentjet.gateway.observability import Activity, LoopLag, MetricsFile, Tracing, divergence, work_text
+from agentjet.gateway.prompts import Demonstration, answer_all, num_characters
+from agentjet.gateway.read import RunReader, VarianceReport, job_of, status_of
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
 from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
-from agentjet.gateway.variance import VarianceReport
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,

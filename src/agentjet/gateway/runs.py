@@ -27,8 +27,7 @@ from agentjet.config import JobConfig, PolicyConfig, ServeConfig, check_models, 
 from agentjet.errors import ConfigError, Conflict, Later, NotFound, Unavailable, Unprocessable
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
-from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import Tracing
+from agentjet.gateway.observability import LoopLag, Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.swarm import Journal
 from agentjet.types import DEFAULT_RUN, JOURNAL, RUN_NAME, EngineState
