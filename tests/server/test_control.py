@@ -24,7 +24,7 @@ import pytest
 from agentjet.config import ServerConfig
 from agentjet.errors import CheckpointError
 from agentjet.server import create_app
-from agentjet.server.http import allowed_hosts
+from agentjet.server.requests import allowed_hosts
 from tests.fakes import running
 from tests.server.serving import ADMIN, serving
 

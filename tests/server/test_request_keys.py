@@ -20,7 +20,7 @@ import pytest
 from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
 from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.keys import Body, request_notes
+from agentjet.server.dialects.dialect import Body, request_notes
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
 from tests.tiny import make_model_info
