@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import posixpath
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from agentjet.server.page import FILTERS, FOLDER, MEDIA_TYPES, Page
+from agentjet.server.page import FILTERS, FOLDER, IMPORT, MEDIA_TYPES, Page
 
 VENDOR = FOLDER / "vendor"
 MANIFEST = tomllib.loads((VENDOR / "MANIFEST.toml").read_text(encoding="utf-8"))
@@ -73,3 +77,15 @@ def test_a_class_has_its_rules_in_one_style_sheet() -> None:
         for name in re.findall(r"^\.([\w-]+)(?= \{|,)", path.read_text(encoding="utf-8"), re.MULTILINE):
             found.setdefault(name, set()).add(path.name)
     assert {name: sheets for name, sheets in found.items() if len(sheets) > 1} == {}
+
+
+@pytest.mark.thorough
+@pytest.mark.needs("node")
+def test_the_page_of_a_wheel_has_its_modules_joined(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "page"))
+    subprocess.run([sys.executable, FOLDER.parents[2] / "tools" / "vendor.py", "--join", folder], check=True)
+    joined = Page(folder)
+    assert len(joined.files) < len(Page().files) and not any(name.startswith("parts/") for name in joined.files)
+    for name, file in joined.files.items():
+        for path in IMPORT.findall(file.content.decode()) if name.endswith(".js") else []:
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) in joined.files, name
