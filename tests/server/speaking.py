@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 
 from agentjet.types import Call, ModelInfo
@@ -190,3 +191,13 @@ def assert_one_timeline(served: Served, episode: dict[str, Any]) -> None:
         assert (call.parent, call.kept, call.fork) == (parent and parent.id, len(before), "")
         assert call.suffix == asked.prompt[len(before) :]
         before, parent = asked.prompt + call.completion, call
+
+
+async def ask(client: anthropic.AsyncAnthropic, *, stream: bool = False, **body: Any) -> anthropic.types.Message:
+    """One message of Anthropic's SDK, plain or put together from its events."""
+    asked: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": HELLO, **body}
+    if not stream:
+        answer: anthropic.types.Message = await client.messages.create(**asked)
+        return answer
+    async with client.messages.stream(**asked) as events:
+        return await events.get_final_message()

@@ -113,6 +113,7 @@ async def test_models(tmp_path: Path) -> None:
         client = served.openai(episode)
         assert [model.id for model in (await client.models.list()).data] == ["tiny"]
         assert (await client.models.retrieve("tiny")).id == "tiny"
+        assert (await served.http.head("/")).status_code == 200, "agents check their base URL"
         with pytest.raises(openai.NotFoundError) as refusal:
             await client.chat.completions.create(model="gpt-4o", messages=HELLO)
         assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")

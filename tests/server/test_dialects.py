@@ -315,7 +315,7 @@ async def test_errors_have_the_shape_of_their_dialect(tmp_path: Path, dialect: S
         await ask("busy")
         served.run.compute.may_sample.set()
         assert (await first).status_code == 200
-        await served.run.gateway.stop_engine()
+        await served.run.gateway.engine.stop()
         await ask("stopped")
 
 

@@ -22,13 +22,13 @@ from agentjet.server.dialects.messages import SIGNATURE, from_tool_input, is_wra
 from agentjet.timeline.identity import answer_key
 from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying
-from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
-from tests.server.speaking import assert_one_timeline, calls_of
+from tests.server.speaking import HELLO, MESSAGES, ask, assert_one_timeline, calls_of
 from tests.server.speaking import tool_card as make_tool_card
 from tests.tiny import make_model_info, tokenizer
 
 pytestmark = pytest.mark.anyio
+TOOLS = list(MESSAGES.tools)
 
 TWO_CALLS = (
     "<think>\nhm\n</think>\n\nLet me see."

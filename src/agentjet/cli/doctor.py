@@ -234,7 +234,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[C
     """The memory of one rank and one replica, or of the worker."""
     from agentjet.compute.cluster.memory import Learning, adapter_parameters, model_size
     from agentjet.errors import ConfigError
-    from agentjet.gateway.first_weights import whole_model
+    from agentjet.gateway.run_policies import whole_model
 
     model = settings.model_of(policy)
     start = whole_model(settings.server.data_dir / "runs" / DEFAULT_RUN, model.name)

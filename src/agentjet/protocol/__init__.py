@@ -7,5 +7,4 @@ are Unix seconds, durations are seconds.
 # The modules define bodies and little else: a list of their hundred names would repeat them.
 from agentjet.protocol.base import *  # noqa: F403
 from agentjet.protocol.control import *  # noqa: F403
-from agentjet.protocol.page import *  # noqa: F403
 from agentjet.protocol.records import *  # noqa: F403

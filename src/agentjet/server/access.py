@@ -60,14 +60,10 @@ class RunScope:
     """Raises `NotFound` if `agentjet look` has no run."""
     shared: SharedAnswers[Response] | None = None
     """Answers that viewers share; None for a run without events."""
-
-    @property
-    def max_age(self) -> float:
-        """Seconds that an episode key is valid from the start of its episode."""
-        return 0.0
-
-    def refuse_foreign(self, token: str) -> None:
-        """Raises `Forbidden` if another run has this token or key."""
+    refuse_foreign: Callable[[str], None] = lambda token: None
+    """Raises `Forbidden` if another run has this token or key."""
+    max_age: Callable[[], float] = lambda: 0.0
+    """Returns the seconds that an episode key is valid from the start of its episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +72,6 @@ class ServedRun(RunScope):
 
     gateway: Gateway
     runs: ServedRuns
-
-    @property
-    def max_age(self) -> float:
-        return self.gateway.swarm.job.max_episode_seconds
-
-    def refuse_foreign(self, token: str) -> None:
-        self.runs.refuse_foreign(token)
 
 
 def scope_of(request: HTTPConnection) -> RunScope:
@@ -140,7 +129,15 @@ class ServedRuns:
 
     def _scope(self, keys: Keys, gateway: Gateway) -> ServedRun:
         return ServedRun(
-            gateway.run, keys, self._limits, lambda: gateway.reader, gateway.shared, gateway=gateway, runs=self
+            name=gateway.run,
+            keys=keys,
+            limits=self._limits,
+            open_reader=lambda: gateway.reader,
+            shared=gateway.shared,
+            refuse_foreign=self.refuse_foreign,
+            max_age=lambda: gateway.swarm.job.max_episode_seconds,  # A changed job applies to keys issued before.
+            gateway=gateway,
+            runs=self,
         )
 
     def enter(self, name: str, request: HTTPConnection) -> ServedRun:
@@ -227,7 +224,7 @@ def _token(needed: Bearer) -> Guard:
 
 def _check_episode(run: RunScope, request: Request, needed: Bearer = "client") -> None:
     episode_id = request.path_params["episode_id"]
-    run.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=run.max_age)
+    run.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=run.max_age())
     observability.episode_id.set(episode_id)
 
 
@@ -242,7 +239,7 @@ def _check_scorer(run: RunScope, request: Request) -> None:
 
 
 def _check_episode_key(run: RunScope, request: Request) -> None:
-    request.state.episode_id = run.keys.episode(key_of(request), run.max_age)
+    request.state.episode_id = run.keys.episode(key_of(request), run.max_age())
 
 
 def _check_server_admin(run: RunScope, request: Request) -> None:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from agentjet.errors import InvalidRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.gateway.prompts import Demonstration
-from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.protocol import DemonstrationBody
 from agentjet.server.dialects.completions import COMPLETIONS_KEYS, ChoicesEncoder, SamplingBody, sampling_request
 from agentjet.server.dialects.dialect import (

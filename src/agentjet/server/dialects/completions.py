@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, Strict
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import MAX_CHOICES, CallChunk, CallRequest, ScoredToken, TokenLogprob
+from agentjet.gateway.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
+from agentjet.gateway.prompts import TokenLogprob
 from agentjet.protocol import Int64
 from agentjet.server.dialects.dialect import (
     NO_OBFUSCATION,

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized, nearest_name
-from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.protocol import Int64, Temperature, status_of
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message, ToolCall, beginning
 
@@ -373,7 +373,7 @@ RequestT = TypeVar("RequestT", bound=RequestBody)
 class Encoder(Generic[RequestT]):
     """Encodes one answer. A subclass has the form of its dialect.
 
-    `encode` takes each chunk of `Gateway.call` and yields its events. `answer` is the sum of all events. An answer that
+    `encode` takes each chunk of `Calls.answer` and yields its events. `answer` is the sum of all events. An answer that
     is not streamed has one chunk for each choice.
     """
 

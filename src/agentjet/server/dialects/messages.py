@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import ContextOverflow, InvalidRequest, RequestError
-from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.protocol import Int64, Temperature, status_of
 from agentjet.server.dialects.dialect import (
     CACHE_MEANING,

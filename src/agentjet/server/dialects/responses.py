@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from agentjet.errors import InvalidRequest, NotFound, RequestError
-from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.server.dialects.dialect import (
     NO_PLACE,
     OPENAI_KEYS,
