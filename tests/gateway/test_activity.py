@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.gateway.activity import Activity, work_text
+from agentjet.gateway.observability import Activity, work_text
 from agentjet.types import SlowWork
 from tests.fakes import Clock, running
 

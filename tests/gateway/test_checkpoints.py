@@ -25,7 +25,7 @@ import pytest
 
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
-from agentjet.errors import CheckpointError, ConfigError, Later
+from agentjet.errors import CheckpointError, ConfigError, Later, Unavailable
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree
 from agentjet.swarm import journal
 from agentjet.swarm.journal import Slice
@@ -243,7 +243,7 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
         await run.batch()
 
         def refuses(stamp: CheckpointStamp) -> None:
-            raise Later("the disk is full", retry_after=1.0, status=503)
+            raise Unavailable("the disk is full", retry_after=1.0)
 
         with monkeypatch.context() as patched:
             patched.setattr(run.gateway.swarm.batches, "record_checkpoint", refuses)
@@ -301,7 +301,7 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
     refused: list[Later] = []
 
     def refuse(*_: object) -> None:
-        refused.append(Later("full", code="journal_unavailable", status=503, retry_after=3600.0))
+        refused.append(Unavailable("full", code="journal_unavailable", retry_after=3600.0))
         raise refused[-1]
 
     async with running(tmp_path / "d") as run:

@@ -29,9 +29,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import Conflict, Later
+from agentjet.errors import Conflict, Later, Unavailable
 from agentjet.gateway.concurrency import GroupCommit
-from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName
+from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, status_of
 from agentjet.swarm import EpisodeRecord, Group, Journal
 from agentjet.timeline.tree import ConversationTree
 from tests.fakes import RUN, Running, recent_episodes, running
@@ -126,7 +126,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
                 begin(run, "u"), run.gateway.finish(kept, FinishRequest(reward=1)), return_exceptions=True
             )
         for result in results:
-            assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
+            assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
             assert "then restart the server" in result.message
         assert run.gateway.swarm.store.file.refusal and not run.gateway.swarm.store.file.has_uncommitted
     async with running(tmp_path / "d") as run:
@@ -215,7 +215,7 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
             return_exceptions=True,
         )
         for result in results:
-            assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
+            assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
         assert not swarm.store.file.has_uncommitted and not seen
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.episode(kept).status == "live"
@@ -410,7 +410,7 @@ async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, mo
         await run.until(lambda: swarm.store.num_pinned() == 1)
         disk.lets.release(100)
         results = await asyncio.gather(failing, pinned, return_exceptions=True)
-        assert [type(result) for result in results] == [KeyError, Later]
+        assert [type(result) for result in results] == [KeyError, Unavailable]
         await run.until(lambda: swarm.policy_version == 1)
 
 

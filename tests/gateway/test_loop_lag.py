@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.gateway import loop_lag
-from agentjet.gateway.loop_lag import LoopLag, function_of
+from agentjet.gateway.observability import EVERY, LoopLag, function_of
 from agentjet.protocol import BeginRequest
 from agentjet.server.monitoring import exposition
 from tests.fakes import Clock, running
@@ -99,5 +98,5 @@ async def test_the_measurement_ends_with_the_server(tmp_path: Path) -> None:
         assert thread is not None and thread.is_alive()
     assert not thread.is_alive()
     run.runs.lag.close()
-    await asyncio.sleep(2 * loop_lag.EVERY)
+    await asyncio.sleep(2 * EVERY)
     assert run.runs.lag._timer is None

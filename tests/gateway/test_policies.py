@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later
+from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, Unavailable
 from agentjet.gateway import CallRequest
 from agentjet.protocol import BeginRequest, EpisodeTree
 from agentjet.types import Conversation, Message, PolicyId
@@ -196,7 +196,7 @@ async def test_a_full_disk_between_two_policies_delays_the_batch(
 
         def refuse_once(policy: str, *rest: Any) -> None:
             if policy == "coder" and not refused:
-                refused.append(Later("full", code="journal_unavailable", status=503, retry_after=0.1))
+                refused.append(Unavailable("full", code="journal_unavailable", retry_after=0.1))
                 raise refused[0]
             record(policy, *rest)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from agentjet.errors import InvalidRequest, Later, RecipeError
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.protocol import BeginRequest, FinishRequest, status_of
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.rollout import Rollout, TaskStats
@@ -38,7 +38,7 @@ async def failed(run: Running) -> str:
     await run.until(lambda: run.gateway.engine.state == "failed")
     with pytest.raises(Later) as refusal:
         await run.gateway.begin(BeginRequest(task_id="t"))
-    assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
+    assert (status_of(refusal.value), refusal.value.code) == (503, "engine_failed")
     return run.gateway.engine.reason
 
 
@@ -84,6 +84,6 @@ async def test_a_wrong_task_set_is_an_error_of_the_client_and_stops_nothing(tmp_
             InvalidRequest, match="task_set = 'x' is not one of the stages easy, medium, hard"
         ) as refusal:
             await run.gateway.begin(BeginRequest(task_id="t", task_set="x"))
-        assert (refusal.value.status, refusal.value.param) == (400, "task_set")
+        assert (status_of(refusal.value), refusal.value.param) == (400, "task_set")
         assert (await run.gateway.begin(BeginRequest(task_id="t", task_set="easy"))).status == "live"
         assert run.gateway.engine.state == "sampling"

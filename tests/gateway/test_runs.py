@@ -27,10 +27,19 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
+from agentjet.errors import (
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    NotFound,
+    RequestError,
+    Unavailable,
+    WorkerDied,
+)
 from agentjet.gateway import CallRequest, Gateway
 from agentjet.gateway.runs import Runs
-from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings, status_of
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.store import Store
@@ -97,7 +106,7 @@ async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> Non
             anext(gateway.call(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
         ]
         for refused in await asyncio.gather(*late, return_exceptions=True):
-            assert isinstance(refused, Later) and refused.status == 503, refused
+            assert isinstance(refused, Later) and status_of(refused) == 503, refused
         again = await opened(run)
         assert (await again.gateway.finish(episode.id, FinishRequest(reward=1.0))).status == "finished"
 
@@ -342,7 +351,7 @@ async def test_the_event_loop_opens_no_journal_of_a_request(tmp_path: Path, monk
 
 async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
-        raise Later("the disk is full", code="journal_unavailable", status=503, retry_after=1.0)
+        raise Unavailable("the disk is full", code="journal_unavailable", retry_after=1.0)
 
     async with running(tmp_path / "d") as run:
         with monkeypatch.context() as patch:

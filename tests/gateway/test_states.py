@@ -9,7 +9,7 @@ import pytest
 
 from agentjet.errors import Conflict, Later
 from agentjet.gateway.observability import StepTimer
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import BeginRequest, status_of
 from tests.fakes import Clock, running
 
 
@@ -45,7 +45,7 @@ async def test_what_would_wait_for_the_model_is_refused_while_it_loads(tmp_path:
         for request in (versions.save(), versions.export()):
             with pytest.raises(Conflict, match="The engine is loading") as refused:
                 await request
-            assert (refused.value.status, refused.value.code) == (409, "illegal_in_state")
+            assert (status_of(refused.value), refused.value.code) == (409, "illegal_in_state")
 
 
 @pytest.mark.anyio

@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, Unavailable, WorkerDied
 from agentjet.gateway.engine import MAX_FAILURES
 from agentjet.gateway.health import cutting_limit
-from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, status_of
 from agentjet.swarm import Batch
 from tests.fakes import RUN, ScriptedCompute, running, saying
 from tests.tiny import make_model_info
@@ -88,7 +88,7 @@ async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:
         refused = BeginRequest(task_id="t")
         with pytest.raises(Later) as refusal:
             await run.gateway.begin(refused)
-        assert (refusal.value.code, refusal.value.status) == ("not_sampling", 429)
+        assert (refusal.value.code, status_of(refusal.value)) == ("not_sampling", 429)
         waiting = asyncio.create_task(run.gateway.begin(refused.model_copy(update={"wait": 5.0})))
         await asyncio.sleep(0.01)
         assert not held.done() and not waiting.done() and run.gateway.status().calls_active == 1
@@ -122,7 +122,7 @@ async def test_a_call_held_too_long_is_asked_to_come_later(tmp_path: Path) -> No
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         with pytest.raises(Later) as refusal:
             await run.say(episode.id)
-        assert (refusal.value.status, refusal.value.code) == (503, "held_too_long")
+        assert (status_of(refusal.value), refusal.value.code) == (503, "held_too_long")
         run.compute.may_start.set()
         await run.gateway.ready()
         assert (await run.say(episode.id)).response.content == "hi"
@@ -267,7 +267,7 @@ async def test_a_batch_that_kills_every_worker_ends_in_failed(tmp_path: Path, mo
         assert "out of memory" in run.gateway.status().waiting_for
         with pytest.raises(Later) as refusal:
             await run.gateway.begin(BeginRequest(task_id="t"))
-        assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
+        assert (status_of(refusal.value), refusal.value.code) == (503, "engine_failed")
         await run.gateway.start_engine()
         await run.gateway.ready()
         assert run.gateway.swarm.policy_version == 1, "nothing of the batch was lost"
@@ -303,7 +303,7 @@ async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
             if refused:
                 return set_aside(batch, reason)
             refused.append(batch)
-            raise Later("The disk is full.", code="journal_unavailable", status=503, retry_after=0.1)
+            raise Unavailable("The disk is full.", code="journal_unavailable", retry_after=0.1)
 
         monkeypatch.setattr(batches, "quarantine", refusing)
         run.compute.deadly = {("default", 0)}
@@ -408,7 +408,7 @@ async def test_stop_and_start(tmp_path: Path) -> None:
         for ask in (run.gateway.begin(BeginRequest(task_id="t")), run.say(episode.id)):
             with pytest.raises(Later) as refusal:
                 await ask
-            assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
+            assert (status_of(refusal.value), refusal.value.code) == (503, "engine_stopped")
         with pytest.raises(Conflict):
             await run.gateway.versions.save()
         await run.gateway.start_engine()

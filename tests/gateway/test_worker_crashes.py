@@ -19,9 +19,18 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, HookHung, Later, RequestError, WorkerHung
+from agentjet.errors import (
+    AgentJetError,
+    ComputeError,
+    ConfigError,
+    HookHung,
+    Later,
+    RequestError,
+    Unavailable,
+    WorkerHung,
+)
 from agentjet.gateway.engine import MAX_FAILURES
-from agentjet.protocol import BeginRequest, RunSettings
+from agentjet.protocol import BeginRequest, RunSettings, status_of
 from agentjet.types import SamplingParams
 from tests.fakes import running
 
@@ -52,7 +61,7 @@ async def test_a_call_under_which_two_workers_die_is_given_up_alone(tmp_path: Pa
             run.compute.die()
         with pytest.raises(RequestError) as refusal:
             await call
-        assert (refusal.value.status, refusal.value.code) == (500, "call_killed_workers")
+        assert (status_of(refusal.value), refusal.value.code) == (500, "call_killed_workers")
         run.compute.may_sample.set()
         other = await run.gateway.begin(BeginRequest(task_id="t"))
         assert (await run.say(other.id)).response.content == "hi"
@@ -69,7 +78,7 @@ async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path
         with pytest.raises(Later) as broken:
             async for _ in stream:
                 pass
-        assert (broken.value.status, broken.value.code) == (503, "worker_died")
+        assert (status_of(broken.value), broken.value.code) == (503, "worker_died")
         assert run.gateway.swarm.episode(episode.id).num_calls == 0
 
 
@@ -95,7 +104,7 @@ async def test_a_disk_that_refuses_while_the_worker_starts_is_waited_for(
 
         def refuse() -> None:
             if len(refused) <= MAX_FAILURES:
-                refused.append(Later("the disk is full", code="journal_unavailable", status=503, retry_after=2.0))
+                refused.append(Unavailable("the disk is full", code="journal_unavailable", retry_after=2.0))
                 raise refused[-1]
             record()
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from agentjet.cli.status import status_lines
-from agentjet.errors import NotFound, RequestError
+from agentjet.errors import NotFound, ServerFailed
 from agentjet.protocol import BeginRequest, FinishRequest, RunSettings, ScoredAnswer, StatusResponse
 from agentjet.swarm import Journal
 from agentjet.types import Call
@@ -138,7 +138,7 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
 @pytest.mark.parametrize(
     "error",
     [
-        RequestError("The journal cannot be read.", code="journal_unreadable", status=500),
+        ServerFailed("The journal cannot be read.", code="journal_unreadable"),
         NotFound("There is no such episode."),
         sqlite3.DatabaseError("database disk image is malformed"),
         ValueError("1 validation error for Call"),

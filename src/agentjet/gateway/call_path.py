@@ -33,7 +33,8 @@ from agentjet.errors import (
     Later,
     OutOfCache,
     PolicyRemoved,
-    RequestError,
+    ServerFailed,
+    Unavailable,
     WorkerDied,
 )
 from agentjet.gateway import observability
@@ -190,7 +191,7 @@ class CallPath:
     def _track(self, episode: EpisodeRecord, role: str, request: CallRequest) -> Iterator[ActiveCall]:
         """Context of one call. Its answer is delivered unless an exception or a cancellation ends the context.
 
-        Raises `Later` (429) if the episode or the client has too many calls, held ones included.
+        Raises `Later` if the episode or the client has too many calls, held ones included.
         """
         calls = self._episodes.setdefault(episode.id, EpisodeCalls())
         ordinal = max(calls.next_ordinal, episode.num_calls)
@@ -346,16 +347,15 @@ class CallPath:
                 scores = await self._score(call, choice)
             except WorkerDied as error:
                 if sent:
-                    raise Later(
-                        "The worker died in the middle of the answer.", code="worker_died", status=503, retry_after=5.0
+                    raise Unavailable(
+                        "The worker died in the middle of the answer.", code="worker_died", retry_after=5.0
                     ) from error
                 if not (isinstance(error, PolicyRemoved) or self._engine.is_of_another_run(error)):
                     call.crashed_workers.add(worker)
                 if len(call.crashed_workers) >= MAX_CRASHES:
-                    raise RequestError(
+                    raise ServerFailed(
                         f"{MAX_CRASHES} workers in a row crashed while serving this call; giving up.",
                         code="call_killed_workers",
-                        status=500,
                     ) from error
                 return False
             recorded = await self._record(call, choice)
@@ -489,4 +489,4 @@ def _request_errors(request: CallRequest) -> Iterator[None]:
             param=request.constraint.schema_param,
         ) from error
     except (ComputeError, ConfigError) as error:
-        raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
+        raise ServerFailed(f"The worker failed: {error}", code="worker_failed") from error

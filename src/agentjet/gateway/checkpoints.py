@@ -27,7 +27,16 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from agentjet.config import ServeConfig
-from agentjet.errors import AgentJetError, CheckpointError, Conflict, InvalidRequest, Later, NotFound, did_you_mean
+from agentjet.errors import (
+    AgentJetError,
+    CheckpointError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    NotFound,
+    Unprocessable,
+    did_you_mean,
+)
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag, newest_held_out
 from agentjet.types import SOLE_POLICY, CheckpointStamp
 
@@ -396,11 +405,10 @@ class PolicyVersions:
         chosen = chosen_policy(self._run.config, policy)
         if adapter and not self._run.config.model_of(chosen).lora.rank:
             key = f"policies.{chosen}.lora" if self._run.config.policies else "model.lora.rank"
-            raise InvalidRequest(
+            raise Unprocessable(
                 f"adapter = true, but {key} = 0: all weights are trained, so the policy has no adapter. "
                 "Export the whole model, without --adapter.",
                 code="no_adapter",
-                status=422,
                 param="adapter",
             )
         folder = self._store.run_folder / "exports" / (chosen if self._run.config.policies else "")
@@ -428,14 +436,13 @@ def chosen_policy(config: ServeConfig, policy: str) -> str:
     if policy in known or (not policy and len(known) == 1):
         return policy or known[0]
     way_out = did_you_mean(policy, known, f"name one of the policies of this run: {', '.join(known)}.")
-    raise InvalidRequest(f"policy = {policy!r}: {way_out}", code="policy_not_found", status=422, param="policy")
+    raise Unprocessable(f"policy = {policy!r}: {way_out}", code="policy_not_found", param="policy")
 
 
 def _reserved(way_out: str) -> InvalidRequest:
-    return InvalidRequest(
+    return Unprocessable(
         f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it (job.keep_best). "
         f"{way_out}",
         code="tag_reserved",
-        status=422,
         param="name",
     )

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import ParamSpec, TypeVar
 
-from agentjet.errors import Later
+from agentjet.errors import Later, Unavailable
 from agentjet.swarm import SwarmState
 
 log = logging.getLogger(__name__)
@@ -159,13 +159,12 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, timeout: float) -> AsyncIterator[None]:
-        """Context of one call inside. Raises `Later` (503) if the gate is shut, or held for `timeout` seconds."""
+        """Context of one call inside. Raises `Unavailable` if the gate is shut, or held for `timeout` seconds."""
         if not await self._changed.until(lambda: self._open or self._refusal is not None, timeout):
-            raise Later(
+            raise Unavailable(
                 f"The call was held for {timeout:g} seconds (server.call_timeout) while the policy was learning "
                 "or its worker starting.",
                 retry_after=RETRY_AFTER_HOLD,
-                status=503,
                 code="held_too_long",
             )
         if self._refusal is not None:

@@ -31,6 +31,7 @@ from agentjet.errors import (
     HookHung,
     Later,
     RecipeError,
+    Unavailable,
     WorkerDied,
     WorkerHung,
 )
@@ -87,7 +88,7 @@ class Engine:
     def start(self) -> None:
         """Brings the policies up in the background. Does nothing if they are. Raises `Later` during a stop."""
         if self._stop_task is not None and not self._stop_task.done():
-            raise Later("The engine is being stopped.", code="engine_stopping", status=503, retry_after=2.0)
+            raise Unavailable("The engine is being stopped.", code="engine_stopping", retry_after=2.0)
         if self._task is None or self._task.done():
             self.training.stopping, self.training.error = False, None
             self._failures, self.fatal = 0, None
@@ -137,8 +138,8 @@ class Engine:
     def refusal(self) -> Later:
         """Returns the refusal of a request that needs a running engine."""
         if self.state == "failed":
-            return Later(f"The engine failed: {self.reason}", code="engine_failed", status=503, retry_after=30.0)
-        return Later("The engine is stopped.", code="engine_stopped", status=503, retry_after=10.0)
+            return Unavailable(f"The engine failed: {self.reason}", code="engine_failed", retry_after=30.0)
+        return Unavailable("The engine is stopped.", code="engine_stopped", retry_after=10.0)
 
     def recipe_failed(self, error: RecipeError) -> Later:
         """Stops training for a failure of the recipe in the gateway. Returns the refusal of the request.
@@ -147,7 +148,7 @@ class Engine:
         """
         self.training.error = error
         self._run.changed.notify()
-        return Later(f"The engine failed: {error}", code="engine_failed", status=503, retry_after=30.0)
+        return Unavailable(f"The engine failed: {error}", code="engine_failed", retry_after=30.0)
 
     async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
         """Returns the result of a maintenance task, run while nothing is sampled or learned.

@@ -19,23 +19,28 @@ from typing import Any
 
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
+from agentjet.errors import (
+    ConfigError,
+    Conflict,
+    Later,
+    NotFound,
+    RecipeError,
+    RequestError,
+    Unavailable,
+    Unprocessable,
+)
 from agentjet.gateway import first_weights, observability
-from agentjet.gateway.activity import Activity, work_text
 from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
 from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
-from agentjet.gateway.demonstrations import Demonstration, answer_all
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.health import ServerFacts
-from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import MetricsFile, Tracing, divergence
-from agentjet.gateway.prompts import num_characters
-from agentjet.gateway.read import RunReader, job_of, status_of
+from agentjet.gateway.observability import Activity, LoopLag, MetricsFile, Tracing, divergence, work_text
+from agentjet.gateway.prompts import Demonstration, answer_all, num_characters
+from agentjet.gateway.read import RunReader, VarianceReport, job_of, status_of
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
 from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.gateway.training_loop import OpenRun
-from agentjet.gateway.variance import VarianceReport
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -250,7 +255,7 @@ class Gateway:
                 return await self._durably(await self._begin(request, idempotency_key))
             except Later as later:
                 left = deadline - loop.time()
-                if later.status != 429 or left <= 0:
+                if isinstance(later, Unavailable) or left <= 0:
                     raise
                 refusal = later
             group = (request.client_id, request.group_name, request.task_set)
@@ -411,7 +416,7 @@ class Gateway:
             if body.revision != self.swarm.job_revision:
                 raise self._revision_changed(body.revision)
         except (ConfigError, ValueError) as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
+            raise Unprocessable(str(error), code="invalid_setting", param="job") from None
         self.swarm.replace_job(job)
         self.changed.notify()
         self._waiters.wake()
@@ -444,7 +449,7 @@ class Gateway:
         try:
             await self._compute.scale(PolicyId(self.run, policy), SamplerBounds.parse(request.samplers))
         except (ConfigError, ValueError) as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="samplers") from None
+            raise Unprocessable(str(error), code="invalid_setting", param="samplers") from None
         return self.cluster()
 
     # ---- status and events -------------------------------------------------------------------------------------------

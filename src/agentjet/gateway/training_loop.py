@@ -29,12 +29,19 @@ from agentjet.compute.protocol import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, Conflict, Later, RecipeError, WorkerDied
 from agentjet.gateway import observability
-from agentjet.gateway.activity import Activity
 from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
-from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event, metrics_not_finite
-from agentjet.gateway.variance import VarianceReport
+from agentjet.gateway.observability import (
+    Activity,
+    LoopLag,
+    MetricsFile,
+    StepTimer,
+    Tracing,
+    divergence,
+    emit_event,
+    metrics_not_finite,
+)
+from agentjet.gateway.read import VarianceReport
 from agentjet.protocol import CheckpointInfo
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import Batch, SwarmState

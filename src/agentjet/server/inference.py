@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
-from agentjet.errors import InvalidRequest, NotFound, RequestError, nearest_name
+from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, nearest_name
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.deps import (
@@ -117,7 +117,7 @@ async def unknown_route(path: str) -> None:
     """Refuse unknown paths, and GET of a known one, with an error in the shape of the nearest dialect."""
     paths = [dialect.path for dialect in DIALECTS]
     if f"/v1/{path}" in paths:
-        raise InvalidRequest(f"/v1/{path} takes requests with POST.", code="method_not_allowed", status=405)
+        raise MethodNotAllowed(f"/v1/{path} takes requests with POST.", code="method_not_allowed")
     served = ", ".join(["/v1/models", *paths])
     raise NotFound(f"/v1/{path} is not served here. Available: {served}.", code="unknown_route")
 
