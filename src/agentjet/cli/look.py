@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 import typer
 
-from agentjet.cli import Token, TokenFile, Url, connect, read_token
+from agentjet.cli import Server, TokenFile
 from agentjet.errors import ConfigError, Unauthorized, Unavailable, Unreachable, UpstreamFailed
 from agentjet.protocol import EvaluationView, JobBody, StatusResponse, StepList, flatten
 from agentjet.types import DEFAULT_RUN, JOURNAL
@@ -62,7 +62,7 @@ def look(
 
     Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
     """
-    found = Found(read_token(None, token_file))
+    found = Found(Server(token_file=token_file).read_token())
     for place in places:
         found.add(place)
     with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -273,10 +273,8 @@ def _listen(port: int) -> socket.socket:
 
 
 def open_page(
+    server: Server,
     view: View = "",
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
     role: Role = "viewer",
     only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
 ) -> None:
@@ -285,7 +283,7 @@ def open_page(
     The address contains a code that opens one session within a minute. The session ends after 12 hours.
     """
     check_view(view)
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         address = page_address(swarm, role, view)
     typer.echo(f"{address}\nThis address opens one session, within 60 seconds. For another one, run the command again.")
     if not only_print:

@@ -15,21 +15,18 @@ from agentjet import __version__
 from agentjet.cli import (
     Override,
     checkpoints,
-    cluster,
-    data_dir,
-    doctor,
     episodes,
     load_example,
     look,
+    machine,
     printable,
     recipes,
     research,
     run,
     runs,
     serve,
-    status,
-    track,
     watch,
+    with_options,
 )
 from agentjet.errors import AgentJetError, ConfigError, install_extra
 
@@ -96,31 +93,43 @@ for command in (
     demo,
     run.run,
     run.sft,
-    status.status,
+    runs.status,
     watch.watch,
     runs.compare,
     look.look,
     checkpoints.export,
     checkpoints.merge,
-    track.track,
-    doctor.doctor,
+    runs.track,
+    machine.doctor,
 ):
     app.command()(command)
 app.command("eval")(run.evaluate)
 app.command("open")(look.open_page)
-for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
-    app.add_typer(group.app)
+for group in (
+    runs.job_app,
+    runs.runs_app,
+    episodes.app,
+    checkpoints.app,
+    machine.cluster_app,
+    recipes.app,
+    runs.token_app,
+    research.app,
+):
+    app.add_typer(group)
 
 
-def _checked(group: typer.Typer) -> None:
+def _complete(group: typer.Typer) -> None:
+    """Gives the commands their shared options, and refuses options that are given twice."""
     for known in group.registered_commands:
         known.cls = OneValueCommand
+        if known.callback is not None:
+            known.callback = with_options(known.callback)
     for inner in group.registered_groups:
         if inner.typer_instance is not None:
-            _checked(inner.typer_instance)
+            _complete(inner.typer_instance)
 
 
-_checked(app)
+_complete(app)
 
 
 def main() -> None:

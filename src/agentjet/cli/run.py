@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli import Json, Override, Token, TokenFile, Url, connect, example, load_example, print_text, printable
+from agentjet.cli import (
+    Json,
+    Override,
+    Policy,
+    Server,
+    Token,
+    TokenFile,
+    example,
+    load_example,
+    print_text,
+    printable,
+)
 from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +37,7 @@ STEPS = 20
 
 
 def run(
+    server: Server,
     command: Annotated[
         list[str],
         typer.Argument(
@@ -72,9 +84,6 @@ def run(
     shared_home: Annotated[
         bool, typer.Option("--shared-home", help="Leave HOME, the XDG folders and TMPDIR of the programs as they are.")
     ] = False,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Run a program on tasks as the agent, one process an episode, and train the server's policy on its rewards.
@@ -103,7 +112,7 @@ def run(
         )
         if code is not None and as_json:
             typer.echo(code.described(), err=True)  # else training shows it beside its steps
-        swarm = stack.enter_context(connect(url, token, token_file))
+        swarm = stack.enter_context(server.connect())
         stack.enter_context(raise_on_signals())
         shared: dict[str, Any] = {"concurrency": concurrency, "progress": not as_json, "code_version": code_version}
         report: TrainReport | EvalReport
@@ -221,7 +230,7 @@ def evaluate(
         raise ConfigError(f"--at-version {at_version!r}: give a policy version, or newest")
     player, chosen = _agent_and_tasks(agent, task_file, tasks)
     settings = None if agent else example("arithmetic") / "job.toml"
-    with _server(target, token, token_file, settings, override or []) as swarm:
+    with _served(Server(target, token, token_file), settings, override or []) as swarm:
         if agent is None and (policies := swarm.status().policies):
             raise ConfigError(
                 f"{target} has the policies {', '.join(policies)}, and the default agent asks one model: give --agent "
@@ -289,14 +298,13 @@ def _agent_and_tasks(agent: str | None, task_file: str | None, num_tasks: int | 
 
 
 @contextmanager
-def _server(
-    target: str, token: str | None, token_file: Path | None, settings: Path | None, overrides: list[str]
-) -> Iterator[Swarm]:
-    """A client of the server at `target`, or of a new server for the model `target`."""
+def _served(server: Server, settings: Path | None, overrides: list[str]) -> Iterator[Swarm]:
+    """A client of the server at the URL, or of a new server for the model that stands in its place."""
+    target = server.url or ""
     if target.startswith(("http://", "https://")):
         if overrides:
             raise ConfigError("--set is for a server that eval starts; none is started here")
-        with connect(target, token, token_file) as swarm:
+        with server.connect() as swarm:
             yield swarm
         return
     from agentjet.cli.serve import ChildServer
@@ -308,13 +316,14 @@ def _server(
     with (
         tempfile.TemporaryDirectory(prefix="agentjet-eval-") as folder,
         raise_on_signals(),
-        ChildServer(settings, [f"model.name={json.dumps(name)}", *overrides], Path(folder)) as server,
-        server.connect() as swarm,
+        ChildServer(settings, [f"model.name={json.dumps(name)}", *overrides], Path(folder)) as child,
+        child.connect() as swarm,
     ):
         yield swarm
 
 
 def sft(
+    server: Server,
     file: Annotated[
         Path,
         typer.Argument(
@@ -325,11 +334,8 @@ def sft(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the file.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
     lr: Annotated[float | None, typer.Option(help="Constant learning rate; default: that of the job.")] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="The policy, in a run that names its policies.")] = "",
+    policy: Policy = "",
     seed: Annotated[int, typer.Option(help="Seed of the order of the conversations.")] = 0,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Train the server's policy on the assistant messages of conversations (supervised fine-tuning).
@@ -344,7 +350,7 @@ def sft(
     if ignored and not as_json:
         print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
     options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed}
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         report = swarm.sft(found, progress=not as_json, **options)  # type: ignore[arg-type]
     first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
     if as_json:

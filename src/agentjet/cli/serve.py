@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from agentjet.cli import Override
-from agentjet.cli.progress import progress
+from agentjet.cli import Config, Override, progress
 from agentjet.errors import AgentJetError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ NUM_LOG_LINES = 20
 
 
 def serve(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (TOML).")] = None,
+    config: Config = None,
     override: Override = None,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face id, local folder, or smollm2-135m. Short for --set model.name=…")
