@@ -174,7 +174,7 @@ async def test_a_whole_checkpoint_from_which_the_journal_cannot_replay_is_refuse
 ) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as run:
         await run.batch()
-        await run.gateway.versions.tag("old", 1)
+        run.gateway.versions.tag("old", 1)
         for _ in range(3):
             await run.batch()
     for version in (3, 4):
@@ -311,9 +311,9 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
             await run.fill_batch()
             await run.until(lambda: bool(refused))
             async with asyncio.timeout(20):
-                await run.gateway.stop_engine()
-        assert (run.gateway.engine.state, versions(run)) == ("offline", [])
-        await run.gateway.start_engine()
+                await run.gateway.engine.stop()
+        assert (run.gateway.phase.state, versions(run)) == ("offline", [])
+        run.gateway.engine.start()
         await run.until(lambda: run.gateway.swarm.policy_version == 2)
 
 

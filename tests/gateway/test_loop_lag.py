@@ -65,7 +65,7 @@ async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(gateway.swarm.queries, "status_counts", slow)
         gateway.status()
         monkeypatch.undo()
-        await run.until(lambda: (worst := gateway.lag.recent()) is not None and worst.cpu >= 0.3)
+        await run.until(lambda: (worst := gateway.telemetry.lag.recent()) is not None and worst.cpu >= 0.3)
         status = gateway.status()
         assert status.loop is not None and status.loop.cpu >= 0.3 and status.loop.wall >= 0.3
         assert status.loop.held_by.startswith("agentjet.gateway.")

@@ -36,7 +36,7 @@ async def equal_batch(run: Running, reward: float = 0.0) -> None:
     for group in range(2):
         for _ in range(2):
             await run.episode(reward, task=f"t{group}", text="What is 1 + 1?")
-    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.engine.state == "sampling")
+    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.phase.state == "sampling")
 
 
 def warnings(status: StatusResponse) -> list[str]:
@@ -157,13 +157,13 @@ async def test_a_report_that_cannot_be_read_stops_neither_a_start_nor_training(
     monkeypatch.setattr(Journal, "_call", fail)
     async with running(tmp_path / "d") as run:
         await run.runs.put("other", RunSettings())
-        await run.of_run("other").gateway.ready()
+        await run.of_run("other").gateway.engine.wait_until_up()
         for _ in range(3):
             await equal_batch(run.of_run("other"))
         assert is_failing(await run.of_run("other").gateway.current_status())
     async with running(tmp_path / "d") as run:
         other = run.of_run("other").gateway
-        await other.ready()
+        await other.engine.wait_until_up()
         assert [is_failing(await other.current_status()) for _ in range(3)] == [True] * 3
     logged = [record for record in caplog.records if "could not be reported" in record.getMessage()]
     assert [record.exc_info and record.exc_info[1] for record in logged] == [error] * 2, (

@@ -173,6 +173,26 @@ class StepTimer:
         return {"time/sample": sample, "time/wait": wait, "time/learn": learn, "perf/tokens_per_second": speed}
 
 
+@dataclass(eq=False)
+class Telemetry:
+    """The measurements of one run. `lag` and `tracing` are those of the server."""
+
+    tracing: Tracing
+    lag: LoopLag
+    activity: Activity
+    metrics: MetricsFile
+    timer: StepTimer
+
+    def __post_init__(self) -> None:
+        self._step_ended = self.lag.now()
+
+    def step_metrics(self, num_sampled_tokens: int) -> dict[str, float]:
+        """Returns the times of a step, and the worst lag of the event loop since the step before, in seconds."""
+        worst, self._step_ended = self.lag.worst(self._step_ended), self.lag.now()
+        lag = {} if worst is None else {"server/loop_lag": worst.cpu, "server/loop_lag_wall": worst.wall}
+        return {**self.timer.metrics(num_sampled_tokens), **lag}
+
+
 def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
     """Records an event in the journal. Logs it if the journal refuses writes."""
     try:

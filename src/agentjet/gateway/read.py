@@ -26,6 +26,7 @@ from agentjet import __version__
 from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable
 from agentjet.gateway import records
 from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.concurrency import GroupCommit
 from agentjet.gateway.health import (
     REASONS,
     CodeCounts,
@@ -38,6 +39,7 @@ from agentjet.gateway.health import (
     reward,
 )
 from agentjet.gateway.records import Unfinished
+from agentjet.gateway.run_policies import RunPolicies
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CellView,
@@ -95,15 +97,16 @@ class Live(Protocol):
     @property
     def queries(self) -> Queries: ...
 
-    async def durable(self) -> None:
-        """Waits until committed changes are on disk."""
+    @property
+    def commits(self) -> GroupCommit: ...
+
+    @property
+    def hosted(self) -> RunPolicies: ...
 
     def leases(self) -> Mapping[str, float]:
         """Returns the time at which each live episode expires."""
 
     async def current_status(self) -> StatusResponse: ...
-
-    def cluster(self) -> ClusterView: ...
 
     def waiting_for(self, *, names_silent: bool = True) -> str:
         """Returns a phrase for the thing that training waits for."""
@@ -171,7 +174,7 @@ class RunReader:
         finally:
             self._num_reads -= 1
         if self._live is not None:  # What was read is committed, but perhaps not on disk.
-            await self._live.durable()
+            await self._live.commits.durable()
         return found
 
     # ---- records -----------------------------------------------------------------------------------------------------
@@ -232,7 +235,7 @@ class RunReader:
 
     def cluster(self) -> ClusterView:
         """Returns the processes that host the weights; none without a server."""
-        return ClusterView(processes=[]) if self._live is None else self._live.cluster()
+        return ClusterView(processes=[]) if self._live is None else self._live.hosted.cluster()
 
     async def health(self) -> HealthView:
         """Returns the answers to "is it learning?" and "is it healthy?". A busy journal leaves out what only it has.

@@ -139,8 +139,8 @@ class Runs:
             gateway = self._gateways[name]
             if settings.job is not None and gateway.swarm.job != job:
                 await gateway.replace_job(JobBody(revision=gateway.swarm.job_revision, job=job.model_dump(mode="json")))
-            if gateway.engine.state == "failed":
-                await gateway.start_engine()
+            if gateway.phase.state == "failed":
+                gateway.engine.start()
             return self._view(name)
 
     async def end(self, name: str) -> RunView:
@@ -226,7 +226,7 @@ class Runs:
 
     def _is_up(self, name: str) -> bool:
         """True for an open run whose start did not fail."""
-        return name in self._gateways and self._gateways[name].engine.state != "failed"
+        return name in self._gateways and self._gateways[name].phase.state != "failed"
 
     def _is_unused(self, name: str) -> bool:
         """True for a run without an episode."""
@@ -240,7 +240,7 @@ class Runs:
         """Raises `InvalidRequest` if a worker has adapters of another run on another base model."""
         bases = config.base_models()
         for gateway in self.open_gateways():
-            theirs = {} if gateway.run == name or gateway.engine.state == "failed" else gateway.config.base_models()
+            theirs = {} if gateway.run == name or gateway.phase.state == "failed" else gateway.config.base_models()
             for worker in bases.keys() & theirs.keys():
                 (ours, model), (_, other) = bases[worker], theirs[worker]
                 if model != other:
@@ -329,14 +329,14 @@ class Runs:
     def _view(self, name: str) -> RunView:
         path = "" if name == DEFAULT_RUN else f"/runs/{name}"
         if (gateway := self._gateways.get(name)) is not None:
-            engine, version = gateway.engine, gateway.swarm.policy_version
+            phase, version = gateway.phase, gateway.swarm.policy_version
             return RunView(
                 name=name,
                 path=path,
                 policies=gateway.policies,
                 is_open=True,
-                state=engine.state,
-                reason=engine.reason,
+                state=phase.state,
+                reason=phase.reason,
                 policy_version=version,
             )
         reason, record = self._failed.get(name, ""), None

@@ -107,7 +107,7 @@ async def count_refusal(request: Request, error: RequestError) -> None:
     is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
     episode_id = getattr(request.state, "episode_id", None)  # stored by the guard of the route
     if is_call and request.method == "POST" and status_of(error) in COUNTED and episode_id is not None:
-        await deps_of(request).gateway.refused(episode_id, error)
+        await deps_of(request).gateway.calls.refused(episode_id, error)
 
 
 def describe_validation(
