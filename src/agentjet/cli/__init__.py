@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar, get_type_hints
 
 import typer
+from typer import Option
 
 import agentjet
 from agentjet.errors import AgentJetError, ConfigError
@@ -38,18 +39,18 @@ if TYPE_CHECKING:
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
-Token = Annotated[str | None, typer.Option("--token", help="The server's token; default: AGENTJET_TOKEN.")]
+Token = Annotated[str | None, Option("--token", help="The server's token; default: AGENTJET_TOKEN.")]
 TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help="File with the token: `token` in the server's data dir.")
+    Path | None, Option("--token-file", help="File with the token: `token` in the server's data dir.")
 ]
 Override = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="Override a setting of the server; can be repeated."),
+    Option("--set", metavar="SECTION.SETTING=VALUE", help="Override a setting of the server; can be repeated."),
 ]
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (TOML).")]
-Run = Annotated[str, typer.Option("--run", metavar="NAME", help="A run of the data dir.")]
-Policy = Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy, in a run that names its policies.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+Config = Annotated[Path | None, Option("--config", "-c", help="Settings file (TOML).")]
+Run = Annotated[str, Option("--run", metavar="NAME", help="A run of the data dir.")]
+Policy = Annotated[str, Option("--policy", metavar="NAME", help="The policy, in a run that names its policies.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON document, for programs.")]
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,7 @@ class Server:
 
     url: Annotated[
         str | None,
-        typer.Option(
-            "--url", help="Address of the server, or ADDRESS/runs/NAME; default: AGENTJET_URL, then port 8400."
-        ),
+        Option("--url", help="Address of the server, or ADDRESS/runs/NAME; default: AGENTJET_URL, then port 8400."),
     ] = None
     token: Token = None
     token_file: TokenFile = None

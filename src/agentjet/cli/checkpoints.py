@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from agentjet.cli import Json, Policy, Run, Server, new_path, print_text, progress, run_folder, show, work_of
 from agentjet.errors import CheckpointError, ConfigError
@@ -31,8 +32,8 @@ app = typer.Typer(
     name="checkpoints", no_args_is_help=True, help="List, save and name checkpoints; go back to one, branch from one."
 )
 
-Version = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Policy version of the checkpoint.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A letter, then letters, digits, dots, dashes, underscores.")]
+Version = Annotated[int, Argument(metavar="VERSION", min=0, help="Policy version of the checkpoint.")]
+Name = Annotated[str, Argument(metavar="NAME", help="A letter, then letters, digits, dots, dashes, underscores.")]
 
 
 @app.command("list")
@@ -71,8 +72,8 @@ def untag_checkpoint(name: Name, server: Server) -> None:
 
 @app.command("rollback")
 def roll_back_to(
-    version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version or tag of a checkpoint.")],
-    data_dir: Annotated[Path, typer.Option("--data-dir", help="The data dir of a stopped server.")],
+    version: Annotated[str, Argument(metavar="VERSION", help="Policy version or tag of a checkpoint.")],
+    data_dir: Annotated[Path, Option("--data-dir", help="The data dir of a stopped server.")],
     run: Run = DEFAULT_RUN,
 ) -> None:
     """Take the policies of a stopped run back to a checkpoint, and undo the batches learned since.
@@ -99,9 +100,9 @@ def roll_back_to(
 @app.command("branch")
 def branch_from(
     source: Annotated[
-        str, typer.Argument(metavar="DATA_DIR@VERSION", help="A data dir, and the version or tag of its checkpoint.")
+        str, Argument(metavar="DATA_DIR@VERSION", help="A data dir, and the version or tag of its checkpoint.")
     ],
-    data_dir: Annotated[Path, typer.Argument(metavar="NEW", help="The data dir to make.")],
+    data_dir: Annotated[Path, Argument(metavar="NEW", help="The data dir to make.")],
     run: Run = DEFAULT_RUN,
 ) -> None:
     """Make a new data dir whose default run starts at a checkpoint of another run. The other is only read."""
@@ -125,9 +126,9 @@ def checkpoint_line(info: CheckpointInfo) -> str:
 
 def export(
     server: Server,
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, Argument(help="The folder to make.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
+        bool, Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
     ] = False,
     policy: Policy = "",
 ) -> None:
@@ -152,19 +153,18 @@ def export(
 
 
 def merge(
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, Argument(help="The folder to make.")],
     folders: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="FOLDER...", help="Exports, adapters, or folders `policy` of checkpoints, from one base model."
         ),
     ],
     base: Annotated[
-        str, typer.Option(metavar="MODEL", help="The base model, as in model.name; default: that of the adapters.")
+        str, Option(metavar="MODEL", help="The base model, as in model.name; default: that of the adapters.")
     ] = "",
     rescale: Annotated[
-        float,
-        typer.Option(min=1, help="RAM+: largest factor for weights that one model alone changed, such as 1.2. 1: RAM."),
+        float, Option(min=1, help="RAM+: largest factor for weights that one model alone changed, such as 1.2. 1: RAM.")
     ] = 1.0,
 ) -> None:
     """Merge policies that were trained from one base model into a Hugging Face folder (RAM).

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer import Argument, Option
 
 from agentjet.cli import Json, Server, new_path, one_line, print_text, printable, show
 from agentjet.errors import ConfigError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from agentjet.protocol import CallView, EpisodeTree, EpisodeView, GroupView
 
-EpisodeId = Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes list` prints it.")]
+EpisodeId = Annotated[str, Argument(metavar="ID", help="As `agentjet episodes list` prints it.")]
 Overlay = Literal["author", "logprob", "version", "advantage"]
 app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export them.", no_args_is_help=True)
 
@@ -42,7 +43,7 @@ def with_filters(command: Callable[..., None]) -> Callable[..., None]:
 
 def _filter_option(name: str) -> Parameter:
     field, kind = EpisodeQuery.model_fields[name], get_type_hints(EpisodeFilters)[name]
-    annotation = Annotated[kind, typer.Option(help=field.description)]  # type: ignore[valid-type]
+    annotation = Annotated[kind, Option(help=field.description)]  # type: ignore[valid-type]
     return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation)
 
 
@@ -50,8 +51,8 @@ def _filter_option(name: str) -> Parameter:
 @with_filters
 def list_episodes(
     server: Server,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most episodes of a page.")] = 20,
-    before: Annotated[str, typer.Option(metavar="ID", help="The page that follows this episode.")] = "",
+    limit: Annotated[int, Option(min=1, max=1000, help="Most episodes of a page.")] = 20,
+    before: Annotated[str, Option(metavar="ID", help="The page that follows this episode.")] = "",
     as_json: Json = False,
     **filters: Any,
 ) -> None:
@@ -79,7 +80,7 @@ def show_episode(
     server: Server,
     episode_id: EpisodeId,
     overlay: Annotated[
-        Overlay, typer.Option(help="Meaning of the colours of tokens; marks in the text have the same meaning.")
+        Overlay, Option(help="Meaning of the colours of tokens; marks in the text have the same meaning.")
     ] = "author",
     as_json: Json = False,
 ) -> None:
@@ -101,12 +102,12 @@ def show_episode(
 @app.command("begin")
 def begin_episode(
     server: Server,
-    task: Annotated[str, typer.Argument(metavar="TASK", help="A name for the task of the episode.")],
-    group: Annotated[str, typer.Option(help="Episodes of a group are compared; default: the task.")] = "",
-    task_set: Annotated[str, typer.Option(help="The task set it belongs to.")] = "",
-    client_id: Annotated[str, typer.Option(help="Name of the client; groups are kept apart by client.")] = "shell",
-    only_eval: Annotated[bool, typer.Option("--eval", help="The episode is not trained on.")] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for room in the present batch.")] = 0.0,
+    task: Annotated[str, Argument(metavar="TASK", help="A name for the task of the episode.")],
+    group: Annotated[str, Option(help="Episodes of a group are compared; default: the task.")] = "",
+    task_set: Annotated[str, Option(help="The task set it belongs to.")] = "",
+    client_id: Annotated[str, Option(help="Name of the client; groups are kept apart by client.")] = "shell",
+    only_eval: Annotated[bool, Option("--eval", help="The episode is not trained on.")] = False,
+    wait: Annotated[float, Option(min=0, help="Seconds to wait for room in the present batch.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Begin an episode, and print the address and key for its agent as shell variables.
@@ -133,8 +134,8 @@ def begin_episode(
 def finish_episode(
     server: Server,
     episode_id: EpisodeId,
-    reward: Annotated[float, typer.Option(help="Reward of the episode.")],
-    text: Annotated[str, typer.Option(help="The reason for the reward, for people.")] = "",
+    reward: Annotated[float, Option(help="Reward of the episode.")],
+    text: Annotated[str, Option(help="The reason for the reward, for people.")] = "",
 ) -> None:
     """End an episode with its reward."""
     with server.connect() as swarm:
@@ -143,9 +144,7 @@ def finish_episode(
 
 @app.command("abort")
 def abort_episode(
-    server: Server,
-    episode_id: EpisodeId,
-    reason: Annotated[str, typer.Option(help="The reason, for people.")] = "",
+    server: Server, episode_id: EpisodeId, reason: Annotated[str, Option(help="The reason, for people.")] = ""
 ) -> None:
     """End an episode without a reward: it is not trained on."""
     with server.connect() as swarm:
@@ -155,13 +154,13 @@ def abort_episode(
 @app.command("export")
 def export_episodes(
     server: Server,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
     status: Annotated[
-        Literal["finished", "aborted", "expired", "live", "all"], typer.Option(help="Only episodes of this status.")
+        Literal["finished", "aborted", "expired", "live", "all"], Option(help="Only episodes of this status.")
     ] = "finished",
-    mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only episodes of this mode.")] = "all",
+    mode: Annotated[Literal["train", "eval", "all"], Option(help="Only episodes of this mode.")] = "all",
     min_reward: Annotated[
-        float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
+        float | None, Option(metavar="R", help="Only conversations with at least this reward.")
     ] = None,
 ) -> None:
     """Write the conversations of episodes, with messages, tools, rewards and policy versions, oldest first.

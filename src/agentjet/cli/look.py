@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 import typer
+from typer import Argument, Option
 
 from agentjet.cli import Server, TokenFile
 from agentjet.errors import ConfigError, Unauthorized, Unavailable, Unreachable, UpstreamFailed
@@ -40,23 +41,23 @@ MEANING = (
     "What the session may do: viewer reads; client also saves, exports and aborts; admin also changes the job. "
     "It needs the token of that role."
 )
-Role = Annotated[Literal["viewer", "client", "admin"], typer.Option("--role", help=MEANING)]
+Role = Annotated[Literal["viewer", "client", "admin"], Option("--role", help=MEANING)]
 VIEWS = ("episodes", "groups", "batches", "swarm", "studies", "compare", "runs")
 """Beginnings of the paths of the page."""
-View = Annotated[str, typer.Argument(metavar="VIEW", help="View to open, such as `episodes` or `batches/3`.")]
+View = Annotated[str, Argument(metavar="VIEW", help="View to open, such as `episodes` or `batches/3`.")]
 
 
 def look(
     places: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="PATH|URL...",
             help="Data dirs, folders of runs or of studies, folders that contain these, or addresses of servers.",
         ),
     ],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = PORT,
+    port: Annotated[int, Option(help="Port to listen on; 0 takes a free one.")] = PORT,
     token_file: TokenFile = None,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+    only_print: Annotated[bool, Option("--print", help="Print the address and open nothing.")] = False,
 ) -> None:
     """Show the page over finished or crashed runs, several runs side by side, and studies. Reads only.
 
@@ -276,7 +277,7 @@ def open_page(
     server: Server,
     view: View = "",
     role: Role = "viewer",
-    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+    only_print: Annotated[bool, Option("--print", help="Print the address and open nothing.")] = False,
 ) -> None:
     """Open the page of a run in the browser: is it learning, is it healthy, what does it wait for.
 

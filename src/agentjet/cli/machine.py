@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from agentjet.cli import Config, Json, Override, Server, aligned, print_text, show
 from agentjet.errors import ConfigError, install_extra
@@ -520,8 +521,8 @@ def cluster_status(server: Server, as_json: Json = False) -> None:
 @cluster_app.command()
 def scale(
     server: Server,
-    setting: Annotated[str, typer.Argument(metavar="samplers=N", help="Such as samplers=6, or samplers=2..8.")],
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy, if the run has several.")] = "",
+    setting: Annotated[str, Argument(metavar="samplers=N", help="Such as samplers=6, or samplers=2..8.")],
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="The policy, if the run has several.")] = "",
 ) -> None:
     """Change the number of sampler replicas while a run trains; needs the token in `admin-token`.
 

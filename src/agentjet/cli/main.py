@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperOption
 
 from agentjet import __version__
@@ -59,20 +60,18 @@ def _print_version(is_asked: bool) -> None:
 @app.callback(help=SUMMARY)
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """The options before a command."""
 
 
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the tasks' order, of sampling and of the learner.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the results; an earlier demo's are replaced.")] = Path(
-        "agentjet-demo"
-    ),
-    steps: Annotated[int | None, typer.Option(min=1, help="Batches to learn; default: as tuned.")] = None,
-    model: Annotated[str | None, typer.Option(help="Another model: a Hugging Face id or a local folder.")] = None,
-    tasks: Annotated[int, typer.Option(min=1, max=500, help="Held-out sums of each evaluation.")] = 500,
+    seed: Annotated[int, Option(help="Seed of the tasks' order, of sampling and of the learner.")] = 0,
+    out: Annotated[Path, Option(help="Folder of the results; an earlier demo's are replaced.")] = Path("agentjet-demo"),
+    steps: Annotated[int | None, Option(min=1, help="Batches to learn; default: as tuned.")] = None,
+    model: Annotated[str | None, Option(help="Another model: a Hugging Face id or a local folder.")] = None,
+    tasks: Annotated[int, Option(min=1, max=500, help="Held-out sums of each evaluation.")] = 500,
     override: Override = None,
 ) -> None:
     """Train a small language model to add, with an agent on OpenAI's SDK (`examples/arithmetic`).

@@ -14,20 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from agentjet.cli import (
-    Json,
-    Run,
-    Server,
-    Token,
-    TokenFile,
-    aligned,
-    folder_of,
-    one_line,
-    print_text,
-    run_folder,
-    show,
-)
+from agentjet.cli import Json, Run, Server, Token, TokenFile, aligned, folder_of, one_line, print_text, run_folder, show
 from agentjet.errors import ConfigError, nearest_name
 from agentjet.types import DEFAULT_RUN, beginning
 
@@ -181,7 +170,7 @@ def show_job(server: Server, as_json: Json = False) -> None:
 @job_app.command("set")
 def set_job(
     settings: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE...", help="Such as optimizer.lr=1e-5 or job.batch_size=4.")
+        list[str], Argument(metavar="KEY=VALUE...", help="Such as optimizer.lr=1e-5 or job.batch_size=4.")
     ],
     server: Server,
     as_json: Json = False,
@@ -222,7 +211,7 @@ def _json(value: Any) -> str:
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A lower-case letter or digit, then also `.`, `_`, `-`.")]
+Name = Annotated[str, Argument(metavar="NAME", help="A lower-case letter or digit, then also `.`, `_`, `-`.")]
 SECTIONS = ("policies", "job")
 """Sections of a settings file that a run has; the others belong to the server."""
 runs_app = typer.Typer(
@@ -244,7 +233,7 @@ def create_run(
     server: Server,
     config: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--config", "-c", help="Settings file (TOML) with sections policies.NAME and job; default: the server's."
         ),
     ] = None,
@@ -293,7 +282,7 @@ def _settings(path: Path | None) -> dict[str, Any]:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Data dirs, or their folders runs/NAME.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN...", help="Data dirs, or their folders runs/NAME.")],
     run: Run = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
@@ -372,25 +361,21 @@ PATIENCE = 3600.0
 def track(
     source: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[URL|PATH]", help="A server, its ADDRESS/runs/NAME, or a data dir; default: AGENTJET_URL."
-        ),
+        Argument(metavar="[URL|PATH]", help="A server, its ADDRESS/runs/NAME, or a data dir; default: AGENTJET_URL."),
     ] = None,
     to: Annotated[
         str,
-        typer.Option(
+        Option(
             "--to",
             metavar="KIND:TARGET",
             help="tensorboard:DIR, wandb:PROJECT, mlflow:URI, trackio:PROJECT, csv:FILE, jsonl:FILE or module:Class.",
         ),
     ] = "",
-    name: Annotated[
-        str, typer.Option("--name", help="Name of the run in the tracker; default: made from the run.")
-    ] = "",
-    once: Annotated[bool, typer.Option("--once", help="End after the steps that a server has now.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks for new steps.")] = 5.0,
+    name: Annotated[str, Option("--name", help="Name of the run in the tracker; default: made from the run.")] = "",
+    once: Annotated[bool, Option("--once", help="End after the steps that a server has now.")] = False,
+    every: Annotated[float, Option(min=0.1, max=86_400, help="Seconds between two looks for new steps.")] = 5.0,
     run: Run = DEFAULT_RUN,
-    folder: Annotated[Path, typer.Option("--cursors", help="Folder of the cursors.")] = Path("agentjet-track"),
+    folder: Annotated[Path, Option("--cursors", help="Folder of the cursors.")] = Path("agentjet-track"),
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -469,14 +454,14 @@ def steps_of_folder(path: Path, run: str) -> RunSource:
 
 # ---- token -----------------------------------------------------------------------------------------------------------
 
-DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data dir.")]
+DataDir = Annotated[Path, Option("--data-dir", help="The server's data dir.")]
 DEFAULT_DATA_DIR = Path("agentjet-data")
 token_app = typer.Typer(name="token", no_args_is_help=True, help="Show or replace the tokens of a run.")
 
 
 @token_app.command("show")
 def show_token(
-    role: Annotated[Literal["client", "admin", "viewer"], typer.Argument(help="Role of the token.")],
+    role: Annotated[Literal["client", "admin", "viewer"], Argument(help="Role of the token.")],
     data_dir: DataDir = DEFAULT_DATA_DIR,
     run: Run = DEFAULT_RUN,
 ) -> None:
@@ -490,7 +475,7 @@ def show_token(
 def rotate_token(
     role: Annotated[
         Literal["client", "admin", "viewer", "keys"],
-        typer.Argument(help="Role of the token; `keys` is the secret that signs episode keys."),
+        Argument(help="Role of the token; `keys` is the secret that signs episode keys."),
     ],
     data_dir: DataDir = DEFAULT_DATA_DIR,
     run: Run = DEFAULT_RUN,

@@ -315,8 +315,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
             "leave the setting out"
         ) from None
     provider = TracerProvider(
-        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
-        shutdown_on_exit=False,
+        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}), shutdown_on_exit=False
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider

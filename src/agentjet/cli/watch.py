@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from agentjet.cli import Server, one_line
 from agentjet.cli.runs import clients_line, code_lines, task_set_lines
@@ -31,15 +31,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from agentjet.client import AsyncSwarm
-    from agentjet.protocol import (
-        CellView,
-        Event,
-        HealthView,
-        StatusResponse,
-        StepList,
-        WaitingGroupView,
-        WaitingView,
-    )
+    from agentjet.protocol import CellView, Event, HealthView, StatusResponse, StepList, WaitingGroupView, WaitingView
 
 NUM_NEWS = 6
 NUM_STEPS = 50
@@ -69,9 +61,9 @@ class Snapshot:
 
 def watch(
     server: Server,
-    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two reads at least.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print the screen once and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON, for programs.")] = False,
+    every: Annotated[float, Option(min=0.1, max=86_400, help="Seconds between two reads at least.")] = 1.0,
+    once: Annotated[bool, Option("--once", help="Print the screen once and end.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print each event as a line of JSON, for programs.")] = False,
 ) -> None:
     """Watch a server until Ctrl-C, also across restarts: does it learn, is it healthy, and what does it wait for.
 
