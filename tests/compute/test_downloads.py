@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentjet.compute.embedded.downloads import DownloadMeter, reported
+from agentjet.compute.embedded.model import DownloadMeter
+from agentjet.compute.embedded.model import reported_download as reported
 from agentjet.types import SlowWork
 from tests.fakes import Clock
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentjet.compute.embedded.forest_attention import (
+from agentjet.compute.embedded.attention import (
     TILE,
     FlexPlan,
     ForestPlan,

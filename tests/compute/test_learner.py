@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.attention import cut
 from agentjet.compute.embedded.checkpoint import seal
-from agentjet.compute.embedded.forest_attention import cut
 from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -169,13 +169,13 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
     batches = [build_forest(sampled_rows(policy, seed=s)) for s in range(4)]
     for version, forest in enumerate(batches):
         if version == 2:
-            checkpoint.save(tmp_path / "step_000002", policy, learner, {"policy_version": 2})
+            checkpoint.save(tmp_path / "step_000002", learner, {"policy_version": 2})
         learner.learn(forest, settings, version)
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
     revived = make_policy(tiny_folder, dtype=dtype, rank=rank, offload=after)
     second = PolicyLearner(revived)
-    state = checkpoint.load(tmp_path / "step_000002", revived, second)
+    state = checkpoint.load(tmp_path / "step_000002", second)
     weights = {id(p) for p in revived.trainable().values()}
     assert any(id(master) in weights for master in second.masters()) == (dtype == "float32" and not after)
     for version in range(state["policy_version"], 4):
@@ -208,15 +208,15 @@ def test_weights_that_nothing_can_be_computed_with_show(tiny_folder: Path, dtype
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     policy = make_policy(tiny_folder)
-    checkpoint.save(tmp_path / "step_000000", policy, PolicyLearner(policy), {"policy_version": 0})
+    checkpoint.save(tmp_path / "step_000000", PolicyLearner(policy), {"policy_version": 0})
     other = make_policy(tiny_folder, rank=4)
     with pytest.raises(ConfigError, match="adapters = False, this server has True"):
-        checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
+        checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
     other = make_policy(make_model(tmp_path / "other", seed=1))
     with pytest.raises(ConfigError, match=f"model_weights = '{policy.info.weights}', this server"):
-        checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
+        checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
     with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.load(tmp_path / "nothing", policy, PolicyLearner(policy))
+        checkpoint.load(tmp_path / "nothing", PolicyLearner(policy))
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_a_checkpoint_of_other_adapters_is_refused(
         return load_policy(ModelConfig(name=str(tiny_folder), device="cpu", dtype="float32", threads=1, lora=lora))
 
     policy = adapted(LoraConfig(rank=4, alpha=8))
-    checkpoint.save(tmp_path / "step_000000", policy, PolicyLearner(policy), {"policy_version": 0})
+    checkpoint.save(tmp_path / "step_000000", PolicyLearner(policy), {"policy_version": 0})
     other = adapted(lora)
     before = {name: p.detach().clone() for name, p in other.trainable().items()}
     with pytest.raises(ConfigError, match=f"model.lora.{key}"):
-        checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
+        checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
     assert all(torch.equal(p, before[name]) for name, p in other.trainable().items())
     same = adapted(LoraConfig(rank=4, alpha=8))
-    assert checkpoint.load(tmp_path / "step_000000", same, PolicyLearner(same))["policy_version"] == 0
+    assert checkpoint.load(tmp_path / "step_000000", PolicyLearner(same))["policy_version"] == 0
 
 
 def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
@@ -252,8 +252,9 @@ def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Pat
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.normal_(std=0.1)
-    checkpoint.export(tmp_path / "adapter", policy, adapter=True)
-    checkpoint.export(tmp_path / "model", policy)
+    learner = PolicyLearner(policy)
+    checkpoint.export(tmp_path / "adapter", learner, adapter=True)
+    checkpoint.export(tmp_path / "model", learner)
     ids = torch.from_numpy(tokens(3, 20)).long()[None]
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(tiny_folder)
@@ -277,14 +278,14 @@ def test_adapters_begin_alike_whatever_was_drawn_before(tiny_folder: Path) -> No
 def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder: Path, tmp_path: Path) -> None:
     policy = make_policy(tiny_folder)
     learner = PolicyLearner(policy)
-    checkpoint.save(tmp_path / "step_000000", policy, learner, {"policy_version": 0})
+    checkpoint.save(tmp_path / "step_000000", learner, {"policy_version": 0})
     trainer = learner.state()
     name = next(iter(trainer["masters"]))
     torch.save({**trainer, "masters": {name: torch.zeros(3)}}, tmp_path / "step_000000" / "trainer.pt")
     state = json.loads((tmp_path / "step_000000" / "state.json").read_text())
     seal(tmp_path / "step_000000", {key: state[key] for key in state if key not in ("files", "digest")})
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        checkpoint.load(tmp_path / "step_000000", policy, learner)
+        checkpoint.load(tmp_path / "step_000000", learner)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -295,7 +296,7 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
     forest = build_forest(sampled_rows(policy))
     learner = PolicyLearner(policy)
     learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e-2)), 0)
-    checkpoint.export(tmp_path / "model", policy)
+    checkpoint.export(tmp_path / "model", learner)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     ids = torch.from_numpy(tokens(3, 20)).long()
     again = make_policy(tmp_path / "model")

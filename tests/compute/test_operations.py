@@ -25,7 +25,8 @@ import torch
 from agentjet.compute.channel import LargeRequest, Part, WorkerRequest, encode, requests
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.worker import Worker, WorkerPolicyHost
+from agentjet.compute.embedded.policy_host import PolicyHost
+from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
@@ -217,7 +218,7 @@ JOB = JobConfig(
 )
 
 
-def hosted_policy(folder: Path) -> tuple[Worker, WorkerPolicyHost]:
+def hosted_policy(folder: Path) -> tuple[Worker, PolicyHost]:
     config = ServeConfig.model_validate(
         {"model": {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}}
     )

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded import paged_attention
-from agentjet.compute.embedded.attention import flat_forward
+from agentjet.compute.embedded import attention
+from agentjet.compute.embedded.attention import DecodeGraphs, PagedPlan, flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache
-from agentjet.compute.embedded.paged_attention import DecodeGraphs, PagedPlan
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.types import SamplingParams
@@ -73,7 +72,7 @@ def test_it_samples_what_the_plan_of_a_cpu_samples(
     graphs = WithoutGraphs(sampler._cache)
     sampler._graphs = graphs
     if compiled:
-        monkeypatch.setattr(paged_attention, "_attention", torch.compile(paged_attention._attention))
+        monkeypatch.setattr(attention, "_paged_attention", torch.compile(attention._paged_attention))
     found = run(sampler, requests())
     assert graphs.steps >= 5
     for id, (chosen, logprobs) in wanted.items():

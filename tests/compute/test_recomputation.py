@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded.forest_attention import ForestPlan
+from agentjet.compute.embedded.attention import ForestPlan
 from agentjet.compute.embedded.learner import PolicyLearner
 from tests.cluster.rank_cases import gradients, policy_of
 from tests.compute.architectures import make_architecture

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy, prefix_sharing_obstacle
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
@@ -212,11 +212,11 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(folders: dict[str, Path]
     batches = [build_forest(sampled_rows(policy, groups=2, repeats=2, seed=s)) for s in range(3)]
     for version, forest in enumerate(batches):
         if version == 1:
-            checkpoint.save(tmp_path / "step_000001", policy, learner, {"policy_version": 1})
+            checkpoint.save(tmp_path / "step_000001", learner, {"policy_version": 1})
         learner.learn(forest, job, version)
     revived = make_policy(folders[kind], dtype="bfloat16")
     second = PolicyLearner(revived)
-    checkpoint.load(tmp_path / "step_000001", revived, second)
+    checkpoint.load(tmp_path / "step_000001", second)
     for version in (1, 2):
         second.learn(batches[version], job, version)
     undisturbed = policy.trainable()

@@ -17,8 +17,7 @@ import torch
 
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.token_sampling import sample_tokens
-from agentjet.compute.truncation import truncate
+from agentjet.compute.token_choice import sample_tokens, truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.support import EVERYTHING, decode_set
 from agentjet.types import SamplingParams

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute.embedded.distributions import HEAD_POSITIONS, score
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.token_sampling import HEAD_POSITIONS, score
 from agentjet.types import SamplingParams
 from tests.compute.conftest import run, sampler_of, tokens
 
