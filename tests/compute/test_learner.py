@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import build_forest, call_row, select, split
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.test_sampler import STATEFUL
 from tests.tiny import make_model
 
 
@@ -98,9 +100,12 @@ def test_split_and_select_keep_every_target_in_its_context(policy: Policy) -> No
     assert learner.logprobs(select(forest, keep)).numpy() == pytest.approx(whole[keep], abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-7), ("bfloat16", 1e-2)])
-def test_sampler_and_learner_agree(tiny_folder: Path, dtype: str, tolerance: float) -> None:
-    policy = make_policy(tiny_folder, dtype=dtype)
+@pytest.mark.parametrize(
+    "kind, dtype, tolerance",
+    [("tiny", "float32", 1e-7), ("tiny", "bfloat16", 1e-2), *((kind, "float32", 1e-7) for kind in STATEFUL)],
+)
+def test_sampler_and_learner_agree(folder_of: Callable[[str], Path], kind: str, dtype: str, tolerance: float) -> None:
+    policy = make_policy(folder_of(kind), dtype=dtype)
     forest = build_forest(sampled_rows(policy, temperature=0.8))
     metrics = PolicyLearner(policy).learn(forest, job(), 0)
     assert metrics["policy/mismatch_kl"] < tolerance
@@ -147,24 +152,26 @@ def test_learning_raises_what_was_rewarded(tiny_folder: Path, rank: int) -> None
 
 
 @pytest.mark.parametrize(
-    "dtype, rank, before, after",
+    "kind, dtype, rank, before, after",
     [
-        ("float32", 0, False, False),
-        ("float32", 0, True, False),
-        ("float32", 4, False, True),
-        ("bfloat16", 0, False, True),
-        ("bfloat16", 4, True, False),
+        ("tiny", "float32", 0, False, False),
+        ("tiny", "float32", 0, True, False),
+        ("tiny", "float32", 4, False, True),
+        ("tiny", "bfloat16", 0, False, True),
+        ("tiny", "bfloat16", 4, True, False),
+        ("mistral", "bfloat16", 0, False, False),
+        ("mamba", "bfloat16", 0, False, False),
     ],
 )
 def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
-    tiny_folder: Path, tmp_path: Path, dtype: str, rank: int, before: bool, after: bool
+    folder_of: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str, rank: int, before: bool, after: bool
 ) -> None:
     """`before` and `after`: the optimiser is offloaded before the checkpoint is saved, or after it is loaded."""
     settings = job(
         {"mini_batches": 2, "epochs": 2, "kl_coef": 0.01},
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1),
     )
-    policy = make_policy(tiny_folder, dtype=dtype, rank=rank, offload=before)
+    policy = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload=before)
     learner = PolicyLearner(policy)
     batches = [build_forest(sampled_rows(policy, seed=s)) for s in range(4)]
     for version, forest in enumerate(batches):
@@ -173,7 +180,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
         learner.learn(forest, settings, version)
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
-    revived = make_policy(tiny_folder, dtype=dtype, rank=rank, offload=after)
+    revived = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload=after)
     second = PolicyLearner(revived)
     state = checkpoint.load(tmp_path / "step_000002", second)
     weights = {id(p) for p in revived.trainable().values()}

