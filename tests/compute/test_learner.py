@@ -1,7 +1,7 @@
 """Pins of the learner:
 
 1. every node attends to its path exactly once, however the forest is cut (gradients: `test_gradients.py`);
-2. pieces and selections of a forest keep every target in its context; what has no advantage is not computed;
+2. what has no advantage is not computed;
 3. the sampler's log-probabilities are the learner's (mismatch near zero);
 4. a replay is equal bit by bit, from version 0 or a checkpoint, also if only one of both offloads the optimiser; one
    made under other settings is refused;
@@ -27,7 +27,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.timeline.forest import build_forest, call_row, select, split
+from agentjet.timeline.forest import build_forest, call_row
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
 from tests.compute.test_sampler import STATEFUL
@@ -87,19 +87,6 @@ def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
     assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
 
 
-def test_split_and_select_keep_every_target_in_its_context(policy: Policy) -> None:
-    forest = build_forest(sampled_rows(policy))
-    learner = PolicyLearner(policy)
-    whole = learner.logprobs(forest).numpy()
-    seen = np.zeros(forest.num_targets, int)
-    for piece, targets in split(forest, 40):
-        seen[targets] += 1
-        assert learner.logprobs(piece).numpy() == pytest.approx(whole[targets], abs=1e-5)
-    assert (seen == 1).all()
-    keep = forest["sequence"] % 2 == 0
-    assert learner.logprobs(select(forest, keep)).numpy() == pytest.approx(whole[keep], abs=1e-5)
-
-
 @pytest.mark.parametrize(
     "kind, dtype, tolerance",
     [("tiny", "float32", 1e-7), ("tiny", "bfloat16", 1e-2), *((kind, "float32", 1e-7) for kind in STATEFUL)],
@@ -136,19 +123,6 @@ def test_metrics_of_the_policy_are_those_of_the_loss_over_every_sampled_token(po
         metrics["policy/entropy"] == pytest.approx(-forest["logprob"].mean()) and metrics["policy/clip_fraction"] == 0
     )
     assert "policy/mismatch_kl" not in metrics, "it needs log-probabilities that are not computed"
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_learning_raises_what_was_rewarded(tiny_folder: Path, rank: int) -> None:
-    policy = make_policy(tiny_folder, dtype="bfloat16", rank=rank)
-    rows = sampled_rows(policy)
-    forest = build_forest(rows)
-    learner = PolicyLearner(policy)
-    before = learner.logprobs(forest).float().numpy()
-    for version in range(3):
-        learner.learn(forest, job(optimizer=OptimizerConfig(lr=3e-3)), version)
-    change = learner.logprobs(forest).float().numpy() - before
-    assert change[forest["advantage"] > 0.5].mean() > change[forest["advantage"] < -0.5].mean() + 0.01
 
 
 @pytest.mark.parametrize(
@@ -274,14 +248,6 @@ def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Pat
     assert torch.allclose(adapted, whole, atol=1e-4) and not torch.allclose(adapted, before, atol=1e-2)
 
 
-def test_adapters_begin_alike_whatever_was_drawn_before(tiny_folder: Path) -> None:
-    first = make_policy(tiny_folder, rank=4)
-    torch.randn(3)
-    second = make_policy(tiny_folder, rank=4)
-    for (name, p), q in zip(first.trainable().items(), second.trainable().values(), strict=True):
-        assert torch.equal(p, q), name
-
-
 def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder: Path, tmp_path: Path) -> None:
     policy = make_policy(tiny_folder)
     learner = PolicyLearner(policy)
@@ -305,15 +271,13 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
     learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e-2)), 0)
     checkpoint.export(tmp_path / "model", learner)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    ids = torch.from_numpy(tokens(3, 20)).long()
-    again = make_policy(tmp_path / "model")
-    with torch.no_grad():
-        expected = loaded(input_ids=ids[None]).logits.log_softmax(-1)
+    ids = torch.from_numpy(tokens(3, 20)).long()[None]
+    with torch.no_grad(), policy.attention("eager"):
+        merged = policy.model(input_ids=ids).logits
+        assert torch.allclose(loaded(input_ids=ids).logits, merged, atol=1e-4)
     ours = make_policy(tmp_path / "model")
-    assert ours.info.chat_template == policy.info.chat_template == again.info.chat_template
-    plain = PolicyLearner(ours).logprobs(forest)
-    assert torch.allclose(plain, learner.logprobs(forest), atol=1e-4)
-    assert expected.shape[-1] == policy.vocabulary
+    assert ours.info.chat_template == policy.info.chat_template
+    assert torch.allclose(PolicyLearner(ours).logprobs(forest), learner.logprobs(forest), atol=1e-4)
 
 
 def test_schedules() -> None:

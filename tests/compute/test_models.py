@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Cache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from agentjet.compute.embedded.model import BaseModel, load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -228,22 +228,6 @@ def test_a_model_whose_code_fails_is_refused_with_the_reason(
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(ConfigError, match=rf"\(llama\) cannot be trained: .*{error.args[0][-12:]}; use another model"):
         load(folder)
-
-
-def test_a_cache_that_fails_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy = load(make_architecture(tmp_path / "model", "recurrent_gemma"))
-
-    def lost(*_: Any) -> int:
-        raise ValueError("only LinearAttention layers")
-
-    monkeypatch.setattr(Cache, "get_seq_length", lost)
-    with caplog.at_level(logging.WARNING, "agentjet"):
-        sampler = ModelSampler(policy, 64, 8192)
-    assert "no usable cache between tokens (ValueError: only LinearAttention layers)" in caplog.text
-    sampler.submit(1, np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=3, temperature=1.0, seed=1), policy)
-    assert [sampler.step()[0].logprob < 0 for _ in range(3)] == [True] * 3
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy, prefix_sharing_obstacle
@@ -148,15 +149,30 @@ def test_tokens_computed_are_those_of_the_padded_rows(folder_of: Callable[[str],
     assert apart == lengths.sum() > forest.num_nodes
 
 
-def test_a_cache_that_gives_other_numbers_is_not_used(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("mistral", "its logits differ"), ("recurrent_gemma", r"(ValueError: only LinearAttention")]
+)
+def test_a_cache_that_gives_other_numbers_or_fails_is_not_used(
+    folder_of: Callable[[str], Path],
+    kind: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A model that forgets what came before the tokens it is given."""
-    policy = make_policy(folder_of("mistral"))
+    """A model that forgets what came before the tokens it is given, and one whose cache raises."""
+    policy = make_policy(folder_of(kind))
+    policy.end_tokens = frozenset()
     whole = policy.decoder.forward
-    monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
+
+    def lost(*_: Any) -> int:
+        raise ValueError("only LinearAttention layers")
+
+    if kind == "mistral":
+        monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
+    else:
+        monkeypatch.setattr(Cache, "get_seq_length", lost)
     sampler = ModelSampler(policy, 4, 4096)
-    assert "no usable cache between tokens" in caplog.text
+    assert "no usable cache between tokens" in caplog.text and reason in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
     row = call_row(np.concatenate([prompt, np.int32(chosen)]), np.float32(logprobs), np.zeros(6, np.int32), 1.0, 1.0, 0)
