@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from agentjet.config import LoraConfig, ModelConfig
 from agentjet.timeline.forest import Row, call_row
 from agentjet.types import SamplingParams
 from tests.compute import forked_workers
+from tests.compute.architectures import make_architecture
 from tests.tiny import make_model
 
 torch.set_num_threads(1)
@@ -24,6 +27,13 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def folder_of(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of an architecture, made once. `tiny` is the model of most tests."""
+    parent = tmp_path_factory.mktemp("architectures")
+    return cache(lambda kind: tiny_folder if kind == "tiny" else make_architecture(parent / kind, kind))
 
 
 def make_policy(folder: Path, *, dtype: str = "float32", rank: int = 0, offload: bool = False) -> Policy:

@@ -24,9 +24,8 @@ from agentjet.compute.channel import Answer, WorkerRequest, read
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.grammars import MAX_GRAMMARS, Grammars
+from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.rendering import Renderer

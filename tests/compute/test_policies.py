@@ -39,12 +39,13 @@ from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
-from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, Sampled, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.conftest import make_policy, sampled_rows, tokens, with_random_adapter
-from tests.compute.test_locks import digest, other_facts
+from tests.compute.test_locks import digest
+from tests.recipes.batches import make_batch
 from tests.tiny import make_model
 
 A, B = PolicyId("default", "a"), PolicyId("other", "b")
@@ -272,19 +273,7 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, reci
     worker = Worker(io.BytesIO())
     add(worker, A, model_of(tiny_folder))
     weights = {name: weight.clone() for name, weight in worker.policies[A].policy.trainable().items()}
-    none = np.zeros(0, np.int32)
-    facts = Facts(
-        groups=np.zeros(2, np.int32),
-        rewards=np.array([1.0, 0.0]),
-        roles=(),
-        role_rewards=np.zeros((2, 0)),
-        spoke=np.zeros((2, 0), bool),
-        call_episode=none,
-        call_role=none,
-        call_turn=none,
-        **other_facts(2, 0),
-    )
-    batch = TrainingBatch(0, build_forest([]), facts)
+    batch = make_batch([[1.0, 0.0]], calls=[[], []])
     train(worker, A, 0, batch, JobConfig.model_validate({"recipe": recipe}))
     after = worker.policies[A].policy.trainable()
     assert all(torch.equal(weight, after[name]) for name, weight in weights.items())
