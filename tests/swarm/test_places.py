@@ -36,7 +36,7 @@ def opens(world: World, client: str, *groups: str, **request: object) -> list[Ep
         try:
             begun.append(world.begin(group, client_id=client, **request))
         except Later as later:
-            assert later.status == 429 and later.retry_after <= 1.0
+            assert status_of(later) == 429 and later.retry_after <= 1.0
     return begun
 
 
