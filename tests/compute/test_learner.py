@@ -23,9 +23,8 @@ from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.attention import cut
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, LoraConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import build_forest, call_row
 from tests.compute.baseline import Double, row_logprobs
@@ -145,7 +144,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
         {"mini_batches": 2, "epochs": 2, "kl_coef": 0.01},
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1),
     )
-    policy = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload=before)
+    policy = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload_optimizer=before)
     learner = PolicyLearner(policy)
     batches = [build_forest(sampled_rows(policy, seed=s)) for s in range(4)]
     for version, forest in enumerate(batches):
@@ -154,7 +153,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
         learner.learn(forest, settings, version)
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
-    revived = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload=after)
+    revived = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload_optimizer=after)
     second = PolicyLearner(revived)
     state = checkpoint.load(tmp_path / "step_000002", second)
     weights = {id(p) for p in revived.trainable().values()}
@@ -211,17 +210,13 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: P
 def test_a_checkpoint_of_other_adapters_is_refused(
     tiny_folder: Path, tmp_path: Path, key: str, lora: LoraConfig
 ) -> None:
-    def adapted(lora: LoraConfig) -> Policy:
-        return load_policy(ModelConfig(name=str(tiny_folder), device="cpu", dtype="float32", threads=1, lora=lora))
-
-    policy = adapted(LoraConfig(rank=4, alpha=8))
+    policy, same = (make_policy(tiny_folder, lora={"rank": 4, "alpha": 8}) for _ in range(2))
     checkpoint.save(tmp_path / "step_000000", PolicyLearner(policy), {"policy_version": 0})
-    other = adapted(lora)
+    other = make_policy(tiny_folder, lora=lora)
     before = {name: p.detach().clone() for name, p in other.trainable().items()}
     with pytest.raises(ConfigError, match=f"model.lora.{key}"):
         checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
     assert all(torch.equal(p, before[name]) for name, p in other.trainable().items())
-    same = adapted(LoraConfig(rank=4, alpha=8))
     assert checkpoint.load(tmp_path / "step_000000", PolicyLearner(same))["policy_version"] == 0
 
 

@@ -23,7 +23,7 @@ from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, RecipeError
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
@@ -31,7 +31,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId
 from tests.compute.baseline import episodes, relative, row_logprobs
-from tests.compute.conftest import make_policy, sampled_rows
+from tests.compute.conftest import make_policy, model_config, sampled_rows
 from tests.compute.test_locks import recorded_batch, training_batch
 
 RATE = OptimizerConfig(lr=1e-3)
@@ -95,7 +95,7 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
 
 
 def host(folder: Path, offload: bool = False) -> PolicyHost:
-    config = ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1, offload_optimizer=offload)
+    config = model_config(folder, offload_optimizer=offload)
     base = BaseModel(config)
     sampler = ModelSampler(base.policy, 4, 1024)
     return PolicyHost(PolicyLearner(base.policy_of(config)), sampler)
