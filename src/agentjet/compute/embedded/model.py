@@ -388,7 +388,6 @@ class _RecordingPlan:
         self.calls: list[tuple[int, ...]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         self.calls.append((layer, *key.shape[1:]))
         return self._plan.attend(layer, query, key, value, scale)
 
