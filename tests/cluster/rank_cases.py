@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentjet.compute.cluster.rank import ReplicaPublisher
+from agentjet.compute.cluster.rank import publish
 from agentjet.compute.cluster.weights import WeightsServer
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError, RecipeError
 from tests.compute.baseline import Double
+from tests.compute.conftest import make_policy
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.compute.test_operations import Failing
 
@@ -44,16 +44,13 @@ FAILURES: list[Case] = [("full bfloat16", "gathered"), ("full", "sharded")]
 
 def policy_of(kind: str, folder: Path) -> Policy:
     """The model in `folder`, moved away from version 0, so that the reference differs from it."""
-    config = ModelConfig(
-        name=str(folder),
-        device="cpu",
+    policy = make_policy(
+        folder,
         dtype="bfloat16" if "bfloat16" in kind else "float32",
-        threads=1,
         activation_checkpointing=kind.endswith(RECOMPUTED),
         offload_optimizer=kind.endswith(OFFLOADED),
-        lora=LoraConfig(rank=4 if kind.startswith("lora") else 0),
+        rank=4 if kind.startswith("lora") else 0,
     )
-    policy = load_policy(config)
     if kind == "double":
         policy.model.double()
     generator = torch.Generator().manual_seed(3)
@@ -219,7 +216,7 @@ def publish_adapter(group: RankGroup, model: Path) -> Any:
     """Publish `policy_of("lora")`; returns the publication and the weights in its file, by name."""
     server = WeightsServer("127.0.0.1", b"secret") if group.rank == 0 else None
     learner = PolicyLearner(policy_of("lora", model), group, "sharded")
-    publication = ReplicaPublisher(learner, server, has_hot_adapter=True).publication(1)
+    publication = publish(learner, server, 1, is_hot=True)
     if server is None or publication is None:
         return None
     weights = {name: tensor.numpy() for name, tensor in load_file(publication.path).items()}

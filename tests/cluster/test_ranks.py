@@ -25,9 +25,7 @@ import torch
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.rank_group import Sharding
-from agentjet.config import ModelConfig
 from bench.scaling.spawn import spawn
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (
@@ -44,6 +42,7 @@ from tests.cluster.rank_cases import (
 )
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
+from tests.compute.conftest import make_policy
 from tests.compute.test_locks import RECIPES
 from tests.tiny import make_model
 
@@ -166,7 +165,7 @@ def vector(arrays: dict[str, np.ndarray], key: str) -> np.ndarray:
 def check_export(kind: str, folder: Path, found: Any, models: dict[str, Path]) -> None:
     """The exported folder and the published weights are the policy, adapters folded in."""
     dtype = "bfloat16" if "bfloat16" in kind else "float32"
-    exported = load_policy(ModelConfig(name=str(folder / "export"), device="cpu", dtype=dtype, threads=1))
+    exported = make_policy(folder / "export", dtype=dtype)
     for name, p in exported.model.named_parameters():
         assert np.array_equal(p.detach().float().numpy(), found["weights"][name]), name
     if kind.startswith("full"):

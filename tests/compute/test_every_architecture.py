@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.config import LoraConfig, ModelConfig
+from agentjet.config import LoraConfig
 from agentjet.errors import ConfigError
 from agentjet.types import SamplingParams
+from tests.compute.conftest import model_config
 from tests.compute.every_architecture import make_any, model_types
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow]
@@ -61,7 +62,7 @@ CASES = [case for case in model_types() if case[1] not in NOT_SMALL]
 @pytest.mark.parametrize(("auto", "model_type"), CASES, ids=lambda value: value.removeprefix("AutoModelFor"))
 def test_it_loads_or_says_why(tmp_path: Path, auto: str, model_type: str) -> None:
     folder = make_any(tmp_path / "model", auto, model_type)
-    config = ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1)
+    config = model_config(folder)
     if model_type in REFUSED or (model_type, auto) == ("mllama", "AutoModelForCausalLM"):
         reason = REFUSED.get(model_type, "is not a causal language model")
         with pytest.raises(ConfigError) as refused:

@@ -27,13 +27,12 @@ import torch.distributed as dist
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.compute.token_choice import sample_tokens
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
@@ -68,11 +67,7 @@ def on_device(
     folder: Path, device: str = DEVICE, rank: int = 0, dtype: str = "float32", offload: bool = False
 ) -> Policy:
     lora = {"rank": rank, "alpha": 8}
-    return load_policy(
-        ModelConfig.model_validate(
-            {"name": str(folder), "device": device, "dtype": dtype, "offload_optimizer": offload, "lora": lora}
-        )
-    )
+    return make_policy(folder, device=device, dtype=dtype, offload_optimizer=offload, threads=0, lora=lora)
 
 
 def learned(policy: Policy, rows: list[Row], saved: Path | None = None) -> torch.Tensor:

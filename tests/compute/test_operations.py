@@ -30,7 +30,7 @@ from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
+from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.registry import make_recipe
@@ -38,7 +38,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.baseline import Double, row_logprobs
-from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.conftest import make_policy, model_config, sampled_rows, tokens
 from tests.compute.test_locks import digest
 from tests.recipes.batches import advantages, make_batch
 
@@ -171,14 +171,9 @@ def test_a_row_with_targets_of_several_calls_is_their_forest(policy: Policy) -> 
 
 
 def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, tmp_path: Path) -> None:
-    config = ServeConfig.model_validate(
-        {"model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1}}
-    )
-    worker = Worker(io.BytesIO())
-    worker.handle("add", POLICY, config.model, config.sampler)
+    worker, hosted = hosted_policy(tiny_folder)
     worker.handle("sample", POLICY, 1, tokens(1, 5), SamplingParams(max_tokens=50, temperature=3.0))
     assert worker._next_request(0.0) is None, "time for a step of the sampler"
-    hosted = worker.policies[POLICY]
     batch = TrainingBatch(0, build_forest(sampled_rows(hosted.policy)))
     hosted.load_batch(batch)
     hosted.forward_backward(Op.of(POLICY, 0), batch.id, LossSpec.of(JobConfig()))
@@ -200,11 +195,8 @@ JOB = JobConfig(
 
 
 def hosted_policy(folder: Path) -> tuple[Worker, PolicyHost]:
-    config = ServeConfig.model_validate(
-        {"model": {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}}
-    )
     worker = Worker(io.BytesIO())
-    worker.handle("add", POLICY, config.model, config.sampler)
+    worker.handle("add", POLICY, model_config(folder), SamplerConfig())
     return worker, worker.policies[POLICY]
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from transformers import Cache
 
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy, prefix_sharing_obstacle
+from agentjet.compute.embedded.model import prefix_sharing_obstacle
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
+from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import ancestors, build_forest, call_row
@@ -46,7 +46,7 @@ from tests.compute.baseline import (
     relative,
     row_logprobs,
 )
-from tests.compute.conftest import make_policy, run, sampled_rows, tokens
+from tests.compute.conftest import make_endless, make_policy, model_config, run, sampled_rows, tokens
 
 
 def in_double(policy: Policy) -> None:
@@ -74,8 +74,7 @@ def test_a_window_as_wide_as_the_context_branches(folder_of: Callable[[str], Pat
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 40}))
     for context_length, branches in ((40, True), (41, False)):
-        model = ModelConfig(name=str(folder), device="cpu", dtype="float32", context_length=context_length)
-        assert load_policy(model).info.shares_prefixes == branches
+        assert make_policy(folder, context_length=context_length).info.shares_prefixes == branches
 
 
 @pytest.mark.parametrize("kind", ["granite", "falcon_h1", "gemma2", "llama"])
@@ -160,8 +159,7 @@ def test_a_cache_that_gives_other_numbers_or_fails_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A model that forgets what came before the tokens it is given, and one whose cache raises."""
-    policy = make_policy(folder_of(kind))
-    policy.end_tokens = frozenset()
+    policy = make_endless(folder_of(kind))
     whole = policy.decoder.forward
 
     def lost(*_: Any) -> int:
@@ -181,7 +179,7 @@ def test_a_cache_that_gives_other_numbers_or_fails_is_not_used(
 
 
 def test_a_worker_samples_and_learns_such_a_model(folder_of: Callable[[str], Path]) -> None:
-    model = ModelConfig(name=str(folder_of("mamba")), device="cpu", dtype="float32", threads=1)
+    model = model_config(folder_of("mamba"))
     output = io.BytesIO()
     worker, policy = Worker(output), PolicyId()
     info = worker.handle("add", policy, model, SamplerConfig())

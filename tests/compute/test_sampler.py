@@ -22,17 +22,10 @@ from agentjet.compute.token_choice import sample_tokens, truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.support import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
-from tests.compute.conftest import make_policy, run, sampler_of, tokens
+from tests.compute.conftest import make_endless, make_policy, run, sampler_of, tokens
 
 STATEFUL = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
 """Models that do not share prefixes: each row has a state."""
-
-
-def make_endless(folder: Path) -> Policy:
-    """A policy whose completions end at `max_tokens`."""
-    policy = make_policy(folder)
-    policy.end_tokens = frozenset()
-    return policy
 
 
 def reference_logprobs(policy: Policy, prompt: np.ndarray, completion: list[int], temperature: float) -> list[float]:

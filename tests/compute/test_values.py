@@ -23,7 +23,7 @@ from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, RecipeError
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
@@ -31,7 +31,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId
 from tests.compute.baseline import episodes, relative, row_logprobs
-from tests.compute.conftest import make_policy, sampled_rows
+from tests.compute.conftest import make_policy, model_config, sampled_rows
 from tests.compute.test_locks import recorded_batch, training_batch
 
 RATE = OptimizerConfig(lr=1e-3)
@@ -50,14 +50,14 @@ def test_gradients_of_heads_and_body(tiny_folder: Path, coef: float) -> None:
     assert recipe.value_heads is not None
     learner = PolicyLearner(policy)
     learner._values = model = ValueModel(recipe.value_heads, policy)
-    torch.nn.init.normal_(model._weights.data, std=3.0, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(model.weights.data, std=3.0, generator=torch.Generator().manual_seed(0))
     loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=40))
     learner.forward_backward(TrainingBatch(0, build_forest(rows)), loss)
     ours = torch.cat([m.grad.flatten() for m in learner.masters() if m.grad is not None])
-    own_head = model._weights.grad
+    own_head = model.weights.grad
     assert own_head is not None
 
-    weights = model._weights.detach().clone().requires_grad_()
+    weights = model.weights.detach().clone().requires_grad_()
     parameters = list(policy.trainable().values())
     count = sum(len(row["logprob"]) for row in rows)
     policy_loss = value_loss = torch.zeros(())
@@ -95,7 +95,7 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
 
 
 def host(folder: Path, offload: bool = False) -> PolicyHost:
-    config = ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1, offload_optimizer=offload)
+    config = model_config(folder, offload_optimizer=offload)
     base = BaseModel(config)
     sampler = ModelSampler(base.policy, 4, 1024)
     return PolicyHost(PolicyLearner(base.policy_of(config)), sampler)

@@ -61,72 +61,44 @@ SIGN_OF_WORK = Answer(0)
 """The answer to no request. The gateway counts it as a message."""
 
 
-class ReplicaPublisher:
-    """Gives the weights of a policy to its replicas, in files that rank 0 writes. All ranks call the same methods."""
+def publish(learner: PolicyLearner, server: WeightsServer | None, version: int, *, is_hot: bool) -> Publication | None:
+    """Write the weights of a version for the replicas, with all ranks; returns the publication on rank 0.
 
-    def __init__(
-        self,
-        learner: PolicyLearner,
-        server: WeightsServer | None,
-        *,
-        has_hot_adapter: bool,
-        is_colocated: bool = False,
-    ) -> None:
-        """`server` is that of rank 0, which writes the weights of all ranks.
+    `server` is that of rank 0, which writes the weights of all ranks. `is_hot` is the result of `publishes_adapter`.
+    Raises `ComputeError` for a file that cannot be written.
+    """
+    policy = learner.policy
+    tokens = probe_tokens(policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
+    logprobs = learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
+    weights = learner.adapter_weights() if is_hot else learner.whole_weights()
+    adapter = ""
 
-        `has_hot_adapter` is the result of `publishes_adapter`.
-        """
-        self._learner = learner
-        self._server = server
-        self._has_hot_adapter = has_hot_adapter
-        self._is_colocated = is_colocated
-        self._publication: Publication | None = None
+    def save(path: Path) -> None:
+        nonlocal adapter
+        if is_hot:
+            adapter = write_adapter(policy.model, weights, path)
+        else:
+            write_weights(policy, weights or {}, path)
 
-    def publication(self, version: int) -> Publication | None:
-        """See `Publisher`. Raises `ComputeError` for a file that cannot be written."""
-        if not all(self._learner.ranks.gather(self._server is None or self._publication is not None)):
-            self._publication = self._published(version)
-        if self._is_colocated:
-            torch.cuda.empty_cache()  # The replicas need the memory now.
-        return self._publication
+    def write() -> Publication | None:
+        if server is None:
+            return None
+        sent = policy.trainable() if is_hot else weights or {}
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+        path, digest = server.write(version, num_bytes, save)
+        return Publication(
+            version,
+            server.address,
+            str(path),
+            path.stat().st_size,
+            digest,
+            policy.info.dtype,
+            tuple(tokens.tolist()),
+            tuple(logprobs.tolist()),
+            adapter,
+        )
 
-    def forget(self) -> None:
-        self._publication = None
-
-    def _published(self, version: int) -> Publication | None:
-        learner, is_hot = self._learner, self._has_hot_adapter
-        policy = learner.policy
-        tokens = probe_tokens(policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
-        logprobs = learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
-        weights = learner.adapter_weights() if is_hot else learner.whole_weights()
-        adapter = ""
-
-        def save(path: Path) -> None:
-            nonlocal adapter
-            if is_hot:
-                adapter = write_adapter(policy.model, weights, path)
-            else:
-                write_weights(policy, weights or {}, path)
-
-        def write() -> Publication | None:
-            if self._server is None:
-                return None
-            sent = policy.trainable() if is_hot else weights or {}
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
-            path, digest = self._server.write(version, num_bytes, save)
-            return Publication(
-                version,
-                self._server.address,
-                str(path),
-                path.stat().st_size,
-                digest,
-                policy.info.dtype,
-                tuple(tokens.tolist()),
-                tuple(logprobs.tolist()),
-                adapter,
-            )
-
-        return learner.ranks.agreed(write)
+    return learner.ranks.agreed(write)
 
 
 def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) -> None:
@@ -206,8 +178,14 @@ class Rank:
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
         learner = group.agreed(lambda: PolicyLearner(policy, group, sharding))
         is_hot = publishes_adapter(model.lora, policy.config.architectures)
-        publisher = ReplicaPublisher(learner, self._server, has_hot_adapter=is_hot, is_colocated=compute.colocated)
-        self._policy = PolicyHost(learner, publisher=publisher)
+
+        def write(version: int) -> Publication | None:
+            found = publish(learner, self._server, version, is_hot=is_hot)
+            if compute.colocated:
+                torch.cuda.empty_cache()  # The replicas need the memory now.
+            return found
+
+        self._policy = PolicyHost(learner, write=write)
         return policy.info
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -25,18 +25,6 @@ ROOM = 2.0
 """Available memory from which a process keeps what it freed, as a multiple of the memory that it has."""
 
 
-class Publisher(Protocol):
-    """Gives the weights of a version to samplers in other processes."""
-
-    def publication(self, version: int) -> Any:
-        """Returns where samplers find the weights, on rank 0. Idempotent."""
-        ...
-
-    def forget(self) -> None:
-        """Forget the publication: the weights have another version."""
-        ...
-
-
 class PolicyHost:
     """Applies the requests of one policy, see `Learner`: each operation once, in order."""
 
@@ -45,18 +33,21 @@ class PolicyHost:
         learner: PolicyLearner,
         sampler: ModelSampler | None = None,
         deliver: Callable[[], None] = lambda: None,
-        publisher: Publisher | None = None,
+        write: Callable[[int], Any] | None = None,
     ) -> None:
         """`sampler` shares the weights, and may serve other policies, too. Its tokens are sent by `deliver`.
 
-        `publisher` serves samplers that have a copy of the weights.
+        `write` writes the weights of a version for samplers that have a copy of them; returns a `Publication` on rank
+        0. All ranks call it together.
         """
         self.policy = learner.policy
         self.learner = learner
         self.sampler = sampler
         self.version = 0
         self._deliver = deliver
-        self._publisher = publisher
+        self._write = write
+        self._publication: Any = None
+        """That of the present weights, on rank 0."""
         self._is_published = True
         """False from an `optim_step` to the next `publish`."""
         self._operations = OperationLog()
@@ -77,10 +68,18 @@ class PolicyHost:
         return self._operations.apply(op, ("optim_step", optimizer), lambda: self._update(optimizer))
 
     def publish(self, version: int, wanted: bool = False) -> Any:
-        """Give the present weights this version; returns their publication if one is `wanted`. Idempotent."""
+        """Give the present weights this version; returns their publication if one is `wanted`. Idempotent.
+
+        Raises `ComputeError` for a file that cannot be written.
+        """
         if not self._is_published or version != self.version:
             self._change_version(version)
-        return self._publisher.publication(version) if wanted and self._publisher is not None else None
+        ranks = self.learner.ranks
+        if wanted and self._write is not None:
+            if not all(ranks.gather(ranks.rank != 0 or self._publication is not None)):
+                self._publication = self._write(version)
+            return self._publication
+        return None
 
     def save(self, path: Path) -> CheckpointStamp:
         if self.learner.has_gradient or not self._is_published:
@@ -118,11 +117,9 @@ class PolicyHost:
         Sends the tokens of the old weights with the old version, then drops the cached keys of this policy.
         """
         self._deliver()
-        self.version, self._is_published, self._batch = version, True, None
+        self.version, self._is_published, self._batch, self._publication = version, True, None, None
         if self.sampler is not None:
             self.sampler.invalidate(self.policy)
-        if self._publisher is not None:
-            self._publisher.forget()
 
     def _stamp(self, digest: str) -> CheckpointStamp:
         return CheckpointStamp(self.version, digest, self._operations.next)
