@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
+from agentjet.protocol.base import status_of
 from agentjet.swarm import EpisodeRecord
 from tests.swarm.world import LEASE, MAX_SECONDS, World
 
