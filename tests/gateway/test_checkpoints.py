@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.data_dir import check_data_dir
+from agentjet.cli.server_process import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Later, Unavailable
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree
