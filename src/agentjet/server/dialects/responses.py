@@ -503,7 +503,7 @@ class ResponseEncoder(Encoder[ResponsesBody]):
         self._blocks = Blocks()
         self._tools = {tool.full_name: tool for tool in offered_tools(body.tools or ())}
         self._output: list[Payload] = []
-        self._num_calls = 0
+        self._call_numbers = count()
         self._answer: Payload = {}
 
     def encode(self, chunk: CallChunk) -> Iterator[Payload]:
@@ -546,16 +546,26 @@ class ResponseEncoder(Encoder[ResponsesBody]):
             yield self._event("output_item.done", output_index=index, item=item)
 
     def _call(self, index: int, call: ToolCall, status: str) -> Iterator[Payload]:
-        item = {**_tool_call(f"{self.head.id}_{self._num_calls}", call, self._tools.get(call.name)), "status": status}
-        self._num_calls += 1
+        """Yields the events of a tool call. A call of a tool that was not offered is a function call."""
+        tool = self._tools.get(call.name)
+        kind, prefix, key, text = "function_call", "fc", "arguments", call.arguments
+        if tool is not None and tool.is_custom:
+            kind, prefix, key, text = "custom_tool_call", "ctc", "input", to_custom_input(call.arguments)
+        item = {
+            "type": kind,
+            "id": f"{prefix}_{self.head.id}_{next(self._call_numbers)}",
+            "call_id": call.id,
+            "name": call.name if tool is None else tool.name,
+            key: text,
+            "status": status,
+            "namespace": None if tool is None else tool.namespace or None,
+        }
         self._output.append(item)
         at = {"item_id": item["id"], "output_index": index}
-        is_function = item["type"] == "function_call"
-        key, kind = ("arguments", "function_call_arguments") if is_function else ("input", "custom_tool_call_input")
         added = {**item, key: "", "status": "in_progress"}
         yield self._event("output_item.added", output_index=index, item=added)
-        yield self._event(f"{kind}.delta", **at, delta=item[key])
-        yield self._event(f"{kind}.done", **at, name=item["name"], **{key: item[key]})
+        yield self._event(f"{kind}_{key}.delta", **at, delta=text)
+        yield self._event(f"{kind}_{key}.done", **at, name=item["name"], **{key: text})
         yield self._event("output_item.done", output_index=index, item=item)
 
     def _text_item(self, event: BlockEvent, status: str) -> Payload:
@@ -613,23 +623,6 @@ class ResponseEncoder(Encoder[ResponsesBody]):
             "top_p": body.top_p,
             "user": body.user,
         }
-
-
-def _tool_call(number: str, call: ToolCall, tool: OfferedTool | None) -> dict[str, Any]:
-    """Returns the item of a tool call. A call of a tool that was not offered is a function call."""
-    name, namespace = (tool.name, tool.namespace or None) if tool is not None else (call.name, None)
-    kind, prefix, key, text = "function_call", "fc", "arguments", call.arguments
-    if tool is not None and tool.is_custom:
-        kind, prefix, key, text = "custom_tool_call", "ctc", "input", to_custom_input(call.arguments)
-    return {
-        "type": kind,
-        "id": f"{prefix}_{number}",
-        "call_id": call.id,
-        "name": name,
-        key: text,
-        "status": "completed",
-        "namespace": namespace,
-    }
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
