@@ -124,7 +124,7 @@ async def _response(served: Served, episode: dict[str, Any], *, stream: bool = F
     asked: dict[str, Any] = {"model": "policy", "input": "hello", "extra_body": body}
     if stream:
         async with client.stream(**asked) as events:
-            answer: Any = [event async for event in events][-1].response  # type: ignore[union-attr]
+            answer: Any = [event async for event in events][-1].response
     else:
         answer = await client.create(**asked)
     calls = [item for item in answer.output if item.type == "function_call"]

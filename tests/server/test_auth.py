@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentjet.errors import ConfigError, Forbidden, Unauthorized
 from agentjet.server import Keys
-from agentjet.server.auth import SECRET_FILES, SecretFile, read_secret, replace_secret
+from agentjet.server.auth import SECRET_FILES, Bearer, SecretFile, read_secret, replace_secret
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, serving
 
@@ -79,31 +79,26 @@ def test_keys_of_another_server_and_changed_keys_are_refused(clock: Clock) -> No
             keys.episode(wrong, AGE)
 
 
-def test_only_the_admin_token_administers() -> None:
-    keys = Keys({"client": "c" * 20, "admin": "a" * 20})
-    keys.control("a" * 20, "admin")
-    with pytest.raises(Forbidden):
-        keys.control("c" * 20, "admin")
-    with pytest.raises(Unauthorized):
-        keys.control("x" * 20, "admin")
-    with pytest.raises(Unauthorized):
-        keys.control("", "admin")
+LEVELS = {"v" * 20: "viewer", "c" * 20: "client", "a" * 20: "admin"}
 
 
-def test_a_viewer_reads_only() -> None:
+@pytest.mark.parametrize("needed", ["viewer", "client", "admin"])
+def test_a_token_opens_its_level_and_those_below(needed: Bearer) -> None:
     keys = Keys({"client": "c" * 20, "admin": "a" * 20, "viewer": "v" * 20})
-    assert keys.control("v" * 20) == "viewer"
-    for allowed in ("c" * 20, "a" * 20):
-        keys.control(allowed, "client")
-    with pytest.raises(Forbidden) as refused:
-        keys.control("v" * 20, "client")
-    assert refused.value.code == "client_token_needed"
-    with pytest.raises(Forbidden) as refused:
-        keys.control("v" * 20, "admin")
-    assert refused.value.code == "admin_token_needed"
-    with pytest.raises(Forbidden) as refused:
-        keys.episode("v" * 20, AGE)
-    assert refused.value.code == "episode_key_needed"
+    levels = list(LEVELS.values())
+    for token, level in LEVELS.items():
+        if levels.index(level) >= levels.index(needed):
+            assert keys.control(token, needed) == level
+        else:
+            with pytest.raises(Forbidden) as refused:
+                keys.control(token, needed)
+            assert refused.value.code == f"{needed}_token_needed"
+        with pytest.raises(Forbidden) as refused:
+            keys.episode(token, AGE)
+        assert refused.value.code == "episode_key_needed"
+    for unknown in ("x" * 20, ""):
+        with pytest.raises(Unauthorized):
+            keys.control(unknown, needed)
 
 
 def test_a_replaced_token_counts_without_a_restart_and_ends_no_key(tmp_path: Path) -> None:

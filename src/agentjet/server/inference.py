@@ -152,7 +152,7 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     # Waits for the first event, because errors of the request can only set the status before the stream starts.
     first = await until_disconnect(request, anext(events))
     return StreamingResponse(
-        _stream(request, chunks, _as_text(first, events, encoder), dialect.errors),
+        _stream(request, chunks, first, events, dialect, encoder),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
@@ -186,14 +186,6 @@ async def _exhaust(events: AsyncGenerator[Payload]) -> None:
         pass
 
 
-async def _as_text(first: Payload, events: AsyncGenerator[Payload], encoder: Encoder[Any]) -> AsyncGenerator[str]:
-    yield sse(first)
-    async for event in events:
-        yield sse(event)
-    for text in encoder.finish():
-        yield text
-
-
 async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
     """Marks the answer as delivered, or returns False if the client has disconnected.
 
@@ -207,22 +199,31 @@ async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -
 
 
 async def _stream(
-    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[str], errors: ErrorShape
+    request: Request,
+    chunks: AsyncGenerator[CallChunk],
+    first: Payload,
+    events: AsyncGenerator[Payload],
+    dialect: Dialect[Any],
+    encoder: Encoder[Any],
 ) -> AsyncGenerator[str]:
     """Yields the events as text and closes the call at the end. An error becomes the last event."""
     num_sent = 0
     async with aclosing(chunks), aclosing(events):
         try:
+            yield sse(first)
+            num_sent = 1
             async for event in events:
-                yield event
+                yield sse(event)
                 num_sent += 1
+            for text in encoder.finish():
+                yield text
             await _mark_delivered(request, chunks)
         except Exception as error:  # The boundary of a stream whose status is already sent.
             if not isinstance(error, RequestError):
                 log.error("a stream failed", exc_info=error)
                 error = internal_error()
             await count_refusal(request, error)
-            yield sse(errors.event(errors.body(error), num_sent))
+            yield sse(dialect.errors.event(dialect.errors.body(error), num_sent))
 
 
 def _model(name: str, deps: ServedRun) -> dict[str, Any]:
