@@ -191,11 +191,10 @@ def groups_of(journal: Path, payloads: dict[str, Any]) -> dict[int, set[tuple[st
     """The tasks and payloads of the members of each group in a journal, by the number of the group."""
     groups: defaultdict[int, set[tuple[str, str, str]]] = defaultdict(set)
     with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as connection:
-        texts = connection.execute("SELECT body FROM episodes").fetchall()
-    for (text,) in texts:
-        body = json.loads(text)
-        if body["id"] in payloads:
-            groups[body["group_id"]].add((body["task_set"], body["task_id"], repr(payloads[body["id"]])))
+        rows = connection.execute("SELECT id, group_id, task_set, task_id FROM episodes").fetchall()
+    for episode, group, task_set, task in rows:
+        if episode in payloads:
+            groups[group].add((task_set, task, repr(payloads[episode])))
     return dict(groups)
 
 

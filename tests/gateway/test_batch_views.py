@@ -159,7 +159,7 @@ def test_what_was_lost_and_changed(world: World) -> None:
 def test_a_batch_of_a_recipe_that_is_gone(world: World) -> None:
     learned(world, (0, 1), (0, 1))
     world.journal.file.db.execute(
-        """UPDATE batches SET body = json_set(body, '$.job.recipe', json('{"name": "gone.package:Recipe"}'))"""
+        """UPDATE batches SET job = json_set(job, '$.recipe', json('{"name": "gone.package:Recipe"}'))"""
     )
     found = found_in(world, 0)
     assert found.of == {} and "gone.package" in found.note and "install its package" in found.note

@@ -70,7 +70,7 @@ class SwarmState:
         self._clock = clock
         self.store = Store(journal, clock, policies)
         with self.store.transaction():
-            if policy_version is not None and self.store.state.is_empty:
+            if policy_version is not None and self._journal.is_empty:
                 self.store.start_at(policy_version)
             self.job_notice = self.store.start_job(job)
             """A sentence for the log if the settings in force differ from `job`, else empty."""
@@ -188,7 +188,7 @@ class SwarmState:
         with self.store.transaction():
             episode = EpisodeRecord(
                 id=new_episode_id(now),
-                seq=self.store.state.num_episodes + 1,
+                seq=self._journal.num_episodes + 1,
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
@@ -213,7 +213,7 @@ class SwarmState:
             self.store.put(episode)
             if episode.instance_id:
                 self._journal.add_instance(episode.client_id, episode.instance_id)
-            counts = self.store.state.code_versions.get(episode.code_version)
+            counts = self._journal.code_versions().get(episode.code_version)
             if counts is not None and counts.episodes == 1 and episode.mode == "train":
                 body = {"code_version": episode.code_version, "client_id": episode.client_id}
                 self.store.emit("code_version", body)

@@ -119,6 +119,11 @@ class Store:
     def live(self) -> list[EpisodeRecord]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
 
+    @property
+    def carry(self) -> Mapping[str, float]:
+        """Groups owed to each task set since the newest batch."""
+        return self.journal.newest_carry() if self.pending is None else self.pending.carry
+
     def num_pinned(self) -> int:
         """Number of live evaluation episodes that need the present policy version."""
         return sum(episode.at_version is not None for episode in self.live())
@@ -135,7 +140,6 @@ class Store:
         try:
             with self.file.transaction():
                 yield
-                self.journal.put_state(self.state)
         except BaseException:
             self._reload(*marks)
             raise
@@ -222,11 +226,7 @@ class Store:
         assert self.file.in_transaction, "changes are made in transactions"
         before = self.episodes.get(episode.id)
         self._changed.add(episode.id)
-        self.state.count(before, episode)
-        if episode.status in ("aborted", "expired") and episode.mode == "train":
-            start = episode.reason.partition(":")[0]
-            reason = start.replace(" ", "_") if episode.is_not_needed else episode.status
-            self.state.count_lost("episodes", self.next_batch, reason)
+        self._count(before, episode)
         if episode.is_settled:
             self.episodes.pop(episode.id, None)
             self._keep_transcript(episode)
@@ -235,6 +235,25 @@ class Store:
         self.journal.put_episode(episode)
         if before is None and episode.seq % PRUNE_EVERY == 0:
             self.is_prune_due = True
+
+    def _count(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
+        journal = self.journal
+        left, entered = set() if before is None else before.counted_as, after.counted_as
+        for name in left - entered:
+            journal.count("outcome", name, -1)
+        for name in entered - left:
+            journal.count("outcome", name)
+        if after.dropped and (before is None or not before.dropped):
+            journal.count("dropped", after.dropped)
+        if after.mode == "eval":
+            return
+        if after.status in ("aborted", "expired"):
+            journal.count("lost_episodes", after.not_needed.replace(" ", "_") or after.status, batch=self.next_batch)
+        if after.code_version:
+            if before is None:
+                journal.code_version_began(after)
+            elif before.ended is None and after.ended is not None:
+                journal.code_version_ended(after)
 
     def unneeded(self) -> list[Slice]:
         """The rows of the journal that the run needs no more: see `Journal.unneeded`. May run in another thread; it
@@ -263,11 +282,17 @@ class Store:
         if (trees := self.trees.pop(episode_id, None)) is not None:
             self.undo_with(lambda: self.trees.setdefault(episode_id, trees))
 
+    def change(self, **versions: int) -> None:
+        """Record other versions. What was lost before the policy version is counted no longer."""
+        self.state = replace(self.state, **versions)
+        self.journal.put_state(self.state)
+        if "policy_version" in versions:
+            self.journal.forget_lost(self.policy_version)
+
     def put_group(self, group: Group) -> None:
         """Record a new or changed group, and count a dropped one. Dropped and batched ones leave memory."""
-        self.state.num_groups = max(self.state.num_groups, group.id)
         if group.state == "dropped":
-            self.state.count_lost("groups", self.next_batch, group.reason)
+            self.journal.count("lost_groups", group.reason, batch=self.next_batch)
         if group.state in ("dropped", "batched"):
             self.groups.pop(group.id, None)
             self.journal.remove_group(group.id)
@@ -304,8 +329,7 @@ class Store:
 
     def start_at(self, policy_version: int) -> None:
         """Start an empty run, or continue one after a rollback, at the checkpoint of a version."""
-        self.state.advance(policy_version)
-        self.state.base_version = self.state.durable_version = policy_version
+        self.change(policy_version=policy_version, base_version=policy_version, durable_version=policy_version)
 
     # ---- idempotency ---------------------------------------------------------------------------------------
 
