@@ -18,7 +18,7 @@ import pytest
 from agentjet.errors import Later
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import EpisodeRecord
-from tests.fakes import Running, recent_episodes, running
+from tests.fakes import Running, job_body, recent_episodes, running
 
 pytestmark = pytest.mark.anyio
 WAITING = 20
@@ -46,7 +46,7 @@ class Counted:
     async def settled(self) -> tuple[int, int]:
         """Begins and looks since the last time, once the events of what was done are out."""
         for _ in range(3):  # What was begun of it is on disk, and so are its own events.
-            await self.run.gateway.durable()
+            await self.run.gateway.commits.durable()
             for _ in range(10):
                 await asyncio.sleep(0)
         counts = self.begins, self.looks
@@ -147,12 +147,12 @@ async def test_settings_wake_everybody_and_a_stop_refuses_them(tmp_path: Path) -
         await gateway.begin(asking("a"))
         waiting = [asyncio.create_task(gateway.begin(asking(group))) for group in "bc"]
         await asyncio.sleep(0)
-        job = gateway.job()
+        job = job_body(gateway)
         async with asyncio.timeout(10):
             await gateway.replace_job(job.model_copy(update={"job": {**job.job, "batch_size": 2}}))
             done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             assert len(done) == 1
-            await gateway.stop_engine()
+            await gateway.engine.stop()
             with pytest.raises(Later) as refused:
                 await next(iter(pending))
         assert refused.value.code == "engine_stopped"

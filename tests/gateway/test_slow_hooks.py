@@ -21,7 +21,7 @@ from agentjet.errors import InvalidRequest, Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, JobBody, RunSettings
 from agentjet.recipes import hooks, registry
 from agentjet.recipes.hooks import PlugInThreads
-from tests.fakes import Running, running
+from tests.fakes import Running, job_body, running
 from tests.plugins.waiting import Waiting
 from tests.server.serving import serving
 
@@ -95,8 +95,8 @@ async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: st
         else:
             finished = await fill(slow)
             assert len(finished) == (2 if hook == "accept" else 0)
-        await run.until(lambda: slow.gateway.engine.state == "failed")
-        reason, [named] = slow.gateway.engine.reason, slow.gateway.status().abandoned_hooks
+        await run.until(lambda: slow.gateway.phase.state == "failed")
+        reason, [named] = slow.gateway.phase.reason, slow.gateway.status().abandoned_hooks
         for sentence in (reason, named):
             assert f"the recipe '{WAITING}': `{hook}` did not return within" in sentence
         assert "within 0.1 s (server.hook_timeout); it was at " in reason and "thread 'hook of run slow'" in named
@@ -106,7 +106,7 @@ async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: st
         Waiting.released.set()
         if not restarts:
             await run.until(lambda: not slow.gateway.status().abandoned_hooks)
-            await slow.gateway.start_engine()
+            slow.gateway.engine.start()
             await learn(slow, finished)
     if restarts:
         async with running(tmp_path / "d") as run:
@@ -115,7 +115,7 @@ async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: st
 
 async def learn(slow: Running, finished: list[str]) -> None:
     """Fills the rest of the first batch. It has the finished episodes."""
-    await slow.gateway.ready()
+    await slow.gateway.engine.wait_until_up()
     if not finished:
         await fill(slow)
     await slow.until(lambda: slow.gateway.swarm.policy_version == 1)
@@ -158,7 +158,7 @@ async def test_a_begin_that_is_cancelled_abandons_its_hook(tmp_path: Path) -> No
         await run.until(Waiting.entered.is_set)
         asking.cancel()
         await asyncio.wait([asking])
-        assert "`rollout`" in run.gateway.status().abandoned_hooks[0] and run.gateway.engine.state == "sampling"
+        assert "`rollout`" in run.gateway.status().abandoned_hooks[0] and run.gateway.phase.state == "sampling"
         Waiting.released.set()
         await run.batch()
 
@@ -166,8 +166,8 @@ async def test_a_begin_that_is_cancelled_abandons_its_hook(tmp_path: Path) -> No
 async def test_an_endless_loop_is_ended(tmp_path: Path) -> None:
     async with running(tmp_path / "d", server={"hook_timeout": LIMIT}, job=job("endless accept")) as run:
         await fill(run)
-        await run.until(lambda: run.gateway.engine.state == "failed")
-        assert "`accept` did not return" in run.gateway.engine.reason
+        await run.until(lambda: run.gateway.phase.state == "failed")
+        assert "`accept` did not return" in run.gateway.phase.reason
         await run.until(lambda: not run.gateway.status().abandoned_hooks)
 
 
@@ -177,13 +177,13 @@ async def test_a_job_whose_recipe_does_not_answer_is_refused(
 ) -> None:
     monkeypatch.setattr(hooks, "VALIDATORS", PlugInThreads(LIMIT))
     async with running(tmp_path / "d", server={"hook_timeout": LIMIT}) as run:
-        body = run.gateway.job()
+        body = job_body(run.gateway)
         replaced = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": hook}})
         with pytest.raises(InvalidRequest, match=f"`{hook}` did not return within 0.1 s.*{FILE}"):
             await run.gateway.replace_job(replaced)
         [named] = run.gateway.status().abandoned_hooks
         assert f"`{hook}` did not return within" in named
-        assert run.gateway.job() == body
+        assert job_body(run.gateway) == body
         await run.batch()
         Waiting.released.set()
         await run.until(lambda: not run.gateway.status().abandoned_hooks)
@@ -218,11 +218,11 @@ async def test_the_server_goes_on_while_validators_of_an_older_batch_wait(tmp_pa
     """Only that batch, which is learned again, names their recipe."""
     Waiting.released.set()
     async with running(tmp_path / "d") as run:
-        first = run.gateway.job()
+        first = job_body(run.gateway)
         other = {**first.job, "recipe": {"name": WAITING, "hook": "validators"}}
         await run.gateway.replace_job(JobBody(revision=first.revision, job=other))
         await run.batch()
-        await run.gateway.replace_job(JobBody(revision=run.gateway.job().revision, job=first.job))
+        await run.gateway.replace_job(JobBody(revision=job_body(run.gateway).revision, job=first.job))
     for path in (run.folder / "checkpoints").glob("*"):
         shutil.rmtree(path)
     Waiting.released.clear()
@@ -233,16 +233,16 @@ async def test_the_server_goes_on_while_validators_of_an_older_batch_wait(tmp_pa
         assert (await served.http.get("/healthz")).status_code == 200
         assert served.run.compute.learned == [] and not Waiting.released.is_set()
         Waiting.released.set()
-        await served.run.gateway.ready()
+        await served.run.gateway.engine.wait_until_up()
         assert served.run.compute.learned == [0]
 
 
 async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         slow = await opened(run, "")
-        await slow.gateway.ready()
+        await slow.gateway.engine.wait_until_up()
         await slow.batch()
-        await slow.gateway.replace_job(slow.gateway.job())
+        await slow.gateway.replace_job(job_body(slow.gateway))
         assert Waiting.calls.count("validators") <= 2, "as they were sent, and as the journal has them"
 
 
@@ -277,7 +277,7 @@ async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path, hook: str)
         if not hook.startswith("endless"):
             [named] = run.gateway.status().abandoned_hooks
             assert f"thread 'reward_advantages of {WAITING} of run default': the recipe" in named
-        body = run.gateway.job()
+        body = job_body(run.gateway)
         mended = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": "mended"}})
         await run.gateway.replace_job(mended)
         await run.batch()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError, Later, NotFound
-from agentjet.protocol import EpisodeQuery, EvaluationRequest
+from agentjet.protocol import EpisodeQuery, EvaluationRequest, status_of
 from agentjet.swarm import Journal
 from agentjet.swarm.store import Store
+from tests.fakes import recent_episodes
 from tests.swarm.world import World
 
 
@@ -111,7 +112,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     with pytest.raises(Later) as refused, world.swarm.store.transaction():
         world.finish(finished, 1.0)
         world.call(live, *range(20_000))
-    assert (refused.value.status, refused.value.code) == (503, "journal_unavailable")
+    assert (status_of(refused.value), refused.value.code) == (503, "journal_unavailable")
     assert "full" in refused.value.message
     assert heard == []
     now = (
@@ -180,7 +181,7 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
     assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next prune"
     with pytest.raises(NotFound):
         world.swarm.episode(episodes[0].id)
-    assert [one.seq for one in world.journal.find_episodes(EpisodeQuery(limit=3)).episodes] == [20, 19, 18]
+    assert [episode.seq for episode in recent_episodes(world.reopen(), 3)] == [20, 19, 18]
     events = world.swarm.queries.events()
     assert events[0].kind == "evaluation" and 0 < len(events) < 20, "evaluations stay, and the newest other events"
 
