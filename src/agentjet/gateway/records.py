@@ -212,7 +212,7 @@ def batches(journal: Journal, before: int | None, limit: int) -> BatchList:
 
 def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
     """Returns a batch. Raises `NotFound`."""
-    newest = journal.batch_records(batch_id + 1, 2)
+    newest = journal.batch_records(min(batch_id + 1, 2**63 - 1), 2)  # SQLite has no larger integers.
     if not newest or newest[0].id != batch_id:
         raise NotFound(f"There is no batch {batch_id} in this run.", code="batch_not_found")
     record, before = newest[0], newest[1] if len(newest) > 1 else None
