@@ -17,7 +17,7 @@ from agentjet.compute.merging import base_of
 from agentjet.config.loader import read_toml
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import Tags
-from agentjet.gateway.engine import _token_ids
+from agentjet.gateway.run_policies import _token_ids
 from agentjet.research.campaign.coding_agent import reasons
 from agentjet.research.campaign.llm import anthropic_blocks
 from agentjet.research.campaign.subject_file import read_subject

@@ -234,7 +234,7 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
     not the journal's.
     """
     from agentjet.gateway.checkpoints import CheckpointStore
-    from agentjet.gateway.first_weights import FOLDER as FIRST_WEIGHTS
+    from agentjet.gateway.run_policies import FIRST_WEIGHTS
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 

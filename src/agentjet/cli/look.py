@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from agentjet.cli import Server, TokenFile
-from agentjet.errors import ConfigError, Later, RequestError, Unauthorized, Unreachable
+from agentjet.errors import ConfigError, Unauthorized, Unavailable, Unreachable, UpstreamFailed
 from agentjet.protocol import EvaluationView, JobBody, StatusResponse, StepList, flatten
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -143,9 +143,9 @@ class RemoteRun:
         try:
             return await self._connection.request("GET", path)
         except Unauthorized as error:  # The session of the page is valid: this server refuses the token of `look`.
-            raise RequestError(error.message, code="token_refused", status=502) from None
+            raise UpstreamFailed(error.message, code="token_refused") from None
         except Unreachable as error:
-            raise Later(str(error), retry_after=1.0, code="server_unreachable", status=503) from None
+            raise Unavailable(str(error), retry_after=1.0, code="server_unreachable") from None
 
 
 class Places:

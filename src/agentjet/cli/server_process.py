@@ -109,7 +109,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     printer = asyncio.create_task(_print_runs(runs))
     limiter = asyncio.create_task(limit_process_logs(data_dir))
-    ready = asyncio.create_task(runs.default.ready())
+    ready = asyncio.create_task(runs.default.engine.wait_until_up())
     try:
         models = dict.fromkeys(config.model_of(policy).name for policy in config.policy_names)
         _print(f"AgentJet {__version__} listens on {url}, loading {', '.join(models)} …")
@@ -164,7 +164,7 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     version = f"policy version {gateway.swarm.policy_version}"
     if gateway.policies:
         _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
-    for policy, renderer in gateway.engine.renderers.items():
+    for policy, renderer in gateway.hosted.renderers.items():
         model = renderer.model
         millions = model.num_parameters / 1e6
         size = f"{millions:.0f}M parameters" if millions >= 1 else f"{model.num_parameters:,} parameters"
