@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from bench.machine import environment, run_contender
+from bench.machine import environment, grid, last_json, report, run_contender
 
 if TYPE_CHECKING:
     from agentjet.compute.embedded.sampler import ModelSampler
@@ -33,8 +31,7 @@ WORKLOADS = {"8": [SHORT] * 8, "32": [SHORT] * 32, "64": [SHORT] * 64, "mixed": 
 CONTENDERS = ("agentjet", "continuous")
 ARRIVALS = "mixed_arrivals"
 IN_FLIGHT = 16
-ARRIVALS_CACHE = 8192
-"""Half of what the short calls of `mixed_arrivals` leave behind, at one block of the cache each."""
+ARRIVALS_CACHE = 8192  # Half of what the short calls of `mixed_arrivals` leave behind, at one block of the cache each
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:
@@ -166,24 +163,14 @@ def child(arguments: argparse.Namespace, name: str, *one: str) -> Any:
     if done.failed:
         print(f"{name} failed: {done.failed}", file=sys.stderr)
         return None
-    return json.loads(done.output.splitlines()[-1])
+    return last_json(done.output)
 
 
-def compare(arguments: argparse.Namespace, workloads: list[str]) -> dict[str, Any]:
-    """Both contenders on each workload."""
-    grid = Table("workload", *(f"{c} tokens/s" for c in CONTENDERS), "ratio")
-    results: dict[str, Any] = {}
-    for workload in workloads:
-        speeds = {c: child(arguments, f"{c} on {workload}", c, workload) for c in CONTENDERS}
-        ours, theirs = (speeds[c] for c in CONTENDERS)
-        ratio = ours / theirs if ours and theirs else None
-        results[workload] = {**speeds, "ratio": ratio}
-        grid.add_row(
-            workload, *(f"{s:.0f}" if s else "failed" for s in speeds.values()), f"{ratio:.2f}" if ratio else ""
-        )
-    if workloads:
-        Console(width=100).print(grid)
-    return results
+def compare(arguments: argparse.Namespace, workload: str) -> dict[str, Any]:
+    """Tokens per second of both contenders, and their ratio."""
+    speeds = {c: child(arguments, f"{c} on {workload}", c, workload) for c in CONTENDERS}
+    ours, theirs = (speeds[c] for c in CONTENDERS)
+    return {**speeds, "ratio": ours / theirs if ours and theirs else None}
 
 
 def main() -> None:
@@ -202,14 +189,14 @@ def main() -> None:
         found = mixed_arrivals(*shared, arguments.short_calls) if is_ours_alone else measure(*arguments.one, *shared)
         print(json.dumps(found))
         return
-    figures: dict[str, Any] = {"bench": "sampler"}
+    figures: dict[str, Any] = {}
     if ARRIVALS in arguments.workloads:
         speeds = child(arguments, ARRIVALS, "agentjet", ARRIVALS)
         figures["mixed_ratio"] = round(speeds["arriving_tokens_s"] / speeds["sorted_tokens_s"], 3) if speeds else None
         figures[ARRIVALS] = speeds
         print(f"{ARRIVALS}: {figures['mixed_ratio']} of the throughput of the same requests sorted ({speeds})")
-    figures["workloads"] = compare(arguments, [name for name in arguments.workloads if name != ARRIVALS])
-    print(json.dumps(figures))
+    figures["workloads"] = {name: compare(arguments, name) for name in arguments.workloads if name != ARRIVALS}
+    report("sampler", figures, grid(figures["workloads"]), machine=False)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,13 @@ class Row:
 
     id: str
     group_id: int | None
-    reward: float | dict[str, float] | None
-    """In a run with policies, the reward of each."""
+    reward: float | dict[str, float] | None  # In a run with policies, the reward of each
     num_calls: int | None
     finished: float | None
-    lost_as: str | None
-    """`aborted` or `expired`."""
+    lost_as: str | None  # `aborted` or `expired`
     reason: str | None
     lost: float | None
-    dropped: str
-    """Why a finished episode will not train, else empty."""
+    dropped: str  # Why a finished episode will not train, else empty
     batch: int | None
     learned: int | None
 
@@ -47,35 +44,24 @@ class Audit:
     finished: int
     trained: int
     waiting: int
-    dropped: dict[str, int]
-    """Finished, in a group that was dropped; by reason."""
-    unscored: dict[str, int]
-    """Aborted, expired and live."""
-    lost: list[str]
-    """Acknowledged and not in the journal, or otherwise there."""
+    dropped: dict[str, int]  # Finished, in a group that was dropped; by reason
+    unscored: dict[str, int]  # Aborted, expired and live
+    lost: list[str]  # Acknowledged and not in the journal, or otherwise there
     trained_twice: list[str]
-    failures_scored: list[str]
-    """A reward that no agent returned."""
-    two_effects: list[str]
-    """Keys under which more than one episode was begun, and episodes with more than one key."""
+    failures_scored: list[str]  # A reward that no agent returned
+    two_effects: list[str]  # Keys under which more than one episode was begun, and episodes with more than one key
     batches: int
 
     @classmethod
     def total(cls, audits: Sequence[Audit]) -> Audit:
         """The audit of several runs together."""
-        return cls(
-            begun=sum(one.begun for one in audits),
-            finished=sum(one.finished for one in audits),
-            trained=sum(one.trained for one in audits),
-            waiting=sum(one.waiting for one in audits),
-            dropped=dict(sum((Counter(one.dropped) for one in audits), Counter[str]())),
-            unscored=dict(sum((Counter(one.unscored) for one in audits), Counter[str]())),
-            lost=[line for one in audits for line in one.lost],
-            trained_twice=[line for one in audits for line in one.trained_twice],
-            failures_scored=[line for one in audits for line in one.failures_scored],
-            two_effects=[line for one in audits for line in one.two_effects],
-            batches=sum(one.batches for one in audits),
-        )
+
+        def added(values: list[Any]) -> Any:
+            if isinstance(values[0], dict):
+                return dict(sum(map(Counter, values), Counter[str]()))
+            return sum(values, type(values[0])())
+
+        return cls(**{one.name: added([getattr(audit, one.name) for audit in audits]) for one in fields(cls)})
 
     @property
     def aborted(self) -> int:

@@ -26,10 +26,8 @@ from agentjet.errors import AgentJetError, Conflict, Later
 from bench.breaking.records import Book
 
 TRIES = 3
-REWARDS = (0.25, 0.5, 0.75, 1.0)
-"""Never 0: a 0 in the journal was put there by somebody else."""
-Score = float | dict[str, float]
-"""The reward of an episode; in a run with policies that of each."""
+REWARDS = (0.25, 0.5, 0.75, 1.0)  # Never 0: a 0 in the journal was put there by somebody else
+Score = float | dict[str, float]  # The reward of an episode; in a run with policies that of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,7 @@ class ClientSettings:
     seed: str
     group_size: int
     lease_seconds: float
-    max_retries: int = 2
-    """OpenAI's own default."""
+    max_retries: int = 2  # OpenAI's own default
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

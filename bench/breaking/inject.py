@@ -11,18 +11,15 @@ import os
 import signal
 import time
 
-from bench.breaking.patience import kill_under_a_waiting_client
 from bench.breaking.plan import RUNS, WIRE, Fault
 from bench.breaking.scene import Scene
 from bench.breaking.victims import ServerEnded
 
-MOMENT_SECONDS = 25.0
-"""The longest wait for a moment."""
+MOMENT_SECONDS = 25.0  # The longest wait for a moment
 HANG_UPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6) * 4
 """Seconds into a call for several completions: when some are recorded and others not depends on the machine."""
 HANG_UP_SECONDS = 1.5
-POISON = 2
-"""A batch is skipped after so many workers failed on it (`gateway.engine.MAX_CRASHES`)."""
+POISON = 2  # A batch is skipped after so many workers failed on it (`gateway.engine.MAX_CRASHES`)
 
 
 async def inject(scene: Scene, fault: Fault) -> bool:
@@ -34,8 +31,6 @@ async def inject(scene: Scene, fault: Fault) -> bool:
         return await _at_transition(scene, fault)
     if kind == "gateway killed at a random time":
         return await _gateway(scene, fault)
-    if kind == "gateway killed under a waiting client":
-        return await kill_under_a_waiting_client(scene, MOMENT_SECONDS)
     if kind in ("worker killed", "worker hangs"):
         return await _worker(scene, fault)
     if kind == "worker killed twice by one batch":

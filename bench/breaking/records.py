@@ -30,22 +30,16 @@ class Book:
 class Books:
     """The records of all clients together."""
 
-    begun: set[str] = field(default_factory=set)
-    """Episodes that a client was given."""
-    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Answers that reached an agent, by call id."""
+    begun: set[str] = field(default_factory=set)  # Episodes that a client was given
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)  # Answers that reached an agent, by call id
     failed_calls: list[dict[str, Any]] = field(default_factory=list)
     """Calls that ended with an error after the last attempt of the SDK."""
     scoring: dict[str, list[float | dict[str, float]]] = field(default_factory=dict)
     """Rewards that an agent returned, whether or not they arrived."""
-    finished: dict[str, float | dict[str, float]] = field(default_factory=dict)
-    """Rewards that the server acknowledged."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Rewards that came too late, with the reason."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Episodes whose agent raised, and how."""
-    aborted: set[str] = field(default_factory=set)
-    """Aborts that the server acknowledged."""
+    finished: dict[str, float | dict[str, float]] = field(default_factory=dict)  # Rewards that the server acknowledged
+    refused: dict[str, str] = field(default_factory=dict)  # Rewards that came too late, with the reason
+    failed: dict[str, str] = field(default_factory=dict)  # Episodes whose agent raised, and how
+    aborted: set[str] = field(default_factory=set)  # Aborts that the server acknowledged
     hung: dict[str, float] = field(default_factory=dict)
     """When an agent gave its last sign of life, by the clock of this machine."""
 

@@ -1,4 +1,4 @@
-"""Figures of replicas with SmolLM2-135M: exactness, speed against vLLM's offline API, and the pause of a publish.
+"""Figures of replicas with SmolLM2-135M: exactness, speed, and the pause of a publish.
 
 All need the sampler's environment (`sampler_python`).
 """
@@ -6,68 +6,22 @@ All need the sampler's environment (`sampler_python`).
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM
 
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy, locate_model, resolve_dtype
+from agentjet.compute.embedded.policy import resolve_dtype
 from agentjet.compute.embedded.token_sampling import score
-from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
-from bench.scaling.replicas import SOURCE, START_SECONDS, Completed, LocalReplica, Wanted
+from tests.cluster.local_replica import MAX_CONCURRENT, Completed, Running, Wanted, running
 
-MODEL = "smollm2-135m"
-CONTEXT, MAX_CONCURRENT = 512, 64
 PROMPT_TOKENS, NEW_TOKENS = 40, 48
-BATCHES, ROUNDS = 3, 2
-"""Batches of prompts that count, and how often each side samples them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Running:
-    """A replica that has adopted the weights of `policy` as version 0."""
-
-    replica: LocalReplica
-    policy: Policy
-    published: Any
-    """The same model without AgentJet's attention."""
-    model: ModelConfig
-    sampler: SamplerConfig
-
-
-@contextmanager
-def running(python: str, dtype: str, *, lora_rank: int = 0) -> Iterator[Running]:
-    """Starts a replica on one core, whose completions end only at their `max_tokens`."""
-    lora = {"rank": lora_rank}
-    config = ModelConfig.model_validate(
-        {"name": MODEL, "device": "cpu", "dtype": dtype, "threads": 1, "context_length": CONTEXT, "lora": lora}
-    )
-    policy = load_policy(config)
-    sampler = SamplerConfig(max_concurrent=MAX_CONCURRENT, cache_tokens=16_384)
-    with tempfile.TemporaryDirectory() as name, LocalReplica(python, Path(name) / "log") as replica:
-        info = dataclasses.replace(policy.info, end_tokens=())
-        replica.load(config, info, sampler, ComputeConfig())
-        published = AutoModelForCausalLM.from_pretrained(locate_model(MODEL), dtype=getattr(torch, dtype)).eval()
-        if lora_rank:
-            adapter = PeftConfig(r=lora_rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-            published = get_peft_model(published, adapter)
-        replica.adopt(replica.publish(published, 0))
-        yield Running(replica, policy, published, config, sampler)
+BATCHES = 3  # Batches of prompts that count
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -133,60 +87,21 @@ def sampling_seconds(world: Running, batches: Sequence[Sequence[list[int]]], new
     return seconds
 
 
-def offline_seconds(
-    python: str, world: Running, batches: Sequence[Sequence[list[int]]], new_tokens: int
-) -> list[float]:
-    """Returns the seconds of the same with `vllm.LLM.generate` and equal settings. Raises `RuntimeError`."""
-    with tempfile.TemporaryDirectory() as name:
-        file, result = Path(name) / "job", Path(name) / "result"
-        job: dict[str, Any] = {
-            "model": world.model.model_dump(mode="json"),
-            "sampler": world.sampler.model_dump(mode="json"),
-            "info": dataclasses.asdict(dataclasses.replace(world.policy.info, end_tokens=())),
-            "prompts": batches,
-            "new_tokens": new_tokens,
-            "rounds": len(batches),
-            "result": str(result),
-        }
-        file.write_text(json.dumps(job))
-        done = subprocess.run(
-            [python, "-m", "bench.scaling.offline", str(file)],
-            env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent}"},
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS,
-        )
-        if not result.exists():
-            raise RuntimeError(f"vLLM's offline API failed: {done.stderr[-2000:]}")
-        seconds: list[float] = json.loads(result.read_text())
-    return seconds
-
-
 def figures(python: str) -> dict[str, Any]:
-    """Returns the rows of `python -m bench.scale` about replicas.
-
-    Speed: the best of some batches of prompts, after one that is not counted. Both sides take turns, because the speed
-    of a machine drifts.
-    """
+    """Returns the rows of `python -m bench.scale` about replicas. Speed: the best of some batches of prompts."""
     torch.set_num_threads(1)
     dtype = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
     batches = [prompts(MAX_CONCURRENT, seed) for seed in range(BATCHES + 1)]
-    ours, theirs = list[float](), list[float]()
     with running(python, dtype) as one:
-        for _ in range(ROUNDS):
-            ours += sampling_seconds(one, batches, NEW_TOKENS)[1:]
-            theirs += offline_seconds(python, one, batches, NEW_TOKENS)[1:]
-        exact = logprob_error(one) if dtype == "float32" else None
+        seconds = sampling_seconds(one, batches, NEW_TOKENS)[1:]
         with running(python, dtype) as two:
             pause = publish_pause([one, two])
     with running(python, dtype, lora_rank=16) as adapted:
         adapter = publish_pause([adapted])
-    if exact is None:
-        with running(python, "float32") as world:
-            exact = logprob_error(world)
+    with running(python, "float32") as world:
+        exact = logprob_error(world)
     with running(python, "bfloat16") as world:
         rounded = logprob_error(world, new_tokens=16)
-    total = MAX_CONCURRENT * NEW_TOKENS
     return {
         "logprob_err": exact["max"],
         "mismatch_kl_bf16": rounded["kl"],
@@ -196,7 +111,5 @@ def figures(python: str) -> dict[str, Any]:
         "publish_pause_adapter_s": adapter["pause_s"],
         "publish_gap_adapter_s": adapter["gap_s"],
         "step_s": pause["step_s"],
-        "sampler_efficiency": min(theirs) / min(ours),
-        "sampler_tokens_per_s": total / min(ours),
-        "vllm_tokens_per_s": total / min(theirs),
+        "sampler_tokens_per_s": MAX_CONCURRENT * NEW_TOKENS / min(seconds),
     }

@@ -28,7 +28,6 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ModelConfig
-from bench.scaling.spawn import spawn
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (
     AFTER,
@@ -42,6 +41,7 @@ from tests.cluster.rank_cases import (
     policy_of,
     state_of,
 )
+from tests.cluster.spawn import spawn
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
 from tests.compute.test_locks import RECIPES
