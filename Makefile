@@ -58,7 +58,10 @@ $(RAY_INSTALLED): $(INSTALLED)
 	touch $@
 
 wheel: setup  ## make dist/agentjet_swarm-VERSION-py3-none-any.whl
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build/wheel && mkdir -p build/wheel
+	cp -r pyproject.toml README.md LICENSE src examples build/wheel
+	if command -v npx > /dev/null; then $(BIN)/python tools/vendor.py --join build/wheel/src/agentjet/page; else echo "npx is missing: the modules of the page stay apart"; fi
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./build/wheel
 
 demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
@@ -80,13 +83,11 @@ check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway under load and hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and the memory of the light parts
 	$(BIN)/python -m bench.readme
 	$(BIN)/python -m bench.step
-	$(BIN)/python -m bench.losses
 	$(BIN)/python -m bench.recipes
 	$(BIN)/python -m bench.sampler
-	$(BIN)/python -m bench.constraints
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.hostile
@@ -94,7 +95,7 @@ bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses 
 	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.flaky
 	$(BIN)/python -m bench.research
-	$(BIN)/python -m bench.campaign --unseen 1
+	$(BIN)/python -m bench.campaign
 	$(BIN)/python -m bench.error_rates
 	$(BIN)/python -m bench.alarms
 	$(BIN)/python -m bench.footprint

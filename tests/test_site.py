@@ -82,7 +82,7 @@ def test_the_computed_tables_of_costs_are_current(module: Any) -> None:
     costs = module("costs")
     page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     assert page.partition(costs.MARK)[2].strip() == costs.tables().strip(), "run `make docs`"
-    page = (ROOT / "docs" / "cluster-howto.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     assert module("fits").table() in page, "write the output of `python docs/site/fits.py` into the page"
 
 
