@@ -661,7 +661,7 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in values.items()}
 
 
-# ---- limits in closed form, and runs on several gateways -----------------------------------------------------
+# ---- limits in closed form -------------------------------------------------------------------------------------------
 
 
 def limits(costs: Costs) -> dict[str, float]:
@@ -703,40 +703,6 @@ def limits(costs: Costs) -> dict[str, float]:
     }
 
 
-def spread(runs: int, gateways: int, *, trials: int = 200, seed: int = 0) -> dict[str, float]:
-    """The busiest gateway's load divided by the mean, at the median trial. The size of run `i` goes with 1 / i."""
-    rng, sizes = random.Random(seed), [1 / (1 + number) for number in range(runs)]
-    mean, found = sum(sizes) / gateways, {}
-    for name in ("random", "least_loaded"):
-        worst = []
-        for _ in range(trials):
-            loads = [0.0] * gateways
-            for size in rng.sample(sizes, runs):  # Runs start in any order.
-                place = rng.randrange(gateways) if name == "random" else loads.index(min(loads))
-                loads[place] += size
-            worst.append(max(loads) / mean)
-        found[name] = round(statistics.median(worst), 2)
-    return {"runs": runs, "gateways": gateways, **found, "best_possible": round(max(1.0, sizes[0] / mean), 2)}
-
-
-def draw(rows: Sequence[dict[str, Any]], limit: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "capacity"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for count in sorted({row["num_replicas"] for row in rows}):
-        line = [(row["agents"], row["calls_per_s"]) for row in rows if row["num_replicas"] == count]
-        axes.plot(*zip(*line, strict=True), marker="o", label=f"{count} replicas")
-    axes.axhline(limit, color="grey", linestyle="--", label="CPU of one gateway")
-    axes.set(xscale="log", yscale="log", xlabel="concurrent episodes", ylabel="calls a second")
-    axes.set_title("Simulated with measured costs: one gateway")
-    axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
-
-
 # ---- the whole -----------------------------------------------------------------------------------------------
 
 
@@ -745,7 +711,6 @@ def main() -> int:
     parser.add_argument("--costs", type=Path, default=CASES / "costs.json", help="measured costs, as a JSON object")
     parser.add_argument("--most", type=int, default=100_000, help="concurrent episodes of the largest simulation")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
-    parser.add_argument("--svg", type=Path, help="draw the simulated loads")
     given = parser.parse_args()
     progress, output = Console(stderr=True), Console(width=180)
     costs = Costs(**json.loads(given.costs.read_text()))
@@ -754,13 +719,9 @@ def main() -> int:
     agents = [number for number in (100, 1000, 10_000, 100_000) if number <= most]
     result["grid"] = loads(costs, agents, (1, 10) if given.quick else (1, 10, 100, 1000), progress)
     result["variants"] = variants(costs, min(4000, most), 4 if given.quick else 48, progress)
-    result["spread"] = [spread(runs, gateways) for runs, gateways in ((8, 4), (32, 4), (128, 4), (128, 16))]
     named = {f"{row['agents']} episodes, {row['num_replicas']} replicas": row for row in result["grid"]}
     output.print(grid(named | {row["case"]: row for row in result["variants"]}, *COLUMNS))
-    if given.svg:
-        draw(result["grid"], result["limits"]["calls_per_s"], given.svg)
-    for name in ("limits", "spread"):
-        output.print(f"{name}: {result[name]}")
+    output.print(f"limits: {result['limits']}")
     report("capacity", result, machine=False)
     return 0
 

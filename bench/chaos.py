@@ -36,10 +36,9 @@ from rich.console import Console
 from agentjet.protocol import StatusResponse
 from agentjet.types import PolicyId
 from bench.breaking import reference
-from bench.breaking.audit import Audit, audit
+from bench.breaking.audit import Audit, audit, read
 from bench.breaking.inject import inject
 from bench.breaking.plan import RUNS, Fault, plan
-from bench.breaking.records import read
 from bench.breaking.scene import Scene, Tally, make_clients
 from bench.breaking.victims import Server, ServerEnded
 from bench.breaking.wire import Wire

@@ -6,17 +6,86 @@ The three records are independent. Everything that must be zero is a number here
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sqlite3
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from agentjet.swarm import Journal
-from bench.breaking.records import Books
+
+# ---- the clients' own books: one line of JSON each, on disk before the client goes on --------------------------------
+
+
+class Book:
+    """Append only."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, what: str, episode: str, **more: Any) -> None:
+        line = json.dumps({"what": what, "episode": episode, "at": time.time(), **more}) + "\n"
+        os.write(self._file, line.encode())
+        os.fsync(self._file)
+
+
+@dataclass(slots=True)
+class Books:
+    """The records of all clients together."""
+
+    begun: set[str] = field(default_factory=set)  # Episodes that a client was given
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)  # Answers that reached an agent, by call id
+    failed_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls that ended with an error after the last attempt of the SDK."""
+    scoring: dict[str, list[float | dict[str, float]]] = field(default_factory=dict)
+    """Rewards that an agent returned, whether or not they arrived."""
+    finished: dict[str, float | dict[str, float]] = field(default_factory=dict)  # Rewards that the server acknowledged
+    failed: set[str] = field(default_factory=set)  # Episodes whose agent raised
+    aborted: set[str] = field(default_factory=set)  # Aborts that the server acknowledged
+
+
+def read(folder: Path) -> Books:
+    """All books of a folder. A line that a killed client did not finish is ignored."""
+    books = Books()
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in _lines(path):
+            _enter(books, line)
+    return books
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def _enter(books: Books, line: dict[str, Any]) -> None:
+    episode = line["episode"]
+    match line["what"]:
+        case "begun":
+            books.begun.add(episode)
+        case "call":
+            books.calls[line["call"]] = line
+        case "call failed":
+            books.failed_calls.append(line)
+        case "scoring":
+            books.scoring.setdefault(episode, []).append(line["reward"])
+        case "finished":
+            books.finished[episode] = line["reward"]
+        case "failed":
+            books.failed.add(episode)
+        case "aborted":
+            books.aborted.add(episode)
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +182,7 @@ def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[
         lost=_lost(episodes, books) + _lost_calls(journal, episodes, books),
         trained_twice=_trained_twice(episodes, forests, learned) + _operations_out_of_order(journal),
         failures_scored=[row.id for row in finished if row.reward not in books.scoring.get(row.id, [])]
-        + sorted(set(books.failed) & {row.id for row in finished}),
+        + sorted(books.failed & {row.id for row in finished}),
         two_effects=_two_effects(answers),
         batches=len(learned),
     )
@@ -192,34 +261,3 @@ def _operations_out_of_order(journal: Path) -> list[str]:
 def _two_effects(answers: Mapping[str, set[str]]) -> list[str]:
     keys: Counter[str] = Counter(id for ids in answers.values() for id in ids)
     return [key for key, ids in answers.items() if len(ids) > 1] + [id for id, number in keys.items() if number > 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """An agent that hung: how long after its last sign of life its episode ended, and how long its batch waited."""
-
-    episode: str
-    expired_after: float
-    batch_waited: float
-
-
-def stuck(journal: Path, books: Books, since: float, offset: float) -> list[Stuck]:
-    """The agents that hung after `since` (this machine's clock), while the server's clock was `offset` ahead."""
-    episodes = rows(journal)
-    found = []
-    with sqlite3.connect(journal) as db:
-        for id, hung in books.hung.items():
-            row = episodes.get(id)
-            if hung < since or row is None or row.lost is None:
-                continue
-            last_life = hung + offset
-            mates = [mate for mate in episodes.values() if mate.group_id == row.group_id and mate.batch is not None]
-            composed = None
-            if mates:
-                batch = mates[0].batch
-                (body,) = db.execute("SELECT body FROM batches WHERE id = ?", (batch,)).fetchone()
-                composed = json.loads(body)["composed"]
-                last_reward = max(mate.finished or 0.0 for mate in episodes.values() if mate.batch == batch)
-            waited = 0.0 if composed is None else max(0.0, composed - max(last_reward, last_life))
-            found.append(Stuck(id, row.lost - last_life, waited))
-    return found

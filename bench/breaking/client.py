@@ -23,7 +23,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 from agentjet import AsyncSwarm
 from agentjet.client import AsyncEpisode
 from agentjet.errors import AgentJetError, Conflict, Later
-from bench.breaking.records import Book
+from bench.breaking.audit import Book
 
 TRIES = 3
 REWARDS = (0.25, 0.5, 0.75, 1.0)  # Never 0: a 0 in the journal was put there by somebody else

@@ -39,9 +39,8 @@ from agentjet.protocol import StatusResponse
 from agentjet.swarm.groups import STALE
 from agentjet.types import DEFAULT_RUN, PolicyId
 from bench.breaking import reference
-from bench.breaking.audit import Audit, audit, rows
+from bench.breaking.audit import Audit, Books, audit, read, rows
 from bench.breaking.plan import RUNS
-from bench.breaking.records import Books, read
 from bench.breaking.scene import Scene, make_clients
 from bench.breaking.victims import GivenUp, Server, ServerEnded, Statuses
 from bench.breaking.wire import Wire

@@ -35,13 +35,13 @@ from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCach
 from agentjet.rendering import Renderer
 from agentjet.timeline.support import decode_set, encode_set
 from agentjet.types import Constraint, Conversation, Message, ModelInfo, SamplingParams
-from bench.scaling.samplers import running
 from tests.cluster.local_replica import (
     POLICY,
     Completed,
     LocalReplica,
     Wanted,
     raw_logprobs,
+    running,
     sampler_python,
     without_weight,
 )
