@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,7 @@ TOTAL_SECONDS, QUICK_SECONDS = 1200.0, 3600.0
 VOCABULARY = 49_152  # All ids of SmolLM2's tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A command of `python -m` that runs for at most `seconds`."""
-
-    name: str
-    seconds: float
-    command: tuple[str, ...]
+Piece = tuple[str, float, list[str]]  # A name, the most seconds, and a command of `python -m`
 
 
 def pieces(kind: str, out: Path, model: str) -> list[Piece]:
@@ -58,25 +51,21 @@ def pieces(kind: str, out: Path, model: str) -> list[Piece]:
         words = shlex.split(command)
         for place, value in given.items():
             words = [word.replace(place, value) for word in words]
-        found.append(Piece(name, seconds, tuple(words)))
+        found.append((name, seconds, words))
     return found
 
 
-def run(piece: Piece, out: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Returns exit code, seconds and result of a piece. After `seconds`, ends it with its children: code 124."""
-    print(f"{piece.name}: {' '.join(piece.command)}", file=sys.stderr, flush=True)
+def run(piece: Piece, out: Path, environment: dict[str, str], left: float) -> dict[str, Any]:
+    """Returns exit code, seconds and result of a piece. After its time, ends it with its children: code 124."""
+    name, seconds, command = piece
+    print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
     began = time.monotonic()
-    log, errors = out / f"{piece.name}.log", out / f"{piece.name}.err"
+    log, errors = out / f"{name}.log", out / f"{name}.err"
     with log.open("w") as stdout, errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *piece.command],
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+        line = [sys.executable, "-m", *command]
+        process = subprocess.Popen(line, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
         try:
-            code = process.wait(max(1.0, seconds))
+            code = process.wait(max(1.0, min(seconds, left)))
         except subprocess.TimeoutExpired:
             code = 124
         finally:
@@ -84,7 +73,7 @@ def run(piece: Piece, out: Path, environment: dict[str, str], seconds: float) ->
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     found: dict[str, Any] = {"exit_code": code, "seconds": round(time.monotonic() - began, 1)}
-    result = out / piece.name / "result.json"
+    result = out / name / "result.json"
     last = result.read_text() if result.exists() else _last_line(log)
     with contextlib.suppress(json.JSONDecodeError):
         return {**found, "result": json.loads(last)}
@@ -111,7 +100,7 @@ def check(chosen: Sequence[Piece], out: Path, seconds: float, *, cpu: bool) -> d
     }
     ends = time.monotonic() + seconds
     for piece in chosen:
-        report["runs"][piece.name] = run(piece, out, environment, min(piece.seconds, ends - time.monotonic()))
+        report["runs"][piece[0]] = run(piece, out, environment, ends - time.monotonic())
         (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")  # Kept if a later piece ends the machine.
     return report
 
@@ -133,7 +122,7 @@ def main() -> int:
         out = chosen.folder.absolute()
         tiny = str(make_model(Path(model), VOCABULARY, quick=True)) if chosen.quick else ""
         all_of_them = pieces("quick" if chosen.quick else "whole", out, tiny)
-        wanted = [piece for piece in all_of_them if not chosen.only or piece.name in chosen.only]
+        wanted = [piece for piece in all_of_them if not chosen.only or piece[0] in chosen.only]
         report = check(wanted, out, QUICK_SECONDS if chosen.quick else TOTAL_SECONDS, cpu=chosen.cpu)
     print(json.dumps(report))
     return int(any(run["exit_code"] for run in report["runs"].values()))

@@ -25,17 +25,16 @@ from agentjet.timeline import Row, build_forest
 from bench.machine import environment, grid, last_json, report, run_contender
 from bench.merge_layouts import (
     MODES,
-    SYNTHETIC,
     VOCABULARY,
+    WORKLOADS,
     Measured,
     Run,
-    Shape,
     limits,
     measure,
 )
 from bench.models import make_model
 
-BY_DEFAULT = [name for name in SYNTHETIC if name != "turns40_long"]
+BY_DEFAULT = [name for name in WORKLOADS if name != "turns40_long"]
 WITHOUT_CALLS = ("turns40_long",)  # Two million tokens as one row per call: that baseline is left out
 WITH_MEMORY = ("turns12", "turns40", "shared_prompt")  # Where peak memory is worth the time of another step
 COLUMNS = ("call_s", "timeline_s", "forest_s", "vs_call", "token_ratio", "vs_timeline", "token_ratio_timeline")
@@ -56,7 +55,7 @@ class Settings:
 
     def rows(self, workload: str) -> list[Row]:
         """The batch of a workload."""
-        return SYNTHETIC[workload](Shape(self.vocabulary, QUICK_SHRINK if self.quick else 1))
+        return WORKLOADS[workload](self.vocabulary, QUICK_SHRINK if self.quick else 1)
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -80,11 +79,11 @@ def compare(
 ) -> dict[str, Any]:
     """All modes on one workload."""
     rows = settings.rows(workload)
-    bound = limits(rows)
+    calls, timelines = limits(rows)
     result: dict[str, Any] = {
         "distinct_tokens": build_forest(rows).num_nodes,
-        "token_ratio": round(bound.calls, 3),
-        "token_ratio_timeline": round(bound.timelines, 3),
+        "token_ratio": round(calls, 3),
+        "token_ratio_timeline": round(timelines, 3),
         "vs_call": None,
     }
     for mode in MODES:
@@ -113,7 +112,7 @@ def _with_steps(settings: Settings, steps: int) -> Settings:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--workloads", nargs="+", choices=SYNTHETIC, default=BY_DEFAULT, metavar="NAME", help=", ".join(SYNTHETIC)
+        "--workloads", nargs="+", choices=WORKLOADS, default=BY_DEFAULT, metavar="NAME", help=", ".join(WORKLOADS)
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--threads", type=int, default=2)

@@ -50,24 +50,9 @@ class Lengths:
     context: int
     sampled: int
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The size of the workloads: lengths are divided by `shrink`, which keeps their ratios."""
-
-    vocabulary: int = VOCABULARY
-    shrink: int = 1
-
-    def of(self, lengths: Lengths) -> Lengths:
-        return Lengths(*(value // self.shrink for value in (lengths.prompt, lengths.context, lengths.sampled)))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Tokens of each baseline over the distinct tokens-in-context: the speed-up that counting alone would give."""
-
-    calls: float
-    timelines: float
+    def shrunk(self, times: int) -> Lengths:
+        """Lengths with the same ratios."""
+        return Lengths(self.prompt // times, self.context // times, self.sampled // times)
 
 
 def turns(
@@ -130,13 +115,11 @@ def timelines(rows: Sequence[Row]) -> list[list[Row]]:
     return found
 
 
-def limits(rows: Sequence[Row]) -> Limits:
-    """The ratios of token counts alone."""
+def limits(rows: Sequence[Row]) -> tuple[float, float]:
+    """Tokens of rows per call and per timeline over the distinct tokens-in-context: the speed-up of counting alone."""
     distinct = build_forest(rows).num_nodes
-    return Limits(
-        calls=sum(len(row.tokens) for row in rows) / distinct,
-        timelines=sum(len(group[-1].tokens) for group in timelines(rows)) / distinct,
-    )
+    longest = sum(len(group[-1].tokens) for group in timelines(rows))
+    return sum(len(row.tokens) for row in rows) / distinct, longest / distinct
 
 
 def _begins(row: Row, longer: Row) -> bool:
@@ -167,15 +150,19 @@ class _Draw:
 
 SHORT = Lengths(prompt=120, context=30, sampled=20)
 LONG = Lengths(prompt=1000, context=200, sampled=60)
-SYNTHETIC: dict[str, Callable[[Shape], list[Row]]] = {
-    "turns12": lambda shape: turns(shape.of(SHORT), 12, vocabulary=shape.vocabulary),
-    "turns40": lambda shape: turns(shape.of(SHORT), 40, vocabulary=shape.vocabulary),
-    "shared_prompt": lambda shape: turns(shape.of(Lengths(1000, 0, 60)), 1, tasks=4, vocabulary=shape.vocabulary),
-    "subagents": lambda shape: subagents(shape.of(Lengths(1000, 100, 40)), vocabulary=shape.vocabulary),
-    "turns12_long": lambda shape: turns(shape.of(LONG), 12, vocabulary=shape.vocabulary),
-    "turns40_long": lambda shape: turns(shape.of(LONG), 40, vocabulary=shape.vocabulary),
+WORKLOADS: dict[str, Callable[[int, int], list[Row]]] = {
+    "turns12": lambda vocabulary, shrink: turns(SHORT.shrunk(shrink), 12, vocabulary=vocabulary),
+    "turns40": lambda vocabulary, shrink: turns(SHORT.shrunk(shrink), 40, vocabulary=vocabulary),
+    "shared_prompt": lambda vocabulary, shrink: turns(
+        Lengths(1000, 0, 60).shrunk(shrink), 1, tasks=4, vocabulary=vocabulary
+    ),
+    "subagents": lambda vocabulary, shrink: subagents(Lengths(1000, 100, 40).shrunk(shrink), vocabulary=vocabulary),
+    "turns12_long": lambda vocabulary, shrink: turns(LONG.shrunk(shrink), 12, vocabulary=vocabulary),
+    "turns40_long": lambda vocabulary, shrink: turns(LONG.shrunk(shrink), 40, vocabulary=vocabulary),
 }
-"""By name. `shared_prompt` has four prompts, so that the optimiser, the same for all, is a small part of a step."""
+"""By name, of a vocabulary and a divisor of all lengths. `shared_prompt` has four prompts, so that the optimiser, the
+same for all, is a small part of a step.
+"""
 
 
 # ---- the layouts -----------------------------------------------------------------------------------------------------
