@@ -135,7 +135,7 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(CREWAI_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
 	$(BIN)/python -m conformance
 
-scale: setup  ## the figures of the cluster backend, with real ranks and fake replicas
+scale: setup  ## faults of a whole cluster, with real ranks and fake replicas
 	$(BIN)/python -m bench.scale
 
 docs: setup  ## write the pages that are made from the program

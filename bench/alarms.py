@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -378,8 +377,7 @@ def main() -> None:
     if options.write:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
         TEXT.write_text(with_table(TEXT.read_text(encoding="utf-8"), result), encoding="utf-8")
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps({**result, "cpu_seconds": round(sum(one.ru_utime + one.ru_stime for one in usages))}))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

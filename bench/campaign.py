@@ -9,7 +9,7 @@ share of studies whose verdict is not that of the fresh seeds, `cost_ratio` the 
 at full length with four seeds. Three figures are tests of campaigns: `breaches` (hostile proposals that became
 commits), `resume_identical` (SIGKILL at entries of the notebook), and `week_ok` (servers that are away or lose runs).
 
-Prints a line for each subject, then one JSON object as the last line. With `--out`, an interrupted call continues.
+Prints a line for each subject, then one JSON object then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SESOI = 0.05
 ENOUGH = 0.8  # Share of the gain at which the troubles count as mended
 
 
-def write_subject(troubles: tuple[str, ...], folder: Path) -> None:
+def write_subject(folder: Path, troubles: tuple[str, ...]) -> Path:
     """The demo's subject with these troubles only."""
     shutil.copytree(example("digits") / "campaign", folder)
     load_example("digits", "random_model").make_random_model(folder / "model")
@@ -63,12 +63,13 @@ def write_subject(troubles: tuple[str, ...], folder: Path) -> None:
     agent = agent.replace(LIMIT, LIMIT * ("limit" in troubles) + GREEDY * ("greedy" in troubles))
     agent = agent if "format" in troubles else agent.replace(FORMAT, HEALTHY)
     (folder / "agent.py").write_text(agent)
+    return folder / "subject.toml"
 
 
 def score(repo: SubjectRepo, commit: str, local: int) -> float:
     """Mean score of a commit with fresh seeds."""
     keys = [f"truth {commit} {seed}" for seed in SEEDS]
-    with runner_of(repo, local) as runner:
+    with SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
         for key, seed in zip(keys, SEEDS, strict=True):
             if not runner.has(key):
                 runner.launch(key, Trial("truth", commit, {}, seed, "confirm"))
@@ -76,18 +77,13 @@ def score(repo: SubjectRepo, commit: str, local: int) -> float:
     return statistics.fmean(run.score for run in runs if run.score is not None)
 
 
-def runner_of(repo: SubjectRepo, local: int) -> SwarmRunner:
-    return SwarmRunner(repo.subject_of, repo.folder, local_slots(local))
-
-
-def play(name: str, out: Path, local: int) -> dict[str, Any]:
+def play(name: str, healthy: SubjectRepo, out: Path, local: int) -> dict[str, Any]:
     """One campaign, and the truth about it. `seconds` are those of the campaign. A healthy subject is mended if no
     change was accepted that does not raise the score.
     """
-    healthy = SubjectRepo.create(out / "truth", made(out / "healthy", ()))
-    repo = SubjectRepo.create(out / name / "campaign", made(out / name / "given", PLANTED[name]))
+    repo = SubjectRepo.create(out / name / "campaign", write_subject(out / name / "given", PLANTED[name]))
     began = time.monotonic()
-    with Notebook(repo.folder) as notebook, runner_of(repo, local) as runner:
+    with Notebook(repo.folder) as notebook, SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
         question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, evaluator=repo.judge_hash)
         ending = Campaign(question, notebook, repo, runner, [Strategist()]).run()
         learned = [entry.content["verdict"] for entry in notebook.of("learned") if "verdict" in entry.content]
@@ -121,24 +117,16 @@ def verdict(effect: float) -> str:
     return "supported" if effect > 0 else "refuted"
 
 
-def made(folder: Path, troubles: tuple[str, ...]) -> Path:
-    if not folder.exists():
-        part = folder.with_name(f"{folder.name}.part")  # a call that was interrupted left it
-        shutil.rmtree(part, ignore_errors=True)
-        write_subject(troubles, part)
-        part.rename(folder)
-    return folder / "subject.toml"
-
-
 AT_LEAST = {"mended": 0.7, "recovered": 0.8, "resume_identical": 1, "week_ok": 1}
 AT_MOST = {"wrong": 0.05, "cost_ratio": 0.4, "breaches": 0, "lines": 5000}
 
 
 def measured(out: Path, names: list[str], local: int) -> dict[str, Any]:
     """Conducts the campaigns, and prints a line for each."""
+    healthy = SubjectRepo.create(out / "truth", write_subject(out / "whole", ()))
     results = {}
     for name in names:
-        results[name] = play(name, out, local)
+        results[name] = play(name, healthy, out, local)
         print(f"{name}: {json.dumps(results[name])}", flush=True)
     sums = {key: sum(one[key] for one in results.values()) for key in ("troubles", "claims", "wrong")}
     remedies = 4.0 * (len({row.name for row in table()[1]}) + 1)  # Each at full length, with four seeds
@@ -169,12 +157,11 @@ def tested() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*PLANTED, "tests"], default=[*PLANTED, "tests"])
-    parser.add_argument("--out", type=Path, help="the folder of the campaigns; else they are removed")
     parser.add_argument("--local", type=int, default=2, help="servers at the same time")
     given = parser.parse_args()
     names = [name for name in given.only if name != "tests"]
     with tempfile.TemporaryDirectory() as made:
-        found = measured((given.out or Path(made)).absolute(), names, given.local) if names else {}
+        found = measured(Path(made), names, given.local) if names else {}
     found |= tested() if "tests" in given.only else {}
     report("campaign", found, bounded(found, AT_LEAST, AT_MOST))
 

@@ -693,13 +693,10 @@ def limits(costs: Costs) -> dict[str, float]:
         "episodes_at_once": cycle / call,
         "replicas": (cycle - seconds) / call / assumed.slots,
         "disk_share": written / call / costs.disk_bandwidth,
-        "gb_written_a_day": 86400 * written / call / 1e9,
         "kb_memory_per_episode": held / 1024,
         "batch_s_per_1000_episodes": 1000 * tree * costs.batch_token,
         "rank_mb_per_1000_episodes": 1000 * tree * costs.rank_bytes_token / 1e6,
         "rank_s_per_1000_episodes": 1000 * tree * costs.rank_token,
-        "idle_share_10000": 1e4 * costs.idle_live,
-        "begin_ms_10000": 1e3 * (costs.begin + 1e4 * costs.per_live),
     }
 
 

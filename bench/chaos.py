@@ -230,14 +230,14 @@ AIMS = {"gateway_p95": 3.0, "worker_p95": 10.0}  # Seconds
 
 def rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
     """The table: faults by kind, figures, promises, and what broke them."""
-    t, a, summary = outcome.tally, outcome.audit, outcome.summary()
-    found: dict[str, Any] = dict(sorted(t.faults.items(), key=lambda item: -item[1]))
+    tally, a, summary = outcome.tally, outcome.audit, outcome.summary()
+    found: dict[str, Any] = dict(tally.faults.most_common())
     found |= {name: value for name, value in summary.items() if isinstance(value, int)}
     found |= {f"recovery, {name} (aim {aim:g} s)": summary["recovery_s"][name] for name, aim in AIMS.items()}
     found |= {promise: "yes" if is_kept else "NO" for promise, is_kept in outcome.kept().items()}
-    broken = [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected]
+    broken = [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *tally.unexpected]
     found |= {f"broken {number}": one for number, one in enumerate(broken)}
-    found |= {f"did not come: {fault.kind} {fault.at} {fault.when}": "" for fault in t.missed}
+    found |= {f"did not come: {fault.kind} {fault.at} {fault.when}": "" for fault in tally.missed}
     return {name: {"": value} for name, value in found.items()}
 
 

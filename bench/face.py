@@ -21,9 +21,9 @@ from rich.console import Console
 
 from agentjet.server.page import Page
 from bench import face_browser
-from bench.face_history import History, job, write
 from bench.machine import bounded, missed_bounds, report, started, tests_pass
 from bench.scripted import Settings
+from tests.locks.long_run import History, job, write
 
 # ---- the yes/no checks are tests -------------------------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ from urllib.parse import quote
 import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from bench import face_history
 from bench.face_load import LOAD, RATE
 from bench.machine import CASES, percentile
 from bench.wire import ask
+from tests.locks import long_run
 from tests.page.chromium import ARGUMENTS, chromium_path
 
 REPEATS = 20
@@ -69,7 +69,7 @@ class Live:
 
     def end_batch(self, live: Iterable[str]) -> None:
         """Completes the two groups."""
-        for episode_id in [*live, *(self.begin(number) for number in range(3, 2 * face_history.GROUP_SIZE))]:
+        for episode_id in [*live, *(self.begin(number) for number in range(3, 2 * long_run.GROUP_SIZE))]:
             self.finish(episode_id)
 
 
@@ -108,19 +108,11 @@ def opened_view(browser: Browser, live: Live, path: str, shown: str) -> list[flo
 
 def filters() -> Iterator[str]:
     """Addresses of filtered lists, each another one."""
-    kinds = [
-        "status=aborted",
-        "sort=reward",
-        "sort=-reward",
-        "min_reward=1",
-        "reason=KeyError: 'sum'",
-        "search=task-37",
-    ]
-    kinds += [f"task_set={name}" for name in face_history.SETS] + [f"client={name}" for name in face_history.CLIENTS]
-    kinds += [f"batch={number}" for number in (3, 250)] + [
-        f"task=task-{number}" for number in range(REPEATS - len(kinds))
-    ]
-    return (f"#/episodes?{quote(kind, safe='=')}" for kind in kinds)
+    kinds = ["status=aborted", "sort=reward", "sort=-reward", "min_reward=1", "search=task-37"]
+    kinds += ["reason=KeyError: 'sum'", *(f"task_set={name}" for name in long_run.SETS)]
+    kinds += [f"client={name}" for name in long_run.CLIENTS]
+    kinds += [*(f"batch={number}" for number in (3, 250)), *(f"task=task-{number}" for number in range(REPEATS))]
+    return (f"#/episodes?{quote(kind, safe='=')}" for kind in kinds[:REPEATS])
 
 
 def rows(browser: Browser, live: Live) -> dict[str, list[float]]:
@@ -186,7 +178,7 @@ def finish_times(live: Live, after: int, last: int) -> list[float]:
     return found
 
 
-def measure(url: str, written: face_history.History, keys: Collection[str]) -> dict[str, Any]:
+def measure(url: str, written: long_run.History, keys: Collection[str]) -> dict[str, Any]:
     """Returns the 95th percentiles in milliseconds of these keys, and the parts of `rows_ms`: it is the largest."""
     token, viewer = ((written.data_dir / name).read_text().strip() for name in ("token", "viewer-token"))
     live = Live(url, token, viewer, written.long_episode)

@@ -199,57 +199,45 @@ async def timed(agents: Sequence[Agent], work: Callable[[Agent], Awaitable[None]
 # ---- the measurements ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The loads of a run. `share` of the capacity is the rate at which the overhead is measured."""
-
-    episodes: int = 1000
-    calls: int = 10
-    share: float = 0.6
-
-
-QUICK = Plan(episodes=20, calls=3, share=0.3)
-
-
 def measure(load: Load) -> dict[str, Any]:
     """Puts a load on a running server, from a separate process."""
     outcome: dict[str, Any] = ask_process("bench.gateway", "--load", json.dumps(asdict(load)))
     return outcome
 
 
-def ours(plan: Plan, folder: Path, *, rate: float = 0.0, seconds: float = 0.0, wait: bool = True) -> dict[str, Any]:
-    """One measurement of a gateway with a fresh data dir."""
+def ours(episodes: int, calls: int, folder: Path, rate: float = 0.0, *, wait: bool = True) -> dict[str, Any]:
+    """One measurement of a gateway with a fresh data dir. With a rate, completions last `COMPLETION_SECONDS`."""
+    seconds = COMPLETION_SECONDS if rate else 0.0
     with tempfile.TemporaryDirectory(dir=folder) as made:
         data_dir = Path(made) / "data"
         settings = Settings(str(data_dir), seconds, waits_for_disk=wait, job=JOB)
         with started(settings.command(), Path(made) / "serve.log") as url:
             token = (data_dir / "token").read_text().strip()
-            return measure(Load(url, token, plan.episodes, plan.calls, rate, seconds))
+            return measure(Load(url, token, episodes, calls, rate, seconds))
 
 
-def run(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
-    """All measurements, one after the other, and the verdict."""
+def run(episodes: int, calls: int, share: float, folder: Path) -> dict[str, Any]:
+    """All measurements, one after the other, and the verdict. The overhead is measured at a share of the capacity."""
+    console = Console(stderr=True)
     console.print("measuring capacity ...")
-    capacity = ours(plan, folder)
-    rate = plan.share * capacity["rps"]
+    capacity = ours(episodes, calls, folder)
+    rate = share * capacity["rps"]
     console.print(f"measuring the overhead at {rate:.0f} calls/s ...")
-    served = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS)
+    served = ours(episodes, calls, folder, rate)
     console.print("the same without waiting for the disk ...")
-    unsynced = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS, wait=False)
+    unsynced = ours(episodes, calls, folder, rate, wait=False)
     console.print("the same with cores kept awake ...")
     # A sleeping core takes time to wake. That is the machine's cost, and a busy server does not pay it.
     with busy_cores(os.cpu_count() or 1, nice=19):
-        awoken = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS)
+        awoken = ours(episodes, calls, folder, rate)
     outcomes = {"capacity": capacity, "overhead": served, "without fsync": unsynced, "kept awake": awoken}
-    for name, outcome in outcomes.items():
-        if outcome["first_error"]:
-            console.print(f"first error of {name}: {outcome['first_error']}")
     times = {"": served, "_without_fsync": unsynced, "_awake": awoken}
     return {
         "rps": round(capacity["rps"], 1),
         **{f"{key}{how}": round(one[key], 2) for how, one in times.items() for key in ("p50_ms", "p99_ms")},
         **{key: round(served[key], 2) for key in ("commit_p50_ms", "commit_p99_ms")},
         "errors": sum(outcome["errors"] for outcome in outcomes.values()),
+        "first_error": next((outcome["first_error"] for outcome in outcomes.values() if outcome["errors"]), ""),
         "rss_mb": round(served["rss_mb"], 1),
         "kb_per_episode": round(served["kb_per_episode"], 1),
         "rate": round(rate, 1),
@@ -259,10 +247,9 @@ def run(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = Plan()
-    parser.add_argument("--episodes", type=int, default=whole.episodes, help="open at once")
-    parser.add_argument("--calls", type=int, default=whole.calls, help="of each episode")
-    parser.add_argument("--share", type=float, default=whole.share, help="of the capacity, for the overhead")
+    parser.add_argument("--episodes", type=int, default=1000, help="open at once")
+    parser.add_argument("--calls", type=int, default=10, help="of each episode")
+    parser.add_argument("--share", type=float, default=0.6, help="of the capacity, for the overhead")
     parser.add_argument("--quick", action="store_true", help="a few calls, to see that everything works")
     parser.add_argument("--folder", type=Path, help="where the journals are written; its disk is part of the figure")
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -270,9 +257,9 @@ def main() -> int:
     if given.load:
         print(json.dumps(asyncio.run(Generator(Load(**json.loads(given.load))).run())))
         return 0
-    plan = Plan(given.episodes, given.calls, given.share)
+    load = (20, 3, 0.3) if given.quick else (given.episodes, given.calls, given.share)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        verdict = run(QUICK if given.quick else plan, Path(folder), Console(stderr=True))
+        verdict = run(*load, Path(folder))
     report("gateway", verdict, grid(verdict["outcomes"], *COLUMNS))
     return 0 if verdict["errors"] == 0 else 1
 

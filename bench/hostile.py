@@ -27,12 +27,12 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.machine import CASES, grid, missed_bounds, report, started
+from bench.machine import CASES, bounded, missed_bounds, report, started
 from bench.scripted import Settings
 from bench.wire import TIMEOUT, ask
 
 MEGABYTES = 32
-LIMITS = {"stall_no_key_s": 0.05, "stall_key_s": 0.5, "memory_ratio": 20.0}
+LIMITS = {"stall_no_key_s": 0.05, "stall_key_s": 0.5, "memory_ratio": 20.0, "let_in_without_key": 0}
 CASE = json.loads((CASES / "hostile.json").read_text(encoding="utf-8"))
 ANSWERED_BEFORE_BODY = ("empty objects", "text")  # Shapes that are sent without a key: none is looked at
 CONTEXT_LENGTH = 131_072  # Large enough for long texts
@@ -222,18 +222,6 @@ def summarise(found: list[Damage]) -> dict[str, Any]:
     }
 
 
-def by_shape(found: list[Damage]) -> dict[str, dict[str, Any]]:
-    """The worst of each shape."""
-    rows: dict[str, dict[str, Any]] = {}
-    for damage in found:
-        name = damage.attack.shape + ("" if damage.attack.token else ", no key")
-        row = rows.setdefault(name, {"requests": 0, "answers": [], "stall s": 0.0, "memory": 0.0})
-        row["requests"] += 1
-        row["answers"] = sorted({*row["answers"], damage.status})
-        row |= {"stall s": max(row["stall s"], damage.stall_s), "memory": max(row["memory"], damage.memory_ratio)}
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of a body, and server.max_body_mb")
@@ -242,8 +230,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measure(given.megabytes, Path(folder), Console(stderr=True))
     verdict = summarise(found)
-    report("hostile", {**verdict, "megabytes": given.megabytes}, grid(by_shape(found)))
-    return int(bool(missed_bounds(verdict, {}, {**LIMITS, "let_in_without_key": 0})))
+    report("hostile", {**verdict, "megabytes": given.megabytes}, bounded(verdict, {}, LIMITS))
+    return int(bool(missed_bounds(verdict, {}, LIMITS)))
 
 
 if __name__ == "__main__":

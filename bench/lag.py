@@ -141,20 +141,16 @@ class Live:
             return int(journal.execute("SELECT COUNT(*) FROM calls").fetchone()[0])
 
 
-def no_preparation(folder: Path, sizes: Sizes) -> None:
-    """The run begins empty."""
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """Work of a server. `act` returns facts that show that the work was done."""
 
     act: Callable[[Live, Sizes], dict[str, Any]]
-    prepare: Callable[[Path, Sizes], None] = no_preparation  # Writes the journal in the folder of the run
+    prepare: Callable[[Path, Sizes], None] | None = None  # Writes the journal in the folder of the run
     job: dict[str, Any] = field(default_factory=dict)
     recipe: str = ""  # The import path of a recipe with a sleeping hook
     first: Callable[[Live, Sizes], None] | None = None  # Work of an earlier server on the same folder
-    between: Callable[[Path, Sizes], None] = no_preparation  # Changes of the folder between the two servers
+    between: Callable[[Path, Sizes], None] | None = None  # Changes of the folder between the two servers
 
 
 # ---- recipes with a hook that sleeps ---------------------------------------------------------------------------------
@@ -422,8 +418,9 @@ def server(case: Case, sizes: Sizes, folder: Path, model: Path) -> Iterator[Live
 def measure(case: Case, sizes: Sizes, folder: Path, model: Path) -> dict[str, Any]:
     """The figures of a case, and what it did."""
     run = folder / "data" / "runs" / "default"
-    case.prepare(run, sizes)
-    if case.first is not None:
+    if case.prepare is not None:
+        case.prepare(run, sizes)
+    if case.first is not None and case.between is not None:
         with server(case, sizes, folder, model) as live:
             case.first(live, sizes)
         case.between(run, sizes)
@@ -439,8 +436,8 @@ def measure(case: Case, sizes: Sizes, folder: Path, model: Path) -> dict[str, An
     return {**figures, **({"held_by": loop.get("held_by", "")} if missed_bounds(figures, {}, LIMITS) else {}), **facts}
 
 
-def run(names: Sequence[str], sizes: Sizes, folder: Path, console: Console) -> dict[str, Any]:
-    model = make_model(folder / "model")
+def run(names: Sequence[str], sizes: Sizes, folder: Path) -> dict[str, Any]:
+    model, console = make_model(folder / "model"), Console(stderr=True, soft_wrap=True)
     found: dict[str, Any] = {}
     for name in names:
         began = time.monotonic()
@@ -452,19 +449,18 @@ def run(names: Sequence[str], sizes: Sizes, folder: Path, console: Console) -> d
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], help="some of the cases")
     parser.add_argument("--quick", action="store_true", help="small sizes, which show that the bench works")
     parser.add_argument("--folder", type=Path, help="where the journals are written; the largest case needs 7 GB")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     if given.serve:
         serve(given.serve)
         return 0
     with tempfile.TemporaryDirectory(prefix="lag-", dir=given.folder) as made:
-        sizes = QUICK if given.quick else Sizes()
-        found = run(given.only, sizes, Path(made), Console(stderr=True, soft_wrap=True))
+        found = run(given.only, QUICK if given.quick else Sizes(), Path(made))
     facts = {name: {key: value for key, value in case.items() if key not in LIMITS} for name, case in found.items()}
     rows = {name: {**case, "what it did": str(facts[name])} for name, case in found.items()}
     worst = {f"worst_{figure}": max(case[figure] for case in found.values()) for figure in LIMITS}

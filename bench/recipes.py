@@ -100,21 +100,6 @@ def run_name(recipe: str) -> str:
     return recipe.replace("_", "-")
 
 
-def overrides(model: Path) -> list[str]:
-    made: dict[str, Any] = {
-        "model.name": str(model),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 4096,
-        "job.batch_size": GROUPS,
-        "job.group_size": GROUP_SIZE,
-        "job.max_tokens": 8,
-        "job.checkpoint_every": 0,
-    }
-    return [f"{name}={json.dumps(value)}" for name, value in made.items()]
-
-
 def share(text: str) -> float:
     """Returns the share of letters and digits."""
     return sum(one.isascii() and one.isalnum() for one in text) / len(text) if text else 0.0
@@ -154,7 +139,13 @@ class RecipeServer:
         self._server = self._start()
 
     def _start(self) -> ChildServer:
-        server = ChildServer(None, overrides(self._model), self._folder)
+        model = {"name": str(self._model), "device": "cpu", "dtype": "float32", "threads": 1}
+        job = {"batch_size": GROUPS, "group_size": GROUP_SIZE, "max_tokens": 8, "checkpoint_every": 0}
+        made = {
+            f"{section}.{key}": value for section, of in (("model", model), ("job", job)) for key, value in of.items()
+        }
+        settings = [f"{name}={json.dumps(value)}" for name, value in {**made, "sampler.cache_tokens": 4096}.items()]
+        server = ChildServer(None, settings, self._folder)
         server.connect().close()
         return server
 

@@ -1,32 +1,30 @@
-"""The cluster backend: exactness and faults: `python -m bench.scale` prints a table, then a JSON object.
+"""Faults of a whole cluster beside their bounds: `python -m bench.scale` prints a table, then a JSON object.
 
-Runs on two CPU cores: learner ranks with gloo on SmolLM2-135M, and a whole cluster of a tiny model with fake replicas.
-vLLM's log-probabilities are compared with the learner's by `tests/cluster/test_replica.py`.
+`python -m bench.scaling.faults` has options. The gradients and checkpoints of ranks are compared with those of one rank
+by `tests/cluster/test_ranks.py`, and vLLM's log-probabilities with the learner's by `tests/cluster/test_replica.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
+import tempfile
+from pathlib import Path
 
 from bench.machine import bounded, report
-from bench.scaling import faults, ranks
+from bench.scaling.faults import Run
 
 AT_LEAST = {"faults": 100}
-AT_MOST = {"grad_rel_err": 1e-6, "reshard_err": 1e-6, "failover_s": 5.0}
-AT_MOST |= dict.fromkeys(("calls_failed", "lost", "trained_twice", "wrong_versions"), 0)
-PARTS = {"learner": lambda: {**ranks.grad_rel_err(), **ranks.reshard_err()}, "faults": faults.figures}
+AT_MOST = {"failover_s": 5.0, **dict.fromkeys(("calls_failed", "lost", "trained_twice", "wrong_versions"), 0)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
-    found = {}
-    for part in parser.parse_args().only:
-        figures = PARTS[part]()
-        print(f"{part}: {json.dumps(figures, default=str)}")
-        found |= figures
-    report("scale", found, bounded(found, AT_LEAST, AT_MOST))
+    parser.add_argument("--share", type=float, default=1.0, help="share of the faults")
+    share = parser.parse_args().share
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(Run.drawn(Path(folder).resolve(), share, 0).figures())
+    report("scale", found, bounded({name: found[name] for name in (*AT_LEAST, *AT_MOST)}, AT_LEAST, AT_MOST))
 
 
 if __name__ == "__main__":

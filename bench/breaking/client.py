@@ -173,7 +173,7 @@ class ChaosClient:
 
     async def _hang(self, episode: AsyncEpisode, how: str) -> None:
         """Until long after the lease; `busy` with heartbeats, until the server has had enough of them."""
-        self._book.note("hung", episode.id, how=how)
+        self._book.note("hung", episode.id)
         episode._heartbeats.cancel()  # The whole process hangs, so that its thread sends none.
         until = time.monotonic() + 2 * self._settings.lease_seconds + 1
         while time.monotonic() < until or how == "busy":

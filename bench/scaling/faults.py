@@ -11,6 +11,13 @@ SIGKILL:
 Afterwards the journal is compared with the clients' own books. Every token that was learned must be one of its version
 in its context. An undisturbed cluster learns the same batches: its
 weights must be equal bit by bit. Prints the figures as JSON; `bench.scale` has them in its table.
+
+`calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
+repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `calls_stale` are those of
+episodes that the server ended because their tokens were older than `max_staleness`. `lost` are acknowledged
+episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
+seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
+no replica was left; then a new one must start.
 """
 
 from __future__ import annotations
@@ -157,11 +164,8 @@ class Stage:
         """Give the replica that starts next a fault of its own."""
         version = status.policy_version
         fault = {"lies": tuple(range(version + 1, version + 4))} if point == "lies" else {"die": point}
-        self._write_hooks(Hooks(**{**asdict(HOOKS), **fault}))
-
-    def _write_hooks(self, hooks: Hooks) -> None:
         path = self.scene.folder / "part.json"
-        path.write_text(hooks.environment()[Hooks.VARIABLE])
+        path.write_text(Hooks(**{**asdict(HOOKS), **fault}).environment()[Hooks.VARIABLE])
         path.rename(self.scene.folder / "next.json")
 
 
@@ -181,25 +185,16 @@ def make_sampler_python(folder: Path) -> Path:
     return path
 
 
+@dataclass
 class Run:
     """A run of faults, from its empty folder to its figures."""
 
-    def __init__(
-        self,
-        folder: Path,
-        seed: int,
-        faults: Sequence[Fault],
-        minutes: float = math.inf,
-        *,
-        colocated: bool = False,
-    ) -> None:
-        """After so many minutes, the other faults are missed. `colocated`: ranks and replicas compute in turns."""
-        self._folder = folder
-        self._seed = seed
-        self._faults = faults
-        self._seconds = 60 * minutes
-        self._colocated = colocated
-        self._gave_up = ""
+    folder: Path
+    seed: int
+    faults: Sequence[Fault]
+    minutes: float = math.inf  # After so many, the other faults are missed
+    colocated: bool = False  # Ranks and replicas compute in turns
+    gave_up: str = ""
 
     @classmethod
     def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf, *, colocated: bool = False) -> Run:
@@ -209,23 +204,18 @@ class Run:
         return cls(folder, seed, plan(part, share, dice), minutes, colocated=colocated)
 
     def settings(self) -> dict[str, Any]:
-        python = make_sampler_python(self._folder)
+        python = make_sampler_python(self.folder)
         samplers = min(3, os.cpu_count() or 1)  # A cluster of one machine has one core for each.
-        compute = {
-            "backend": "cluster",
-            "ranks": 2,
-            "samplers": samplers,
-            "sampler_python": str(python),
-        }
-        compute["colocated"] = self._colocated
-        model = {"name": str(self._folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
+        compute = {"backend": "cluster", "ranks": 2, "samplers": samplers, "sampler_python": str(python)}
+        compute["colocated"] = self.colocated
+        model = {"name": str(self.folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
         server = {"worker_timeout": 20.0, "call_timeout": 300.0}
         sampler = {"max_concurrent": 8, "cache_tokens": 8192}
-        job = {**JOB, "max_staleness": 0} if self._colocated else JOB
+        job = {**JOB, "max_staleness": 0} if self.colocated else JOB
         return {"model": model, "compute": compute, "sampler": sampler, "job": job, "server": server}
 
     async def figures(self) -> dict[str, Any]:
-        began, folder = time.monotonic(), self._folder
+        began, folder = time.monotonic(), self.folder
         (policy,), exported = ONE_RUN[DEFAULT_RUN], Path()
         (folder / "forests" / DEFAULT_RUN).mkdir(parents=True)
         reference.make_model(folder / "model")
@@ -233,25 +223,25 @@ class Run:
         server = Server(folder, settings, ONE_RUN)
         wire = Wire(server.port)
         await wire.open()
-        scene = Scene(folder, server, wire, random.Random(self._seed), [])
+        scene = Scene(folder, server, wire, random.Random(self.seed), [])
         try:
             await server.start()
             await server.until(lambda: (server.data_dir / "admin-token").exists())
             scene.clients += make_clients(
                 *(folder, NUM_CLIENTS, wire, server),
-                seed=self._seed,
+                seed=self.seed,
                 group_size=GROUP_SIZE,
                 lease=LEASE_SECONDS,
                 max_retries=MAX_RETRIES,
             )
             for client in scene.clients:
                 await client.start()
-            await break_things(scene, self._faults, Stage(scene).inject, seconds=self._seconds)
+            await break_things(scene, self.faults, Stage(scene).inject, seconds=60 * self.minutes)
             await server.learned(await server.up(), 2)
             await asyncio.gather(*(client.stop(within=60.0) for client in scene.clients))
             exported = (await finish(scene))[DEFAULT_RUN][policy]
         except GivenUp as error:
-            self._gave_up = str(error)
+            self.gave_up = str(error)
         finally:
             await scene.close()
         books = read(scene.books(DEFAULT_RUN))
@@ -263,7 +253,7 @@ class Run:
         alone = await reference.undisturbed(
             settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
         )
-        equal = not self._gave_up and reference.equal_weights(exported, alone)
+        equal = not self.gave_up and reference.equal_weights(exported, alone)
         report = self._report(scene, found, checked, equal, time.monotonic() - began)
         return report | self._failed_calls(scene, books, stale)
 
@@ -294,7 +284,7 @@ class Run:
             "by_kind": dict(sorted(scene.tally.faults.items())),
             "publishes_cut": sum(bool(fact.get("cut")) or fact.get("at") == "publish" for fact in said),
             "missed": len(scene.tally.missed),
-            "gave_up": self._gave_up,
+            "gave_up": self.gave_up,
             "lost": len(found.lost),
             "trained_twice": len(found.trained_twice),
             "failures_scored": len(found.failures_scored),
@@ -349,20 +339,6 @@ def check_forests(folder: Path, policy: str) -> tuple[int, int]:
             forest.tokens[nodes], [contexts[node] for node in nodes], forest["logprob"], forest["version"]
         )
     return checked, wrong
-
-
-def figures(share: float = 1.0, seed: int = 0) -> dict[str, Any]:
-    """Returns the faults tried and what they did; `share` is that of the faults of a whole run.
-
-    `calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
-    repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `calls_stale` are those of
-    episodes that the server ended because their tokens were older than `max_staleness`. `lost` are acknowledged
-    episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
-    seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
-    no replica was left; then a new one must start.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(Run.drawn(Path(folder).resolve(), share, seed).figures())
 
 
 if __name__ == "__main__":

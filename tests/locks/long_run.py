@@ -1,5 +1,5 @@
-"""The data dir of a long run, for `bench.face`: 500 steps and 10,000 episodes, written by the journal alone, and one
-episode of 10,000 tokens. Its server starts at the checkpoint of the newest step.
+"""The data dir of a long run, for the locks and `bench.face`: 500 steps and 10,000 episodes, written by the journal
+alone, and one episode of 10,000 tokens. Its server starts at the checkpoint of the newest step.
 """
 
 from __future__ import annotations
