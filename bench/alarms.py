@@ -15,7 +15,6 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -320,10 +319,9 @@ def estimates() -> list[str]:
 def measure(num_runs: int, power_runs: int, processes: int = 1) -> dict[str, Any]:
     gc.disable()  # Nothing here makes cycles.
     names = estimates()
-    with ProcessPoolExecutor(processes) if processes > 1 else nullcontext() as pool:
-        each: Any = map if pool is None else pool.map
-        by_kind = dict(zip(KINDS, each(false_alarms, KINDS, [num_runs] * len(KINDS)), strict=True))
-        powers = dict(zip(names, each(power, names, [power_runs] * len(names)), strict=True))
+    with ProcessPoolExecutor(processes) as pool:
+        by_kind = dict(zip(KINDS, pool.map(false_alarms, KINDS, [num_runs] * len(KINDS)), strict=True))
+        powers = dict(zip(names, pool.map(power, names, [power_runs] * len(names)), strict=True))
     rules = {
         name: {
             "false_alarms": max(rates[name] for rates in by_kind.values()),

@@ -68,12 +68,10 @@ def write_subject(folder: Path, troubles: tuple[str, ...]) -> Path:
 
 def score(repo: SubjectRepo, commit: str, local: int) -> float:
     """Mean score of a commit with fresh seeds."""
-    keys = [f"truth {commit} {seed}" for seed in SEEDS]
     with SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
-        for key, seed in zip(keys, SEEDS, strict=True):
-            if not runner.has(key):
-                runner.launch(key, Trial("truth", commit, {}, seed, "confirm"))
-        runs = [runner.collect(key) for key in keys]
+        for seed in SEEDS:
+            runner.launch(f"truth {commit} {seed}", Trial("truth", commit, {}, seed, "confirm"))
+        runs = [runner.collect(f"truth {commit} {seed}") for seed in SEEDS]
     return statistics.fmean(run.score for run in runs if run.score is not None)
 
 

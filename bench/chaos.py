@@ -179,14 +179,12 @@ async def run(folder: Path, num_faults: int, seed: int, console: Console) -> Out
         await scene.close()
 
 
-Injection = Callable[[Any], Awaitable[bool]]
-"""Makes a fault happen; False if its moment did not come."""
-
-
-async def break_things(scene: Scene, faults: Sequence[Any], inject: Injection, *, seconds: float = math.inf) -> None:
+async def break_things(
+    scene: Scene, faults: Sequence[Any], inject: Callable[[Any], Awaitable[bool]], *, seconds: float = math.inf
+) -> None:
     """Makes fault after fault; one whose moment did not come is tried again at the end.
 
-    After so many seconds, the others are missed.
+    `inject` returns False if the moment did not come. After so many seconds, the other faults are missed.
     """
     backlog, began, tally = [(fault, 1) for fault in faults], time.monotonic(), scene.tally
     while backlog:

@@ -184,9 +184,6 @@ def costs(folder: Path, number: int) -> dict[str, float]:
     return {"open_s": open_s, "list_ms": 1e3 * max(pages), "rollback_ms": 1e3 * rollback}
 
 
-# ---- the event loop ----------------------------------------------------------------------------------------
-
-
 def write_batch(swarm: SwarmState, episodes: int, turns: int, tokens: int) -> None:
     """A complete batch of long conversations: each turn has `tokens` new tokens, half of them sampled."""
     for n in range(episodes):
