@@ -25,11 +25,9 @@ from agentjet.swarm import Journal
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams
 from bench.breaking.plan import TRANSITIONS
 
-Say = Callable[..., None]
-"""Sends a fact to the bench at once."""
+Say = Callable[..., None]  # Sends a fact to the bench at once
 NO_PAGE_LIMIT = 2**30
-SMALL_FILE = 4096
-"""Bytes that a file may have while writes are refused: every file of a run is longer."""
+SMALL_FILE = 4096  # Bytes that a file may have while writes are refused: every file of a run is longer
 
 
 def die() -> None:
@@ -48,10 +46,8 @@ class Trap:
         self._at = self._when = ""
         self._skip = 0
         self._tears = False
-        self._sprung = False
-        """The row is written: the commit that has it on disk is the end."""
-        self._changes = journal.file.db.total_changes
-        """As of the last commit: some have nothing to write."""
+        self._sprung = False  # The row is written: the commit that has it on disk is the end
+        self._changes = journal.file.db.total_changes  # As of the last commit: some have nothing to write
         for name in TRANSITIONS:
             setattr(journal, name, self._guarded(name, getattr(journal, name)))
         self._commit = journal.file.commit
@@ -115,8 +111,7 @@ class MortalCompute(EmbeddedCompute):
         self._delay = 0.0
         self._times = 0
         self._signal = signal.SIGKILL
-        self._newest: Counter[str] = Counter()
-        """The newest batch of each run, counted from 1."""
+        self._newest: Counter[str] = Counter()  # The newest batch of each run, counted from 1
         self._saves_fail = False
 
     def arm(self, verb: str = "", delay: float = 0.0, times: int = 1, hangs: bool = False, run: str = "") -> None:

@@ -32,7 +32,7 @@ async def undisturbed(
     settings: dict[str, Any], forests: Path, folder: Path, policy: PolicyId, num_batches: int
 ) -> Path:
     """Learn the kept batches of a policy in order, alone in a worker or cluster; returns the exported policy."""
-    config = _config(settings, folder)
+    config = ServeConfig.model_validate({**settings, "server": {"data_dir": str(folder)}})
     compute = ChosenCompute({"embedded": EmbeddedCompute(config), "cluster": ClusterCompute(config)})
     try:
         await compute.add(policy, config.model, settings=config.compute)
@@ -51,7 +51,3 @@ async def undisturbed(
 def equal_weights(one: Path, other: Path) -> bool:
     """Bit by bit."""
     return (one / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
-
-
-def _config(settings: dict[str, Any], data_dir: Path) -> ServeConfig:
-    return ServeConfig.model_validate({**settings, "server": {"data_dir": str(data_dir)}})

@@ -16,18 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Self
 
-import psutil
-
 from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy
 from agentjet.compute.cluster.fleet import ReplicaHandle
-from agentjet.compute.cluster.ray_launcher import RayLauncher
 from agentjet.compute.cluster.routing import RoutedCompletion
 
 POLL_SECONDS = 0.002
 PROCESS = re.compile(r"process (\d+)")
-STARTING = ("rendezvous", "join", "add")
-"""Requests to ranks that start."""
+STARTING = ("rendezvous", "join", "add")  # Requests to ranks that start
 
 
 class Resumed(list[int]):
@@ -58,28 +54,24 @@ class Kills:
         self._say = say
         self._present: asyncio.Task[None] | None = None
 
-    def order(
-        self, kind: str = "", at: str = "", delay: float = 0.0, count: int = 1, raylet: int = 0, stops: bool = False
-    ) -> None:
+    def order(self, kind: str = "", at: str = "", delay: float = 0.0, count: int = 1, stops: bool = False) -> None:
         """Kill `count` processes of a kind `delay` seconds after the moment `at`. Replaces the order before.
 
-        `at` is a request to the ranks, `start` or `adopt`; empty for now. `stops`: SIGSTOP instead of SIGKILL. `raylet`
-        is the process id for the kind `raylet`.
+        `at` is a request to the ranks, `start` or `adopt`; empty for now. `stops`: SIGSTOP instead of SIGKILL.
         """
         if self._present is not None:
             self._present.cancel()
         if kind:
-            self._present = asyncio.create_task(self._carry_out(kind, at, delay, count, raylet, stops))
+            self._present = asyncio.create_task(self._carry_out(kind, at, delay, count, stops))
 
-    async def _carry_out(self, kind: str, at: str, delay: float, count: int, raylet: int, stops: bool) -> None:
-        while not (self._is_moment(at) and self._victims(kind, at, count, raylet)):
+    async def _carry_out(self, kind: str, at: str, delay: float, count: int, stops: bool) -> None:
+        while not (self._is_moment(at) and self._victims(kind, at, count)):
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.sleep(delay)
-        while not (victims := self._victims(kind, at, count, raylet)):
+        while not (victims := self._victims(kind, at, count)):
             await asyncio.sleep(POLL_SECONDS)
-        ended = [*victims, *(_descendants(raylet) if kind == "raylet" else ())]
         cut = self._adopting() > 0
-        dead, hosted = self._replicas(ended), self._hosted()
+        dead, hosted = self._replicas(victims), self._hosted()
         fleet = hosted.fleet.replicas if hosted is not None else []
         survives = any(one.version is not None and one not in dead for one in fleet)
         watched = [] if stops else [(one, work) for one in dead for work in one.load.running]
@@ -112,18 +104,12 @@ class Kills:
         request = hosted.ranks.request
         return not at or request == at or (at == "start" and request in STARTING)
 
-    def _victims(self, kind: str, at: str, count: int, raylet: int) -> list[int]:
+    def _victims(self, kind: str, at: str, count: int) -> list[int]:
         """Returns the process ids of those that an order ends now."""
         if kind == "gateway":
             return [os.getpid()]
-        if kind == "raylet":
-            return [raylet]
         if (hosted := self._hosted()) is None:
             return []
-        if kind == "conductor":
-            launcher = hosted.site._launcher
-            place = launcher._site.place(launcher._name) if isinstance(launcher, RayLauncher) else ""
-            return [int(pid) for pid in PROCESS.findall(place)]
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
             # Rank 0 has the weights; the other ranks have a part of the gradient and of the checkpoint.
@@ -149,9 +135,3 @@ class Kills:
         processes = [one for policy in self._cluster._policies for one in self._cluster.processes(policy)]
         found = {one.name: PROCESS.search(one.place) for one in processes if one.kind == kind}
         return {name: int(match[1]) if match else 0 for name, match in found.items()}
-
-
-def _descendants(pid: int) -> list[int]:
-    with contextlib.suppress(psutil.Error):
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    return []

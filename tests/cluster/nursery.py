@@ -1,4 +1,4 @@
-"""Starts fake replicas in milliseconds, for tests and for `bench.scaling`: they are forked from one process."""
+"""Starts fake replicas in milliseconds, for tests and for `bench.scaling.faults`: they are forked from one process."""
 
 from __future__ import annotations
 

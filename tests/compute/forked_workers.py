@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bench.scaling.spawn import PRELOADED
+from tests.cluster.spawn import PRELOADED
 
 
 class ForkedWorker:
