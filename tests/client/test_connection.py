@@ -12,7 +12,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Swarm
 from agentjet.client.connection import DEFAULT_URL, load_settings
 from agentjet.errors import ConfigError, Conflict, Later, RequestError, Unauthorized, Unreachable
-from agentjet.protocol import Problem
+from agentjet.protocol import Problem, status_of
 from agentjet.types import Reward
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -144,7 +144,7 @@ def test_an_answer_that_is_no_problem_body_still_becomes_an_error() -> None:
     swarm = AsyncSwarm(URL, TOKEN, transport=transport)
     with pytest.raises(RequestError, match="oops") as failed:
         asyncio.run(swarm.status())
-    assert (failed.value.status, failed.value.code) == (500, "server_error")
+    assert (status_of(failed.value), failed.value.code) == (500, "server_error")
 
 
 def test_leaving_an_episode_without_a_reward_aborts_it() -> None:

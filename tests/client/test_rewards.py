@@ -28,7 +28,7 @@ from agentjet.client.command import environment
 from agentjet.client.episode import checked_reward, finish_body
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport, rows
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import CallView, EpisodeTree, FinishRequest
+from agentjet.protocol import CallView, EpisodeTree, FinishRequest, status_of
 from agentjet.types import MAX_REWARD_TEXT, Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 from tests.client.test_evaluation import client
@@ -98,7 +98,7 @@ def test_a_wrong_number_is_refused_where_the_reward_is_made(place: str, wrong: A
         InvalidRequest, match=rf"^{re.escape(place)} is .*: (it must be a finite|an agent returns)"
     ) as no:
         PLACES[place](wrong)
-    assert (no.value.code, no.value.param, no.value.status) == ("invalid_reward", place, 422)
+    assert (no.value.code, no.value.param, status_of(no.value)) == ("invalid_reward", place, 422)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_rewards_of_a_run_with_policies(returned: Any, reward: Reward) -> None:
 def test_rewards_that_are_refused(returned: Any, param: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence) as raised:
         checked_reward(returned, POLICIES)
-    assert (raised.value.code, raised.value.param, raised.value.status) == ("invalid_reward", param, 422)
+    assert (raised.value.code, raised.value.param, status_of(raised.value)) == ("invalid_reward", param, 422)
 
 
 async def test_a_run_without_named_policies_takes_no_reward_by_policy() -> None:
