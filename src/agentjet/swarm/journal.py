@@ -290,13 +290,14 @@ class Journal:
     def count(self, kind: CountKind, name: str, number: int = 1, batch: int = 0) -> None:
         """Add to a count."""
         self._db.execute(
-            "INSERT INTO counts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
+            "INSERT INTO counts VALUES (NULL, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
             (kind, batch, name, number),
         )
 
     def counts(self, kind: CountKind, batch: int = 0) -> dict[str, int]:
-        """The counts of a kind by name."""
-        return dict(self._db.execute("SELECT name, number FROM counts WHERE kind = ? AND batch = ?", (kind, batch)))
+        """The counts of a kind by name, in the order in which they were first added to."""
+        query = "SELECT name, number FROM counts WHERE kind = ? AND batch = ? ORDER BY seq"
+        return dict(self._db.execute(query, (kind, batch)))
 
     def outcomes(self) -> dict[str, int]:
         """Episodes since the data dir was made, by outcome. Trained and dropped ones are in `finished`, too."""
