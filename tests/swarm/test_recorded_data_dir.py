@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
 from agentjet.swarm import Journal, SwarmState
 from agentjet.swarm.queries import Queries
@@ -109,7 +110,7 @@ def test_a_reader_sees_the_rows_that_a_migration_writes(name: str, tmp_path: Pat
         before = path.read_bytes()
         with closing(Journal.open_read_only(path)) as journal:
             seen = contents(journal)
-            assert path.read_bytes() == before and journal.outcomes()["finished"] > 0
+            assert path.read_bytes() == before
         with closing(Journal.open(path)) as journal:
             assert contents(journal) == seen
         with closing(Journal.open_read_only(path)) as journal:
@@ -126,7 +127,7 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkey
                 "agentjet.swarm.journal_file.migration",
                 lambda db, number=number: [*list(migration(db))[:number], "SELECT no_such_function()"],
             )
-            with pytest.raises(sqlite3.OperationalError, match="no_such_function"):
+            with pytest.raises(ConfigError, match="no_such_function"):
                 Journal.open(path)
     with closing(Journal.open_read_only(path)) as journal:
         assert contents(journal) == before

@@ -78,10 +78,15 @@ _MAPPINGS = ("by_role", "call_rewards", "metrics", "noted", "refused")
 _EPISODE_FIELDS = tuple(field.name for field in fields(EpisodeRecord))
 _IS_MAPPING = tuple(name in _MAPPINGS for name in _EPISODE_FIELDS)
 _EPISODE_COLUMNS = ", ".join(f'"{name}"' for name in _EPISODE_FIELDS)
+_LATER_FIELDS = (
+    "status", "ended", "reward", "by_role", "call_rewards", "call_rewards_digest", "metrics", "reward_text", "reason",
+    "not_needed", "num_calls", "num_tokens", "trained_in", "oldest_version", "dropped", "noted", "refused",
+)  # fmt: skip
+"""The fields of an episode that change after its beginning."""
 _PUT_EPISODE = (
     f"INSERT INTO episodes ({_EPISODE_COLUMNS}, settled) VALUES ({', '.join('?' * len(_EPISODE_FIELDS))}, ?) "
     "ON CONFLICT (seq) DO UPDATE SET settled = excluded.settled, "
-    + ", ".join(f'"{name}" = excluded."{name}"' for name in _EPISODE_FIELDS if name not in ("seq", "id", "group_id"))
+    + ", ".join(f"{name} = excluded.{name}" for name in _LATER_FIELDS)
 )
 _GROUP_FIELDS = tuple(field.name for field in fields(Group) if field.name != "members")
 _GROUP_COLUMNS = ", ".join(_GROUP_FIELDS)
@@ -290,13 +295,14 @@ class Journal:
     def count(self, kind: CountKind, name: str, number: int = 1, batch: int = 0) -> None:
         """Add to a count."""
         self._db.execute(
-            "INSERT INTO counts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
+            "INSERT INTO counts VALUES (NULL, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
             (kind, batch, name, number),
         )
 
     def counts(self, kind: CountKind, batch: int = 0) -> dict[str, int]:
-        """The counts of a kind by name."""
-        return dict(self._db.execute("SELECT name, number FROM counts WHERE kind = ? AND batch = ?", (kind, batch)))
+        """The counts of a kind by name, in the order in which they were first added to."""
+        query = "SELECT name, number FROM counts WHERE kind = ? AND batch = ? ORDER BY seq"
+        return dict(self._db.execute(query, (kind, batch)))
 
     def outcomes(self) -> dict[str, int]:
         """Episodes since the data dir was made, by outcome. Trained and dropped ones are in `finished`, too."""

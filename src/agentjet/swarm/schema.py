@@ -97,12 +97,13 @@ CREATE INDEX idempotency_by_age ON idempotency (created);
 _CALL_INDEXES = ("facts_of_calls", "idempotency_by_age")
 REBUILT = """
 CREATE TABLE counts (
+    seq INTEGER PRIMARY KEY,
     kind TEXT NOT NULL,
     batch INTEGER NOT NULL,
     name TEXT NOT NULL,
     number INTEGER NOT NULL,
-    PRIMARY KEY (kind, batch, name)
-) WITHOUT ROWID;
+    UNIQUE (kind, batch, name)
+);
 
 CREATE TABLE code_versions (
     version TEXT PRIMARY KEY,
@@ -208,12 +209,13 @@ _STATE = "(SELECT value FROM main.meta WHERE key = 'state')"
 # Keys of `losses` were `BATCH/groups/REASON` and `BATCH/episodes/REASON`.
 _AFTER_BATCH = "substr(key, instr(key, '/') + 1)"
 COUNTS = f"""
+SELECT ROW_NUMBER() OVER () AS seq, * FROM (
 SELECT 'outcome' AS kind, 0 AS batch, key AS name, value AS number FROM json_each({_STATE}, '$.counts')
 UNION ALL SELECT 'dropped', 0, key, value FROM json_each({_STATE}, '$.dropped')
 UNION ALL SELECT 'lost_' || substr({_AFTER_BATCH}, 1, instr({_AFTER_BATCH}, '/') - 1),
     CAST(substr(key, 1, instr(key, '/') - 1) AS INTEGER),
     substr({_AFTER_BATCH}, instr({_AFTER_BATCH}, '/') + 1), value
-    FROM json_each({_STATE}, '$.losses')
+    FROM json_each({_STATE}, '$.losses'))
 """
 # At most 20, whose order is kept. An episode of the present schema has a higher number.
 CODE_VERSIONS = f"""
