@@ -25,7 +25,7 @@ from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
-from agentjet.gateway.checkpoints import BEST
+from agentjet.gateway.run_policies import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
 from agentjet.types import PolicyId
 from tests.cli.test_commands import at, run
