@@ -36,7 +36,7 @@ SOURCE = ROOT / "src" / "agentjet"
 CALL_PATH = ROOT / "tests" / "e2e" / "test_call_path.py"
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = 120
-REGISTRIES = {"agentjet.cli.main", "agentjet.cli.research", "agentjet.recipes.registry", "agentjet.trackers.sink"}
+REGISTRIES = {"agentjet.cli.main", "agentjet.recipes.registry", "agentjet.trackers.sink"}
 """Modules whose imports are a table: commands, recipes, trackers."""
 GENERATED_PAGES = {"settings.md", "compatibility.md"}
 MORE_IS_BETTER = {"comments", "coverage"}

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from agentjet.cli import progress as shown
-from agentjet.cli.progress import ProgressLine, progress, work_of
+import agentjet.cli as shown
+from agentjet.cli import ProgressLine, progress, work_of
 from agentjet.client import Swarm
 from tests.fakes import Clock
 from tests.server.serving import TOKEN, Served

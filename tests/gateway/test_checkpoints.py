@@ -45,7 +45,7 @@ from typing import Any
 import pytest
 
 from agentjet.cli.checkpoints import branch
-from agentjet.cli.data_dir import check_data_dir
+from agentjet.cli.server_process import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, Conflict, Later, Unavailable
 from agentjet.gateway.run_policies import whole_model

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.status import status_lines
+from agentjet.cli.runs import status_lines
 from agentjet.errors import NotFound, ServerFailed
 from agentjet.protocol import BeginRequest, FinishRequest, RunSettings, ScoredAnswer, StatusResponse
 from agentjet.swarm import Journal

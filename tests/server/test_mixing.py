@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.status import status_lines
+from agentjet.cli.runs import status_lines
 from agentjet.protocol import FinishRequest, StatusResponse
 from tests.server.serving import ADMIN, Served, serving
 

@@ -25,8 +25,8 @@ import anyio.lowlevel
 import uvicorn
 
 from agentjet import __version__
-from agentjet.cli.data_dir import check_data_dir
-from agentjet.cli.progress import LOOK_SECONDS, ProgressLine
+from agentjet.cli import LOOK_SECONDS, ProgressLine
+from agentjet.cli.checkpoints import METRICS
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.chosen import ChosenCompute
 from agentjet.compute.cluster.backend import ClusterCompute
@@ -39,7 +39,7 @@ from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_python, uvicorn_config
 from agentjet.server.monitoring import LogFile, configure_handler, limit_process_logs
-from agentjet.types import DEFAULT_RUN
+from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -70,6 +70,16 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
         is_served = asyncio.run(_serve(config, listener, tracing, ends_with_input))
     if not is_served:
         raise SystemExit(2)
+
+
+def check_data_dir(folder: Path) -> None:
+    """Raises `ConfigError` if the default run lost its journal. `checkpoints/` alone is allowed."""
+    run = folder / "runs" / DEFAULT_RUN
+    if (run / METRICS).exists() and (run / "checkpoints").is_dir() and not (run / JOURNAL).exists():
+        raise ConfigError(
+            f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
+            "only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good one"
+        )
 
 
 def steady_clock() -> Callable[[], float]:
@@ -305,8 +315,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
             "leave the setting out"
         ) from None
     provider = TracerProvider(
-        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
-        shutdown_on_exit=False,
+        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}), shutdown_on_exit=False
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
