@@ -41,7 +41,7 @@ from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import Places
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, EpisodeRecord, new_episode_id
-from agentjet.swarm.store import Leases, Store
+from agentjet.swarm.store import Host, Leases, Store
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
 
@@ -61,6 +61,7 @@ class SwarmState:
         policies: tuple[str, ...] = (),
         stopwatch: Callable[[], float] = lambda: 0.0,
         policy_version: int | None = None,
+        host: Host = Host(),  # noqa: B008 (it is immutable)
     ) -> None:
         """An empty journal starts with `job`, at the checkpoint of `policy_version`. A journal with history has its own
         version, and perhaps job settings that replaced `job`. `policies` are those that the settings of the run name.
@@ -68,7 +69,7 @@ class SwarmState:
         """
         self._journal = journal
         self._clock = clock
-        self.store = Store(journal, clock, policies)
+        self.store = Store(journal, clock, policies, host)
         with self.store.transaction():
             if policy_version is not None and self._journal.is_empty:
                 self.store.start_at(policy_version)

@@ -13,7 +13,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
@@ -40,6 +40,20 @@ STALL_SECONDS = 3.0
 """The server checks leases every half second. A longer gap between two checks means that the event loop was blocked."""
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Services of the server that has a run's state."""
+
+    on_event: Callable[[Event], None] = lambda event: None
+    """Called with each event after it is on disk."""
+    undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
+    """Returns the recorded calls of an ending episode that are still on their way to its agent."""
+    defers_hooks: bool = False
+    """True if the server calls the hooks of plug-ins, which may take long: see `RolloutNeeded` and `Undecided`."""
+    transcript_bytes: int = 0
+    """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
+
+
 class Store:
     """Journal and state of one run. Every change happens inside `transaction()`."""
 
@@ -56,23 +70,25 @@ class Store:
     trees: dict[str, dict[str, ConversationTree]]
     """Conversations of live episodes, by episode and role: all of an episode or none. A cache of the journal."""
 
-    def __init__(self, journal: Journal, clock: Callable[[], float], policies: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Callable[[], float],
+        policies: tuple[str, ...] = (),
+        host: Host = Host(),
+    ) -> None:
         self.journal = journal
         self.policies = policies
         """The policies that the settings name."""
         self.file = journal.file
-        self.on_event: Callable[[Event], None] = lambda event: None
-        """Called with each event after it is on disk."""
+        self.on_event = host.on_event
+        self.undelivered_calls = host.undelivered_calls
+        self.defers_hooks = host.defers_hooks
+        self.transcript_bytes = host.transcript_bytes
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
-        self.defers_hooks = False
-        """True if the owner calls the hooks of plug-ins, which may take long: see `RolloutNeeded` and `Undecided`."""
         self.is_prune_due = False
         """True if the journal may have many rows that the run needs no more. `unneeded` finds them."""
-        self.transcript_bytes = 0
-        """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
-        self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
-        """Returns the recorded calls of an ending episode that are still on their way to its agent."""
         self._clock = clock
         self._outbox: list[Event] = []
         self._committed: list[Event] = []

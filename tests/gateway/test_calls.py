@@ -1,4 +1,6 @@
-"""A call whose worker crashes.
+"""Calls.
+
+A call whose worker crashes.
 
 1. It is sampled again, with the same parameters, and recorded once.
 2. If a part of the answer was sent, it fails with a 503.
@@ -9,13 +11,20 @@
 7. A call that the backend cannot serve fails with the reason.
 8. A hook that does not return stops its run with the reason. Its batch is kept, and other runs of the worker recover.
 9. An error in the recovery itself fails the engine with the reason. It can be started again.
+
+The maximum of turns that a recipe chose holds for calls side by side, and counts no answer that did not arrive.
+
+Seeds of calls. They follow from the seeds of the job and of the episode and from the number of the call; without a
+seed of the episode, from its number in the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,17 +33,25 @@ from agentjet.errors import (
     ComputeError,
     ConfigError,
     HookHung,
+    InvalidRequest,
     Later,
     RequestError,
     Unavailable,
     WorkerHung,
 )
+from agentjet.gateway.calls import choice_seed
 from agentjet.gateway.training import MAX_FAILURES
 from agentjet.protocol import BeginRequest, RunSettings, status_of
+from agentjet.recipes.baselines import Grpo
+from agentjet.recipes.rollout import Rollout, TaskStats
+from agentjet.swarm.state import EpisodeRecord
 from agentjet.types import SamplingParams
-from tests.fakes import running
+from tests.fakes import Running, running
 
 pytestmark = pytest.mark.anyio
+
+
+# ---- workers that crash ----------------------------------------------------------------------------------------------
 
 
 async def test_a_call_whose_worker_dies_is_sampled_again(tmp_path: Path) -> None:
@@ -177,3 +194,60 @@ async def test_an_error_in_the_recovery_fails_the_engine(tmp_path: Path, monkeyp
         run.gateway.engine.start()
         await run.gateway.engine.wait_until_up()
         await run.batch()
+
+
+# ---- the limit of turns ----------------------------------------------------------------------------------------------
+
+
+class OneTurn(Grpo):
+    def rollout(self, task: TaskStats, default: Rollout, version: int) -> Rollout:
+        return replace(default, max_turns=1)
+
+
+async def refused(run: Running, episode_id: str, **request: object) -> str:
+    with pytest.raises(InvalidRequest) as refusal:
+        await run.say(episode_id, **request)
+    return refusal.value.code
+
+
+async def test_calls_side_by_side_are_turns_and_lost_answers_are_none(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"recipe": f"{__name__}:OneTurn"}) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        lost = run.stream(episode.id, fingerprint="lost")
+        async for chunk in lost:
+            if chunk.call is not None:
+                break
+        await lost.aclose()
+        run.compute.may_sample.clear()
+        num_asked = len(run.compute.asked)
+        first = asyncio.create_task(run.say(episode.id, fingerprint="first"))
+        await run.until(lambda: len(run.compute.asked) > num_asked)
+        assert await refused(run, episode.id, text="side by side", fingerprint="second") == "turn_limit"
+        run.compute.may_sample.set()
+        await first
+        assert await refused(run, episode.id, text="later", fingerprint="third") == "turn_limit"
+        await run.say(episode.id, fingerprint="first", retry=True)
+        turns = run.gateway.swarm.queries.calls(episode.id)
+        assert len(turns) == 3 and len(run.gateway.swarm.queries.orphans(episode.id)) == 2
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def episode(**fields: Any) -> EpisodeRecord:
+    whole = {"id": "ep", "seq": 1, "client_id": "c", "task_id": "t", "task_set": "", "group": "g", "group_id": 1}
+    return EpisodeRecord(**{**whole, "mode": "train", "policy_version": 0, "begun": 0.0, **fields})
+
+
+def test_a_call_of_a_seeded_episode_does_not_depend_on_when_it_began() -> None:
+    first, later = episode(seed=5), episode(seed=5, id="other", seq=9, policy_version=3)
+    assert choice_seed(None, 0, 7, first, 0) == choice_seed(None, 0, 7, later, 0)
+    others = [(8, first, 0, 0), (7, episode(seed=6), 0, 0), (7, first, 1, 0), (7, first, 0, 1), (7, episode(), 0, 0)]
+    drawn = {choice_seed(None, choice, job, of, number) for job, of, number, choice in [*others, (7, first, 0, 0)]}
+    assert len(drawn) == 6
+
+
+def test_without_a_seed_the_number_of_the_episode_counts() -> None:
+    assert choice_seed(None, 0, 7, episode(), 0) == choice_seed(None, 0, 7, episode(id="other"), 0)
+    assert choice_seed(None, 0, 7, episode(), 0) != choice_seed(None, 0, 7, episode(seq=2), 0)
+    assert choice_seed(3, 0, 7, episode(seed=5), 0) == 3, "the request's own seed comes first"
