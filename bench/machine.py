@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.backend import WORKER_VARIABLES
 
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SERVED = "as served"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.timeline import build_forest
@@ -44,7 +44,7 @@ class Trial:
         )
 
 
-async def sampled(compute: EmbeddedCompute, policy: PolicyId, version: int, trial: Trial, seed: int) -> TrainingBatch:
+async def sampled(compute: ProcessCompute, policy: PolicyId, version: int, trial: Trial, seed: int) -> TrainingBatch:
     """A group of completions of one prompt, sampled at the same time, with made-up advantages."""
     prompt = np.random.default_rng(seed).integers(3, 250, PROMPT_TOKENS).astype(np.int32)
 
@@ -71,7 +71,7 @@ async def sampled(compute: EmbeddedCompute, policy: PolicyId, version: int, tria
 async def alone(folder: Path, trial: Trial) -> list[TrainingBatch]:
     """Trains a policy alone in its worker and saves a checkpoint; returns its batches."""
     config = trial.config(folder)
-    compute, op, batches = EmbeddedCompute(config), Op.of(POLICY, 0), []
+    compute, op, batches = ProcessCompute(config), Op.of(POLICY, 0), []
     try:
         await compute.add(POLICY, config.model)
         for version in range(trial.batches):
@@ -87,7 +87,7 @@ async def alone(folder: Path, trial: Trial) -> list[TrainingBatch]:
 async def beside_others(folder: Path, trial: Trial, batches: list[TrainingBatch]) -> None:
     """Trains the policy on recorded batches beside three others and saves a checkpoint."""
     config = trial.config(folder)
-    compute = EmbeddedCompute(config)
+    compute = ProcessCompute(config)
 
     async def disturb(policy: PolicyId, seed: int) -> None:
         op = Op.of(policy, 0)

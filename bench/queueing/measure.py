@@ -6,6 +6,7 @@ streaming. They hardly depend on other programs of the machine, unlike wall-cloc
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
@@ -23,8 +24,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from agentjet.compute.channel import LargeRequest, WorkerRequest
 from agentjet.compute.cluster.routing import Load, RoutedCompletion, choose
+from agentjet.processes.rpc import LargeRequest, Request
 from agentjet.swarm import Journal
 from agentjet.types import PolicyId
 from bench.gatewaying.processes import started
@@ -213,7 +214,8 @@ def measure_batch(folder: Path, effort: Effort) -> tuple[float, float, float]:
         began = time.process_time()
         [training] = swarm.batches.training_batches(batch).values()
         built = time.process_time()
-        message = b"".join(LargeRequest._encoded(WorkerRequest("load_batch", 1, PolicyId(), (training,))).parts())
+        request = asyncio.run(LargeRequest.encoded(Request("load_batch", 1, PolicyId(), (training,))))
+        message = b"".join(request.parts())
         sent = time.process_time()
         journal.close()
     nodes = training.forest.num_nodes

@@ -21,14 +21,14 @@ from pathlib import Path
 import uvicorn
 from tokenizers import Tokenizer
 
-from agentjet.compute.cluster.fleet import Fleet
-from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
 from agentjet.gateway.runs import Runs
+from agentjet.processes.guardian import Launch
+from agentjet.processes.supervisor import Supervisor
 from agentjet.rendering.chat_template import template_for
 from agentjet.server import Keys, create_app
 from agentjet.server.http import listen, tune_python, uvicorn_config
@@ -101,6 +101,19 @@ def words(tokenizer_path: str) -> dict[str, int]:
     raise AssertionError("the tokenizer has no token of one letter")
 
 
+class Endless:
+    """See `Process`. All of them end with their server."""
+
+    place, log_path = "", Path()
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def stop(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result("was stopped")
+
+
 class ReplicatedCompute(ScriptedCompute):
     """See `compute.protocol.Compute`. The cluster's router, real connections, and a learner that only waits."""
 
@@ -108,32 +121,34 @@ class ReplicatedCompute(ScriptedCompute):
         super().__init__(info, 0.0)
         self._info = info
         self._settings = settings
-        self._hub = Hub()
         self._links: list[dict[str, str]] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     async def open(self) -> None:
         """Start the replicas, all in one process, and give them weights."""
-        await self._hub.open()
+        supervisor = Supervisor("127.0.0.1", self)
         settings = SamplerConfig(max_concurrent=self._settings.slots)
-        policy = PolicyId("default", "policy")
-        fleet = Fleet(policy, self._start, self._stop, self._settings.replicas, settings, timeout=1e6)
-        self._replicas = Replicas(fleet)
-        await fleet.publish(PUBLICATION)
+        self._replicas = Replicas(
+            PolicyId("default", "policy"),
+            lambda name: supervisor.start(Launch(name, (), Path())),
+            self._settings.replicas,
+            settings,
+            timeout=1e6,
+        )
+        await self._replicas.fleet.publish(PUBLICATION)
 
-    async def _start(self, name: str) -> Peer:
-        """See `cluster.fleet.Start`. The last one starts the process."""
-        connection = self._hub.expect(name)
-        self._links.append(self._hub.environment(name))
+    async def num_gpus(self) -> None:
+        """There are none."""
+
+    async def start(self, launch: Launch) -> Endless:
+        """See `Placement`. The last one starts the process."""
+        self._links.append(dict(launch.environment))
         if len(self._links) == self._settings.replicas:
             tokens = list(words(self._info.tokenizer_path).values())
             given = {"links": self._links, "words": tokens, "slots": self._settings.slots, "step": self._settings.step}
             environment = {**os.environ, replica.VARIABLE: json.dumps(given)}
             self._process = subprocess.Popen([sys.executable, "-m", replica.__name__], env=environment)
-        return await connection
-
-    async def _stop(self, name: str) -> None:
-        self.kill()
+        return Endless()
 
     def kill(self) -> None:
         """End the replicas. Idempotent."""

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.replicas import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError
@@ -166,7 +165,7 @@ async def _figures(num_faults: int, seed: int) -> dict[str, Any]:
     settings = SamplerConfig(max_concurrent=16)
     with fork_server() as server:
         async with nursery(server, settings) as born:
-            replicas = Replicas(Fleet(POLICY, born.start, born.stop, NUM_REPLICAS, settings, timeout=HUNG_SECONDS))
+            replicas = Replicas(POLICY, born.begin, NUM_REPLICAS, settings, timeout=HUNG_SECONDS)
             calls = Calls(replicas, chance)
             faults = Faults(born, replicas, calls, chance)
             await replicas.fleet.publish(publication(0))

@@ -45,7 +45,7 @@ _nodes: dict[str, Any] = {}
 
 
 def _start_head() -> str:
-    from tests.cluster.raylets import LocalCluster
+    from tests.processes.raylets import LocalCluster
 
     _nodes["cluster"] = LocalCluster(gpus=0)
     return str(_nodes["cluster"].address)

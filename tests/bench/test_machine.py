@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.backend import WORKER_VARIABLES
 from agentjet.compute.embedded.sampler import ModelSampler
 from bench import machine, sampler, step
 from bench.machine import WAITS, environment, run_contender

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import LargeRequest, Part, WorkerRequest, encode, requests
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker, WorkerPolicyHost
@@ -30,6 +29,7 @@ from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
+from agentjet.processes.rpc import LargeRequest, Part, Request, encode, requests
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -192,7 +192,7 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
     config = ServeConfig.model_validate(
         {"model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1}}
     )
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     worker.handle("add", POLICY, config.model, config.sampler)
     worker.handle("sample", POLICY, 1, tokens(1, 5), SamplingParams(max_tokens=50, temperature=3.0))
     assert worker._next_request(0.0) is None, "time for a step of the sampler"
@@ -204,10 +204,10 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
     with pytest.raises(OperationConflict, match="pending gradient"):
         hosted.save(tmp_path / "never")
     hosted.optim_step(Op.of(POLICY, 1), OptimizerConfig())
-    publish = WorkerRequest("publish", 2, POLICY, (1,))
-    worker._inbox.put(publish)
+    publish = Request("publish", 2, POLICY, (1,))
+    worker.inbox.put(publish)
     assert worker._next_request(0.0) == publish
-    worker._inbox = queue.SimpleQueue()
+    worker.inbox = queue.SimpleQueue()
     hosted.publish(1)
     assert worker._next_request(0.0) is None and hosted.version == 1
 
@@ -221,18 +221,18 @@ def hosted_policy(folder: Path) -> tuple[Worker, WorkerPolicyHost]:
     config = ServeConfig.model_validate(
         {"model": {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}}
     )
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     worker.handle("add", POLICY, config.model, config.sampler)
     return worker, worker.policies[POLICY]
 
 
 def passed_through_a_pipe(batch: TrainingBatch) -> TrainingBatch:
     """The batch as the parts of a large request carry it, between the parts of another request that was given up."""
-    large = asyncio.run(LargeRequest.encoded(WorkerRequest("load_batch", 1, POLICY, (batch,))))
+    large = asyncio.run(LargeRequest.encoded(Request("load_batch", 1, POLICY, (batch,))))
     cut = [
         encode(Part(2, 0, b"half", False)),
         encode(Part(2, -1, b"", True)),
-        encode(WorkerRequest("cancel", 3, POLICY, ())),
+        encode(Request("cancel", 3, POLICY, ())),
     ]
     parts = list(large.parts())
     received = requests(io.BytesIO(b"".join([*parts[:1], *cut, *parts[1:]])))
@@ -243,8 +243,8 @@ def passed_through_a_pipe(batch: TrainingBatch) -> TrainingBatch:
 
 def test_a_large_request_may_be_given_up_after_its_last_part() -> None:
     """The task that sends it may be cancelled while it waits for the pipe to take that part."""
-    large = asyncio.run(LargeRequest.encoded(WorkerRequest("load_batch", 1, POLICY, ())))
-    given_up, later = encode(Part(1, -1, b"", True)), encode(WorkerRequest("cancel", 2, POLICY, ()))
+    large = asyncio.run(LargeRequest.encoded(Request("load_batch", 1, POLICY, ())))
+    given_up, later = encode(Part(1, -1, b"", True)), encode(Request("cancel", 2, POLICY, ()))
     received = requests(io.BytesIO(b"".join([*large.parts(), given_up, later])))
     assert [next(received).op, next(received).op] == ["load_batch", "cancel"]
 

@@ -186,8 +186,8 @@ def _ports(settings: ServeConfig) -> Iterator[Check]:
 
 def _ray_cluster(address: str, machine: Hardware) -> Check:
     """The Ray cluster: it listens, and this machine is one of its nodes."""
-    from agentjet.compute.cluster.ray_launcher import check_address
     from agentjet.errors import ConfigError
+    from agentjet.processes.ray_placement import check_address
 
     try:
         if address != "auto":
@@ -201,14 +201,14 @@ def _ray_cluster(address: str, machine: Hardware) -> Check:
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
-    from agentjet.compute.cluster.backend import gpus_needed
+    from agentjet.compute.cluster.samplers import gpus_needed
 
     return gpus_needed(compute, compute.ranks, compute.samplers.least)
 
 
 def _counts(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Check:
     """GPUs that a policy needs against those of this machine that are `free`; None if it has none."""
-    from agentjet.compute.cluster.backend import check_gpus
+    from agentjet.compute.cluster.samplers import check_gpus
     from agentjet.errors import ConfigError
     from agentjet.types import PolicyId
 
@@ -424,9 +424,9 @@ def this_machine(settings: ServeConfig) -> Hardware:
     import psutil
 
     from agentjet.cli.cluster import sampler_interpreter
-    from agentjet.compute.cluster.guardian import SHARED_MEMORY
-    from agentjet.compute.cluster.launcher import visible_gpu_memory
     from agentjet.config import bfloat16_is_faster
+    from agentjet.processes.guardian import SHARED_MEMORY
+    from agentjet.processes.placement import visible_gpu_memory
 
     interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
     return Hardware(

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from agentjet.compute.channel import Answer, WorkerRequest
 from agentjet.errors import HookHung
+from agentjet.processes.rpc import Answer, Request
 from agentjet.recipes import hooks
 
 LOOKS_PER_LIMIT = 10
 
 
-def end_overdue(limit: float, request: Callable[[], WorkerRequest | None], send: Callable[[Answer], object]) -> None:
+def end_overdue(limit: float, request: Callable[[], Request | None], send: Callable[[Answer], object]) -> None:
     """Start the thread. `limit` in seconds; `request` returns the one that the process works on."""
     text = f"{limit:g} s (server.hook_timeout)"
 

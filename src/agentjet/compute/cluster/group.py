@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from agentjet.compute.cluster.handshake import host_and_port, listen
 from agentjet.errors import AgentJetError
+from agentjet.processes.rpc import host_and_port, listen
 
 TIMEOUT = timedelta(hours=12)
 """Limit of one collective. The gateway detects ranks that died; this ends only a group that it forgot."""

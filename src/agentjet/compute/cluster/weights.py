@@ -26,8 +26,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,11 +35,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from agentjet.compute.channel import encode, read
-from agentjet.compute.cluster.guardian import LOCK, PREFIX, places, remove_abandoned
-from agentjet.compute.cluster.handshake import MAX_HANDSHAKES, dial, listen, verify
 from agentjet.config import LoraConfig
 from agentjet.errors import ComputeError
+from agentjet.processes.guardian import LOCK, PREFIX, places, remove_abandoned
+from agentjet.processes.rpc import Listener, dial, encode, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +56,6 @@ MAX_CONNECTIONS = 8
 """Connections of a fetch, at most. A core receives and hashes about 0.75 GB/s, and clouds limit a connection to 5 or 10
 Gbit/s. More would gain nothing, because Linux lets only one thread at a time write to a file: 2.6 GB/s in all."""
 CHUNK_BYTES = 1 << 20
-ACCEPT_SECONDS = 0.2
-"""Time from an error of `accept` to the next try."""
 STALL_SECONDS = 60.0
 """Limit of a fetch without a byte."""
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -106,16 +101,10 @@ class WeightsServer:
 
     def __init__(self, host: str, secret: bytes) -> None:
         """Listens on a free port of `host`."""
-        self._secret = secret
         self._folder: SharedFolder | None = None
         self._files: list[Path] = []
-        self._handshakes: dict[socket.socket, None] = {}
-        """Connections that have not proven the secret, oldest first."""
-        self._lock = threading.Lock()
-        """Guards the handshakes."""
-        self._is_closed = False
-        self._listener, self.address = listen(host)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener = Listener(host, secret, lambda name: self._serve)
+        self.address = self._listener.address
 
     def write(self, version: int, num_bytes: int, save: Callable[[Path], None]) -> tuple[Path, str]:
         """Write the file of a version with `save`; returns its path and digest. Removes files that are not needed.
@@ -140,50 +129,15 @@ class WeightsServer:
 
     def close(self) -> None:
         """Stop serving and remove the files. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # A closed listener alone would not end `accept`.
-            self._listener.close()
+        self._listener.close()
         if self._folder is not None:
             self._folder.close()
 
-    def _accept(self) -> None:
-        """Accept connections until `close`. An error, such as too many open files, delays them."""
-        while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-                self._begin_handshake(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError) as error:  # RuntimeError: there are too many threads.
-                if not self._is_closed:
-                    log.warning("fetches of weights wait, because no connection can be accepted: %s", error)
-                    time.sleep(ACCEPT_SECONDS)
-
-    def _begin_handshake(self, connection: socket.socket) -> None:
-        """End the oldest handshake if there are too many: one with the secret takes milliseconds."""
-        with self._lock:
-            self._handshakes[connection] = None
-            if len(self._handshakes) > MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one connection of a fetch. Boundary: a malformed request ends that connection only."""
-        with connection:
-            try:
-                try:
-                    verify(connection, self._secret)
-                finally:
-                    with self._lock:
-                        self._handshakes.pop(connection, None)
-                connection.settimeout(STALL_SECONDS)
-                with connection.makefile("rb") as stream:
-                    self._send(connection, stream)
-            except Exception as error:
-                log.warning("a fetch of weights failed: %s", error)
+        """Serve one connection of a fetch, in its thread."""
+        connection.settimeout(STALL_SECONDS)
+        with connection, connection.makefile("rb") as stream:
+            self._send(connection, stream)
 
     def _send(self, connection: socket.socket, stream: BinaryIO) -> None:
         """Send the requested parts of one file until the other end closes the connection."""

@@ -25,7 +25,7 @@ MEGABYTE = 1e6
 
 
 @contextmanager
-def reported(name: str, report: Callable[[SlowWork], None]) -> Iterator[None]:
+def reported(name: str, report: Callable[[SlowWork], object]) -> Iterator[None]:
     """Context in which a download of the model `name` is reported each second. `report` is called in a thread.
 
     Nothing is reported for a local folder, and while a cache with files does not grow.
@@ -43,7 +43,7 @@ def reported(name: str, report: Callable[[SlowWork], None]) -> Iterator[None]:
         thread.join()
 
 
-def _report(name: str, report: Callable[[SlowWork], None], ended: threading.Event) -> None:
+def _report(name: str, report: Callable[[SlowWork], object], ended: threading.Event) -> None:
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")

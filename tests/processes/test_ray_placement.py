@@ -1,4 +1,4 @@
-"""The refusals of the Ray launcher that need no Ray, and the keeper of a process outside of Ray.
+"""The refusals of the placement on Ray that need no Ray, and the actor of a process outside of Ray.
 
 1. Without Ray, the error has the command that installs it.
 2. A node without the interpreter, or without the gateway's files, is refused with the thing to do.
@@ -16,28 +16,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentjet.compute.cluster import guardian, ray_launcher
-from agentjet.compute.cluster.hub import Hub
-from agentjet.compute.cluster.keeper import Keeper, Launch
-from agentjet.compute.cluster.ray_launcher import RayLauncher, check_ray
 from agentjet.errors import ConfigError, Later
+from agentjet.processes import guardian, ray_placement
+from agentjet.processes.guardian import Launch, RayActor
+from agentjet.processes.ray_placement import RayPlacement, check_ray
+from agentjet.processes.supervisor import Supervisor
 
 GUARDIAN = Path(guardian.__file__).read_text()
 
 
-def keeper(log_path: Path, *command: str, shared: bool = True) -> Keeper:
-    return Keeper(Launch("r/p/rank-0", command, log_path, needs_shared_files=shared), GUARDIAN)
+def keeper(log_path: Path, *command: str, shared: bool = True) -> RayActor:
+    return RayActor(Launch("r/p/rank-0", command, log_path, needs_shared_files=shared), GUARDIAN)
 
 
 def test_no_ray() -> None:
     with pytest.raises(ConfigError, match=r"compute.address = 'auto' needs Ray: pip install '\.\[cluster\]'"):
         check_ray("auto", lambda name: None)
-
-
-@pytest.mark.anyio
-async def test_a_launcher_that_started_nothing_closes(tmp_path: Path) -> None:
-    launcher = RayLauncher(Hub(), "auto", tmp_path)
-    await launcher.close()
 
 
 class FakeConductor:
@@ -50,7 +44,7 @@ class FakeConductor:
         if self.error is not None:
             raise self.error
 
-    def close(self) -> None:
+    async def stop(self) -> None:
         if not self.died.done():
             self.died.set_result(None)
 
@@ -60,20 +54,21 @@ async def test_a_cluster_that_went_away_is_asked_again(tmp_path: Path, monkeypat
     gone = ConfigError("nothing listens there")
     conductors = [FakeConductor(gone), FakeConductor(None), FakeConductor(gone), FakeConductor(None)]
 
-    async def start(launcher: RayLauncher) -> FakeConductor:
+    async def start(supervisor: Supervisor, launch: Launch) -> FakeConductor:
         return conductors.pop(0)
 
-    monkeypatch.setattr(RayLauncher, "_start_conductor", start)
-    monkeypatch.setattr(ray_launcher, "check_ray", lambda address: None)  # The conductor is a fake: it needs no Ray.
-    launcher = RayLauncher(Hub(), "auto", tmp_path)
+    monkeypatch.setattr(Supervisor, "start", start)
+    monkeypatch.setattr(ray_placement, "check_ray", lambda address: None)  # The conductor is a fake: it needs no Ray.
+    placement = RayPlacement("127.0.0.1", "auto", tmp_path)
     with pytest.raises(ConfigError, match="nothing listens there"):
-        await launcher.num_gpus()
+        await placement.num_gpus()
     joined = conductors[0]
-    assert await launcher.num_gpus() is None
-    joined.close()
+    assert await placement.num_gpus() is None
+    await joined.stop()
     with pytest.raises(Later, match="is away, and is asked again every 10 s: nothing listens there"):
-        await launcher.num_gpus()
-    assert await launcher.num_gpus() is None and not conductors
+        await placement.num_gpus()
+    assert await placement.num_gpus() is None and not conductors
+    await placement.close()
 
 
 def test_a_node_without_the_interpreter(tmp_path: Path) -> None:
