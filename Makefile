@@ -58,7 +58,10 @@ $(RAY_INSTALLED): $(INSTALLED)
 	touch $@
 
 wheel: setup  ## make dist/agentjet_swarm-VERSION-py3-none-any.whl
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build/wheel && mkdir -p build/wheel
+	cp -r pyproject.toml README.md LICENSE src examples build/wheel
+	if command -v npx > /dev/null; then $(BIN)/python tools/vendor.py --join build/wheel/src/agentjet/page; else echo "npx is missing: the modules of the page stay apart"; fi
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./build/wheel
 
 demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)

@@ -1,4 +1,4 @@
-"""What fits on which GPU: `python -m bench.fits` prints the table of docs/cluster-howto.md.
+"""What fits on which GPU: `python -m bench.fits` prints the table of docs/cluster.md.
 
 Every cell is computed by `compute/cluster/memory.py`, as in `agentjet doctor`. No model is loaded.
 """

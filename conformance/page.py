@@ -70,7 +70,7 @@ it may write configuration files. To train, put the block in a file:
 agentjet run --task-file tasks.jsonl --reward reward.py:score -- sh {here}/product.sh {task.prompt}
 ```
 
-[claude-code.md](claude-code.md) is a whole example.
+[Claude Code](black-box.md#train-a-model-through-claude-code) is a whole example.
 """
 
 

@@ -19,7 +19,8 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
-from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
+from agentjet.gateway.read import job_of
+from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest, JobBody
 from agentjet.swarm import EpisodeRecord, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set
@@ -521,3 +522,8 @@ async def running(
 def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[EpisodeRecord]:
     """Returns the newest episodes, or those of a status, newest first."""
     return swarm.store.journal.find_episodes(EpisodeQuery(limit=limit, status=status)).episodes
+
+
+def job_body(gateway: Gateway) -> JobBody:
+    """Returns the settings of a run's job, as `GET /job` answers."""
+    return job_of(gateway.swarm.queries)

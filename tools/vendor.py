@@ -1,89 +1,89 @@
-"""Fetches the JavaScript libraries of the page with `npm pack` and writes them to `src/agentjet/page/vendor`.
+"""Fetches the JavaScript libraries of the page with npm, and joins them with esbuild as `page/vendor/ui.js`.
 
 For maintainers: `python tools/vendor.py` fetches the versions of `LIBRARIES`. Neither an installation nor a test needs
-Node. `MANIFEST.toml` then lists version, licence and SHA-256 of each file; `tests/page/test_vendor.py` compares them.
-Imports become relative, because an import map in the page would be an inline script.
+Node. `MANIFEST.toml` then lists versions, licences and SHA-256; `tests/page/test_sources.py` compares them.
+
+`python tools/vendor.py --join FOLDER` joins the modules of a copy of the page: one file for each view, and what they
+share. `make wheel` does this where npx is installed. From a checkout the page has plain modules.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import re
+import shutil
 import subprocess
-import tarfile
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 VENDOR = Path(__file__).parent.parent / "src" / "agentjet" / "page" / "vendor"
-RELATIVE = {
-    "preact": "./preact.js",
-    "preact/hooks": "./hooks.js",
-    "@preact/signals-core": "./signals-core.js",
+LIBRARIES = {
+    "preact": ("11.2.0", "MIT"),
+    "@preact/signals-core": ("1.14.5", "MIT"),
+    "@preact/signals": ("2.11.4", "MIT"),
+    "htm": ("3.1.1", "Apache-2.0"),
+    "uplot": ("1.6.32", "MIT"),
 }
+ESBUILD = "0.28.2"
+EXPORTS = """
+import { h } from "preact";
+import htm from "htm";
+
+export const html = htm.bind(h);
+export { h, render, Fragment, createContext } from "preact";
+export {
+  useCallback, useContext, useEffect, useErrorBoundary, useId, useLayoutEffect, useMemo, useReducer, useRef, useState,
+} from "preact/hooks";
+export { batch, computed, effect, signal, untracked, useComputed, useSignal, useSignalEffect } from "@preact/signals";
+export { default as uPlot } from "uplot";
+"""
+"""The names that the page imports."""
 
 
-@dataclass(frozen=True)
-class Library:
-    """An npm package: the files to take, by the names they get here."""
-
-    name: str
-    version: str
-    licence: str
-    files: dict[str, str]
+def run(command: list[str], folder: Path) -> None:
+    subprocess.run(command, cwd=folder, check=True)
 
 
-LIBRARIES = (
-    Library("preact", "11.2.0", "MIT", {"preact.js": "dist/preact.mjs", "hooks.js": "hooks/dist/hooks.mjs"}),
-    Library("@preact/signals-core", "1.14.5", "MIT", {"signals-core.js": "dist/signals-core.module.js"}),
-    Library("@preact/signals", "2.11.4", "MIT", {"signals.js": "dist/signals.module.js"}),
-    Library("htm", "3.1.1", "Apache-2.0", {"htm.js": "dist/htm.module.js"}),
-)
+def join(page: Path) -> None:
+    """Replaces the modules of a copy of the page. `filters.js` is made by the server, so it stays apart."""
+    entries = ["app.js", "first.js", *(path.relative_to(page).as_posix() for path in sorted(page.glob("views/*.js")))]
+    options = ["--bundle", "--splitting", "--minify", "--format=esm", "--external:*/filters.js", "--outdir=joined"]
+    run(["npx", "--yes", f"esbuild@{ESBUILD}", *entries, *options], page)
+    for path in (path for path in page.rglob("*.js") if page / "joined" not in path.parents):
+        path.unlink()
+    shutil.copytree(page / "joined", page, dirs_exist_ok=True)
+    shutil.rmtree(page / "joined")
 
 
-def fetch(library: Library, folder: Path) -> tarfile.TarFile:
-    """Downloads a package as npm would install it."""
-    packed = subprocess.run(
-        ["npm", "pack", "--silent", f"{library.name}@{library.version}"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return tarfile.open(folder / packed.stdout.split()[-1])
-
-
-def read(package: tarfile.TarFile, name: str) -> str:
-    """Returns a file of a package."""
-    file = package.extractfile(f"package/{name}")
-    assert file is not None, name
-    return file.read().decode()
-
-
-def as_module(text: str) -> str:
-    """Returns the script with relative imports, without a source map."""
-    text = re.sub(r"\n?//# sourceMappingURL=\S+\s*$", "", text)
-    text = re.sub(r'(from\s*)"([^"]+)"', lambda found: f'{found[1]}"{RELATIVE[found[2]]}"', text)
-    return text + "\n"
-
-
-def main() -> None:
-    """Writes the files, their licences and the manifest."""
-    VENDOR.mkdir(parents=True, exist_ok=True)
-    manifest, licences = ["# Written by tools/vendor.py. Do not edit the files listed here.\n"], []
+def vendor() -> None:
+    """Writes the file, the style sheet of uPlot, the licences and the manifest."""
+    for path in VENDOR.iterdir():
+        path.unlink()
     with tempfile.TemporaryDirectory() as temporary:
-        for library in LIBRARIES:
-            with fetch(library, Path(temporary)) as package:
-                manifest += ["\n[[library]]\n", f'name = "{library.name}"\n', f'version = "{library.version}"\n']
-                manifest += [f'licence = "{library.licence}"\n', "\n[library.sha256]\n"]
-                for name, source in library.files.items():
-                    text = as_module(read(package, source))
-                    (VENDOR / name).write_text(text, encoding="utf-8")
-                    manifest.append(f'"{name}" = "{hashlib.sha256(text.encode()).hexdigest()}"\n')
-                licences.append(f"{library.name} {library.version}\n\n{read(package, 'LICENSE').strip()}\n")
+        folder = Path(temporary)
+        packages = [f"{name}@{version}" for name, (version, _) in LIBRARIES.items()]
+        run(["npm", "install", "--no-fund", "--no-audit", *packages, f"esbuild@{ESBUILD}"], folder)
+        (folder / "ui.js").write_text(EXPORTS, encoding="utf-8")
+        run(
+            ["npx", "esbuild", "ui.js", "--bundle", "--minify", "--format=esm", f"--outfile={VENDOR / 'ui.js'}"],
+            folder,
+        )
+        modules = folder / "node_modules"
+        style = (modules / "uplot/dist/uPlot.min.css").read_text(encoding="utf-8")
+        (VENDOR / "uplot.css").write_text(f"{style.strip()}\n", encoding="utf-8")
+        texts = {name: (modules / name / "LICENSE").read_text(encoding="utf-8").strip() for name in LIBRARIES}
+    manifest = ["# Written by tools/vendor.py. Do not edit the files listed here.\n\n[sha256]\n"]
+    for name in ("ui.js", "uplot.css"):
+        manifest.append(f'"{name}" = "{hashlib.sha256((VENDOR / name).read_bytes()).hexdigest()}"\n')
+    for name, (version, licence) in LIBRARIES.items():
+        manifest.append(f'\n[[library]]\nname = "{name}"\nversion = "{version}"\nlicence = "{licence}"\n')
     (VENDOR / "MANIFEST.toml").write_text("".join(manifest), encoding="utf-8")
+    licences = [f"{name} {version}\n\n{texts[name]}\n" for name, (version, _) in LIBRARIES.items()]
     (VENDOR / "LICENSES.txt").write_text(("\n" + "-" * 80 + "\n\n").join(licences), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--join", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().join
+    join(folder) if folder else vendor()

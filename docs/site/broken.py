@@ -1,4 +1,4 @@
-"""Two runs that are broken on purpose, for the pictures of `docs/nothing-trains.md`."""
+"""Two runs that are broken on purpose, for the pictures of `docs/first-run.md`."""
 
 from __future__ import annotations
 

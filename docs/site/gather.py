@@ -17,16 +17,8 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 BELOW = {
     "examples/README.md": ("examples/*/README.md",),
-    "docs/black-box.md": ("docs/claude-code.md",),
     "docs/which-recipe.md": ("docs/warm-starts.md",),
-    "docs/practice.md": ("docs/evaluation.md", "docs/trackers.md"),
-    "docs/policies.md": ("docs/cocktail.md", "docs/runs.md"),
-    "docs/research.md": (
-        *(f"docs/{name}.md" for name in ("research-planning", "research-running", "research-report")),
-        "docs/campaigns.md",
-        "docs/diagnosis.md",
-        "docs/studies/README.md",
-    ),
+    "docs/research.md": ("docs/campaigns.md", "docs/studies/README.md"),
     "docs/studies/README.md": ("docs/studies/*/*.md",),
     "docs/dialects.md": ("docs/constraints.md", "docs/compatibility.md"),
     "docs/architecture.md": ("docs/timelines.md",),

@@ -1,4 +1,4 @@
-"""The table of docs/cluster-howto.md is that of the arithmetic of `agentjet doctor`."""
+"""The table of docs/cluster.md is that of the arithmetic of `agentjet doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.fits import table
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "cluster-howto.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "cluster.md"
 
 
 def test_the_page_has_the_table() -> None:

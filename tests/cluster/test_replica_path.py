@@ -157,7 +157,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
 def test_the_processes_of_vllm_leave_no_temporary_files(tmp_path: Path, vllm: FakeVllm) -> None:
     model, before = ModelConfig(name=str(make_model(tmp_path / "model")), device="cpu"), tempfile.gettempdir()
     tempfile.tempdir = None
-    engine = importlib.import_module("agentjet.compute.cluster.vllm_engine").Engine
+    engine = importlib.import_module("agentjet.compute.cluster.vllm_engine").VllmEngine
     with pytest.raises(ConfigError, match="a fake has no engine"):
         asyncio.run(
             engine.start(model, ModelInfo("tiny", "", "", 100, (2,)), SamplerConfig(), ComputeConfig(), tmp_path)

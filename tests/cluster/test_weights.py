@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import resource
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -261,3 +263,21 @@ def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: 
     (abandoned,) = tmp_path.glob("agentjet-*")
     kept = publish(server, 0)
     assert not abandoned.exists() and Path(kept.path).exists()
+
+
+def test_a_lock_that_its_owner_removed_does_not_remove_the_next_owner_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(guardian, "places", lambda: [tmp_path])
+    folders, flock = [SharedFolder(tmp_path, "fetch-x")], fcntl.flock
+
+    def flock_late(file: IO[bytes], how: int) -> None:
+        if how & fcntl.LOCK_NB and len(folders) == 1:  # The owner changes after this process opened the lock.
+            folders[0].close()
+            folders.append(SharedFolder(tmp_path, "fetch-x"))
+        flock(file, how)
+
+    monkeypatch.setattr(guardian.fcntl, "flock", flock_late)
+    guardian.remove_abandoned()
+    assert len(folders) == 2 and folders[1].path.is_dir()
+    folders[1].close()

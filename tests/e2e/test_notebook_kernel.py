@@ -1,4 +1,4 @@
-"""The cells of `docs/notebook.md` in a real kernel of Jupyter, against the real application over a scripted worker.
+"""The cells of `docs/practice.md` in a real kernel of Jupyter, against the real application over a scripted worker.
 
 1. Each cell runs in the kernel's event loop; reports are drawn with their curve, and print little.
 2. The agent's cell may be edited and run again.
@@ -25,8 +25,9 @@ from tests.server.serving import TOKEN, Served, in_thread, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.needs("ipykernel")]
 
-PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
-CELLS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "practice.md"
+SECTION = PAGE.read_text(encoding="utf-8").partition("\n## In a notebook\n")[2].partition("\n## ")[0]
+CELLS = re.findall(r"^```python\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 PATIENCE = 60.0
 LONG_RUN = "swarm.train(agent, tasks[50:], steps=100_000, concurrency=8)"
 LONG_RUN_ASYNC = """

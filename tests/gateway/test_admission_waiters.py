@@ -18,7 +18,7 @@ import pytest
 from agentjet.errors import Later
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import EpisodeRecord
-from tests.fakes import Running, recent_episodes, running
+from tests.fakes import Running, job_body, recent_episodes, running
 
 pytestmark = pytest.mark.anyio
 WAITING = 20
@@ -147,7 +147,7 @@ async def test_settings_wake_everybody_and_a_stop_refuses_them(tmp_path: Path) -
         await gateway.begin(asking("a"))
         waiting = [asyncio.create_task(gateway.begin(asking(group))) for group in "bc"]
         await asyncio.sleep(0)
-        job = gateway.job()
+        job = job_body(gateway)
         async with asyncio.timeout(10):
             await gateway.replace_job(job.model_copy(update={"job": {**job.job, "batch_size": 2}}))
             done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

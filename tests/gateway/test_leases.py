@@ -18,7 +18,7 @@ from agentjet.gateway import CallChunk, gateway
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import Slice
-from tests.fakes import Running, recent_episodes, running, saying
+from tests.fakes import Running, job_body, recent_episodes, running, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +46,7 @@ async def test_the_status_has_the_version_that_clients_train_to(tmp_path: Path) 
         assert run.gateway.status().ends_at_version == 51
         run.clock.advance(2)
         assert run.gateway.status().ends_at_version == 21, "b is gone"
-        body = run.gateway.job()
+        body = job_body(run.gateway)
         await run.gateway.replace_job(JobBody(revision=body.revision, job={**body.job, "max_steps": 7}))
         assert run.gateway.status().ends_at_version == 7
 

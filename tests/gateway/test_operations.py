@@ -20,7 +20,7 @@ from agentjet.errors import ConfigError, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import PolicyId
-from tests.fakes import ScriptedCompute, running
+from tests.fakes import ScriptedCompute, job_body, running
 
 pytestmark = pytest.mark.anyio
 
@@ -124,7 +124,7 @@ async def test_a_missing_capability_is_refused_by_name(tmp_path: Path) -> None:
             pass
     async with running(tmp_path / "e") as run:
         await run.batch()
-        body = run.gateway.job()
+        body = job_body(run.gateway)
         body.job["recipe"] = "ppo"
         with pytest.raises(InvalidRequest, match="needs values"):
             await run.gateway.replace_job(JobBody(revision=body.revision, job=body.job))

@@ -35,7 +35,7 @@ from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.store import Store
 from agentjet.types import JOURNAL, Conversation, Message, PolicyId
-from tests.fakes import RUN, Running, running
+from tests.fakes import RUN, Running, job_body, running
 
 pytestmark = pytest.mark.anyio
 
@@ -91,7 +91,7 @@ async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> Non
             gateway.begin(BeginRequest(task_id="v")),
             gateway.finish(episode.id, FinishRequest(reward=1.0)),
             gateway.abort(episode.id, AbortRequest(), idempotency_key="k"),
-            gateway.replace_job(gateway.job()),
+            gateway.replace_job(job_body(gateway)),
             gateway.reader.episodes(EpisodeQuery()),
             gateway.reader.episode("unknown"),
             anext(gateway.call(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
@@ -173,10 +173,10 @@ async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
         first, second = await asyncio.gather(run.runs.put("a", settings), run.runs.put("a", settings))
         assert first.name == second.name == "a" and len(run.runs.open_gateways()) == 2
         gateway = run.runs.get("a")
-        assert gateway.job().revision == 1
+        assert job_body(gateway).revision == 1
         await run.runs.put("a", RunSettings(job={"batch_size": 5}))
         await run.runs.put("a", RunSettings())
-        assert (gateway.swarm.job.batch_size, gateway.job().revision) == (5, 2)
+        assert (gateway.swarm.job.batch_size, job_body(gateway).revision) == (5, 2)
         await gateway.ready()
         ending = asyncio.create_task(run.runs.end("a"))
         await asyncio.sleep(0)
@@ -407,7 +407,7 @@ async def test_corrected_policies_keep_the_job_of_the_run(tmp_path: Path) -> Non
         run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
         with pytest.raises(ConfigError, match="mistyped"):
             await opened(run, policies={"planer": {"model": "org/mistyped", "worker": "second"}, "coder": {}}, job=job)
-        changed = run.of_run("other").gateway.job()
+        changed = job_body(run.of_run("other").gateway)
         await run.of_run("other").gateway.replace_job(
             changed.model_copy(update={"job": {**changed.job, "group_size": 7}})
         )

@@ -21,7 +21,7 @@ from agentjet.errors import InvalidRequest, Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, JobBody, RunSettings
 from agentjet.recipes import hooks, registry
 from agentjet.recipes.hooks import PlugInThreads
-from tests.fakes import Running, running
+from tests.fakes import Running, job_body, running
 from tests.plugins.waiting import Waiting
 from tests.server.serving import serving
 
@@ -177,13 +177,13 @@ async def test_a_job_whose_recipe_does_not_answer_is_refused(
 ) -> None:
     monkeypatch.setattr(hooks, "VALIDATORS", PlugInThreads(LIMIT))
     async with running(tmp_path / "d", server={"hook_timeout": LIMIT}) as run:
-        body = run.gateway.job()
+        body = job_body(run.gateway)
         replaced = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": hook}})
         with pytest.raises(InvalidRequest, match=f"`{hook}` did not return within 0.1 s.*{FILE}"):
             await run.gateway.replace_job(replaced)
         [named] = run.gateway.status().abandoned_hooks
         assert f"`{hook}` did not return within" in named
-        assert run.gateway.job() == body
+        assert job_body(run.gateway) == body
         await run.batch()
         Waiting.released.set()
         await run.until(lambda: not run.gateway.status().abandoned_hooks)
@@ -218,11 +218,11 @@ async def test_the_server_goes_on_while_validators_of_an_older_batch_wait(tmp_pa
     """Only that batch, which is learned again, names their recipe."""
     Waiting.released.set()
     async with running(tmp_path / "d") as run:
-        first = run.gateway.job()
+        first = job_body(run.gateway)
         other = {**first.job, "recipe": {"name": WAITING, "hook": "validators"}}
         await run.gateway.replace_job(JobBody(revision=first.revision, job=other))
         await run.batch()
-        await run.gateway.replace_job(JobBody(revision=run.gateway.job().revision, job=first.job))
+        await run.gateway.replace_job(JobBody(revision=job_body(run.gateway).revision, job=first.job))
     for path in (run.folder / "checkpoints").glob("*"):
         shutil.rmtree(path)
     Waiting.released.clear()
@@ -242,7 +242,7 @@ async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> No
         slow = await opened(run, "")
         await slow.gateway.ready()
         await slow.batch()
-        await slow.gateway.replace_job(slow.gateway.job())
+        await slow.gateway.replace_job(job_body(slow.gateway))
         assert Waiting.calls.count("validators") <= 2, "as they were sent, and as the journal has them"
 
 
@@ -277,7 +277,7 @@ async def test_advantages_that_do_not_come_are_a_note(tmp_path: Path, hook: str)
         if not hook.startswith("endless"):
             [named] = run.gateway.status().abandoned_hooks
             assert f"thread 'reward_advantages of {WAITING} of run default': the recipe" in named
-        body = run.gateway.job()
+        body = job_body(run.gateway)
         mended = JobBody(revision=body.revision, job={**body.job, "recipe": {"name": WAITING, "hook": "mended"}})
         await run.gateway.replace_job(mended)
         await run.batch()

@@ -25,7 +25,7 @@ from agentjet.errors import NotFound, RequestError
 from agentjet.protocol import BeginRequest, FinishRequest, RunSettings, ScoredAnswer, StatusResponse
 from agentjet.swarm import Journal
 from agentjet.types import Call
-from tests.fakes import Running, running, saying
+from tests.fakes import Running, recent_episodes, running, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -100,7 +100,7 @@ async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp
     async with running(tmp_path / "d", **kept_nothing) as run:
         assert run.gateway.status().zero_variance is not None, "at the start"
         queries = run.gateway.swarm.queries
-        members = [one.id for one in queries.recent_episodes(4)]
+        members = [one.id for one in recent_episodes(run.gateway.swarm, 4)]
         await run.until(lambda: not any(map(queries.calls, members)))  # The start deletes them.
     async with running(tmp_path / "d", **kept_nothing) as run:
         after = run.gateway.status().zero_variance

@@ -241,7 +241,7 @@ def test_rules_read_what_a_server_reports() -> None:
 
 
 def test_the_page_names_every_cause() -> None:
-    page = (ROOT / "docs/diagnosis.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/research.md").read_text(encoding="utf-8")
     table = page.partition("| cause |")[2].partition("\n\n")[0]
     listed = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
     assert listed == {rule.cause for rule in RULES} | {SERVER, "duplicated_seed", "no_op"}

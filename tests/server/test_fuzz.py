@@ -32,6 +32,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.fakes import job_body
 from tests.server.target import TOKENS, Role, Target, serving_target
 
 pytestmark = pytest.mark.thorough
@@ -76,7 +77,7 @@ def meant(case: schemathesis.Case, target: Target, draw: st.DataObject) -> None:
         if deep and "model" in case.body:
             case.body["model"] = "policy"
         if deep and "revision" in case.body:
-            case.body |= {"revision": target.served.run.gateway.job().revision, "job": {"max_tokens": 16}}
+            case.body |= {"revision": job_body(target.served.run.gateway).revision, "job": {"max_tokens": 16}}
 
 
 @pytest.mark.parametrize("role", ["nobody", "viewer", "client", "admin", "agent"])

@@ -151,7 +151,7 @@ async def test_the_page_and_its_headers(tmp_path: Path) -> None:
         page = await served.http.get("/", headers={"Authorization": ""})
         assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
         names = re.findall(r'(?:href|src)="(ui/[^"]+)"', page.text)
-        assert {Path(name).name for name in names} >= {"joined.js", "app.js", "style.css"}
+        assert {Path(name).name for name in names} >= {"app.js", "ui.js", "overview.js", "style.css"}
         for name in names:
             file = await served.http.get(f"/{name}", headers={"Authorization": ""})
             assert file.status_code == 200 and "immutable" in file.headers["cache-control"], name

@@ -18,6 +18,7 @@ from agentjet.protocol import EpisodeQuery, EvaluationRequest
 from agentjet.swarm import Journal
 from agentjet.swarm.journal import ADDED_COLUMNS
 from agentjet.swarm.store import Store
+from tests.fakes import recent_episodes
 from tests.swarm.world import World
 
 
@@ -213,7 +214,7 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
     assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next prune"
     with pytest.raises(NotFound):
         world.swarm.episode(episodes[0].id)
-    assert [episode.seq for episode in world.reopen().queries.recent_episodes(3)] == [20, 19, 18]
+    assert [episode.seq for episode in recent_episodes(world.reopen(), 3)] == [20, 19, 18]
     events = world.swarm.queries.events()
     assert events[0].kind == "evaluation" and 0 < len(events) < 20, "evaluations stay, and the newest other events"
 

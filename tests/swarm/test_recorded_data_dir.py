@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
 from agentjet.swarm import Journal, SwarmState
 from agentjet.swarm.journal import ADDED_COLUMNS
 from agentjet.swarm.queries import Queries
@@ -50,7 +50,7 @@ def test_a_viewer_reads_all_of_it(tmp_path: Path) -> None:
         assert queries.policy_version == 3 and [step["reward/mean"] for step in queries.recent_steps] == [0.5] * 3
         [evaluation] = queries.evaluations()
         assert (evaluation.score, evaluation.name, evaluation.held_out, evaluation.best) == (0.25, "", True, True)
-        episodes = queries.recent_episodes(100)
+        episodes = journal.find_episodes(EpisodeQuery(limit=100)).episodes
         assert len(episodes) == 18 == len({episode.id for episode in episodes})
         for episode in episodes:
             assert episode.reward_text == ""

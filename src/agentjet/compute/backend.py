@@ -3,8 +3,8 @@
 `compute.backend` chooses for each policy:
 
 * embedded: one rank, the worker, also samples. Policies of one worker share it.
-* cluster: ranks for this policy alone, and replicas that have a copy of the weights. Replicas sample while the ranks learn, and
-  while dead ranks are replaced: `add` keeps the replicas of a policy whose model and settings are the same.
+* cluster: ranks for this policy alone, and replicas that have a copy of the weights. Replicas sample while the ranks
+  learn, and while dead ranks are replaced: `add` keeps replicas of a policy whose model and settings are the same.
 """
 
 from __future__ import annotations

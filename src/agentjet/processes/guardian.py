@@ -75,7 +75,8 @@ def remove_abandoned() -> None:
                 folder.rmdir()
             with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if os.fstat(lock.fileno()).st_nlink:  # Else its owner removed it, and a folder there is another one's.
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_with_the_guardian(guardian: int) -> None:

@@ -214,7 +214,7 @@ class ComparedRunView(Response):
 
     name: str
     title: str
-    figures: dict[str, float | None]
+    figures: dict[str, int | float | None]
     """As `agentjet compare` prints them."""
     evaluations: list[EvaluationView]
 

@@ -1,9 +1,8 @@
 """The page: `/` and its files below `/ui/`, with the headers that confine it.
 
-The files are read once, at the start. Comments and indentation are left out. The style sheets become one file, and so
-do the modules of the first view and those of each later view (`page_modules`). The URLs contain a digest of all files,
-so browsers keep them until an upgrade; `/` itself is always validated. The page needs no token: it contains no data of
-a run.
+The files are read once, at the start. The style sheets become one file. The index names the modules of the first view,
+so a browser requests them at once and not level by level. The URLs contain a digest of all files, so browsers keep them
+until an upgrade; `/` itself is always validated. The page needs no token: it contains no data of a run.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ import agentjet
 from agentjet.errors import NotFound
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
 from agentjet.server.error_handlers import PROBLEM
-from agentjet.server.page_modules import JOINED, joined
 
 FOLDER = Path(agentjet.__file__).parent / "page"
 MEDIA_TYPES = {
@@ -47,8 +46,10 @@ SECURITY_HEADERS = {
 }
 FILTERS = "filters.js"
 """A module that is made from the API."""
-FIRST, ENTRY = "first.js", "app.js"
-"""Modules of the index. The second imports others, among them the Overview; other views are loaded when they open."""
+ENTRY = "app.js"
+"""The module that imports those of the first view. The other views are loaded when they open."""
+COMMENT = re.compile(rb"^[ \t]*//.*", re.MULTILINE)
+IMPORT = re.compile(r'\b(?:from|import) ?"(\.[^"]+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +72,6 @@ class PageFile:
         return Response(self.content, headers=given, media_type=self.media_type)
 
 
-def smaller(name: str, content: bytes) -> bytes:
-    """Returns a file without comments and indentation. Lines of modules keep their numbers."""
-    if name.startswith("vendor/"):
-        return content
-    text = content.decode()
-    if name.endswith(".css"):
-        text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-        text = re.sub(r"\s*([{};])\s*", r"\1", text)
-    if name.endswith(".js"):
-        text = re.sub(r"^[ \t]*//.*", "", text, flags=re.MULTILINE)
-    return re.sub(r"^[ \t]+", "", text, flags=re.MULTILINE).encode()
-
-
 def episode_filters() -> list[dict[str, Any]]:
     """Returns name and label of each filter of the episodes, with `number`, and `options` if it has some."""
     hints = get_type_hints(EpisodeFilters)
@@ -95,6 +83,15 @@ def episode_filters() -> list[dict[str, Any]]:
             {"name": name, "title": one.title, "number": not kinds.isdisjoint({int, float}), "options": options or None}
         )
     return found
+
+
+def imported(modules: Mapping[str, bytes], entry: str) -> list[str]:
+    """Returns the modules that `entry` imports, directly or through others."""
+    names = [entry]
+    for name in names:  # It grows meanwhile.
+        paths = (posixpath.join(posixpath.dirname(name), path) for path in IMPORT.findall(modules[name].decode()))
+        names += [path for path in dict.fromkeys(map(posixpath.normpath, paths)) if path not in names]
+    return names[1:]
 
 
 def style_order(name: str) -> tuple[bool, bool, str]:
@@ -111,18 +108,17 @@ class Page:
             for path in sorted(folder.rglob("*"))
             if path.suffix in MEDIA_TYPES
         }
-        found = {name: smaller(name, content) for name, content in found.items()}
         found[FILTERS] = f"export const EPISODE_FILTERS = {json.dumps(episode_filters())};\n".encode()
+        # Lines keep their numbers without their comments, which are a tenth of what a browser loads.
+        found = {name: COMMENT.sub(b"", content) for name, content in found.items()}
         sheets = [found.pop(name) for name in sorted(found, key=style_order) if name.endswith(".css")]
         found["style.css"] = b"".join(sheets)
         index = found.pop("index.html").decode()
-        views = [name for name in found if name.startswith("views/")]
-        found |= joined(found, ENTRY, later=views, apart=(FIRST,))
         parts = [part for name, content in found.items() for part in (name.encode(), content)]
         self.digest = hashlib.sha256(b"\0".join([index.encode(), *parts])).hexdigest()[:16]
         self.files = {name: PageFile.of(name, content) for name, content in found.items()}
-        preload = f'<link rel="modulepreload" href="ui/{JOINED}">\n'
-        index = index.replace("</head>", f"{preload}</head>").replace('"ui/', f'"ui/{self.digest}/')
+        links = "".join(f'<link rel="modulepreload" href="ui/{name}">\n' for name in imported(found, ENTRY))
+        index = index.replace("</head>", f"{links}</head>").replace('"ui/', f'"ui/{self.digest}/')
         self.index = PageFile.of("index.html", index.encode())
 
 

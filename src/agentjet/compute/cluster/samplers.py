@@ -302,6 +302,6 @@ def with_cause(error: ConfigError, cause: str) -> ConfigError:
     if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
         return ConfigError(
             f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
-            "with `docker run --shm-size=1g`, or as docs/cluster-howto.md shows for Kubernetes"
+            "with `docker run --shm-size=1g`, or as docs/cluster.md shows for Kubernetes"
         )
     return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error

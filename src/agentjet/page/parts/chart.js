@@ -50,9 +50,12 @@ export function Chart({
       whole, colour, onCursor: (index) => { at.value = index; }, onOpen: (index) => open.current?.(index),
       onZoom: (on) => { zoomed.value = on; },
     });
-    const resized = new ResizeObserver(() => plot.current.draw());
+    const resized = new ResizeObserver(() => plot.current.resize());
     resized.observe(box.current);
-    return () => resized.disconnect();
+    return () => {
+      resized.disconnect();
+      plot.current.remove();
+    };
   }, [inView]);
   useLayoutEffect(() => plot.current?.show(x, curves, markers), [inView, x, curves, markers, theme.value]);
   useSignalEffect(() => {

@@ -84,13 +84,3 @@ export function codeMarkers(steps) {
     return code === undefined || first <= 0 ? [] : [{ x: steps.versions[first], name: `code ${code}` }];
   });
 }
-
-// Returns the least of 1, 2 or 5 times a power of ten that is at least `width`.
-export function roundUp(width) {
-  const power = 10 ** Math.floor(Math.log10(width));
-  return power * [1, 2, 5, 10].find((factor) => factor * power >= width * (1 - 1e-9));
-}
-
-export function tidy(value) {
-  return Number(value.toPrecision(12));
-}

@@ -1,7 +1,7 @@
 // A histogram whose bins are links to what they count.
 
 import { html } from "../vendor/ui.js";
-import { extent, roundUp, tidy } from "./curve.js";
+import { extent } from "./curve.js";
 import { number, visible } from "./format.js";
 
 const MAX_BINS = 12;
@@ -55,4 +55,14 @@ export function Histogram({ label, values, bins = binsOf(values), href, noun = "
 
 function named([low, high]) {
   return low === high ? number(low) : `${number(low)} to ${number(high)}`;
+}
+
+// Returns the least of 1, 2 or 5 times a power of ten that is at least `width`.
+function roundUp(width) {
+  const power = 10 ** Math.floor(Math.log10(width));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= width * (1 - 1e-9));
+}
+
+function tidy(value) {
+  return Number(value.toPrecision(12));
 }
