@@ -23,9 +23,8 @@ from bench.scaling.spawn import spawn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentjet.compute.cluster.group import RankGroup
-    from agentjet.compute.cluster.learner import RankLearner, Sharding
     from agentjet.compute.embedded.learner import PolicyLearner
+    from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 
 MODES: tuple[Sharding, ...] = ("gathered", "sharded")
 LEARNED = "learned"
@@ -118,7 +117,7 @@ def reshard_err(model: str = "smollm2-135m", counts: tuple[int, ...] = (4, 2, 1)
     found = {"reshard_err": 0.0, "reshard_step_err": 0.0}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        checkpoint.save(first := folder / "first", learner.policy, learner, {"policy_version": 1, "operation": 2})
+        checkpoint.save(first := folder / "first", learner, {"policy_version": 1, "operation": 2})
         learner.learn(batches[1].forest, JOB, 1)
         path = first
         for count in counts:
@@ -178,19 +177,19 @@ def _load_and_save(
     group: RankGroup, model: str, copied: tuple[Path, Path], learned: tuple[Path, TrainingBatch, Path]
 ) -> None:
     """Load a checkpoint and save it elsewhere; then load another one, learn a batch and save that."""
-    from agentjet.compute.cluster import checkpoint
+    from agentjet.compute.embedded import checkpoint
 
     learner, state = _learner(group, model, "sharded"), {"policy_version": 1, "operation": 2}
-    checkpoint.load(copied[0], learner, group)
-    checkpoint.save(copied[1], learner, group, state)
+    checkpoint.load(copied[0], learner)
+    checkpoint.save(copied[1], learner, state)
     path, batch, folder = learned
-    checkpoint.load(path, learner, group)
+    checkpoint.load(path, learner)
     learner.learn(batch.forest, JOB, batch.id)
-    checkpoint.save(folder / LEARNED, learner, group, state)
+    checkpoint.save(folder / LEARNED, learner, state)
 
 
-def _learner(group: RankGroup, model: str, mode: Sharding) -> RankLearner:
-    from agentjet.compute.cluster.learner import RankLearner
+def _learner(group: RankGroup, model: str, mode: Sharding) -> PolicyLearner:
+    from agentjet.compute.embedded.learner import PolicyLearner
     from agentjet.compute.embedded.model import load_policy
 
-    return RankLearner(load_policy(model_of(model)), group, mode)
+    return PolicyLearner(load_policy(model_of(model)), group, mode)

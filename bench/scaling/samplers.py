@@ -24,9 +24,9 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, locate_model, resolve_dtype
-from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
 from bench.scaling.replicas import SOURCE, START_SECONDS, Completed, LocalReplica, Wanted

@@ -69,6 +69,7 @@ class ForkedReplica:
     async def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
+        self._watching.cancel()
         self._end()
 
     async def _watch(self) -> None:

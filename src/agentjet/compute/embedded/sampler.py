@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 
 from agentjet.compute.embedded.adapters import AdapterMixture
-from agentjet.compute.embedded.attention import AttentionPlan, flat_forward
-from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
-from agentjet.compute.embedded.paged_attention import DecodeGraphs, step_plan
+from agentjet.compute.embedded.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
+from agentjet.compute.embedded.cache import CacheRow, KeyValueCache
 from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
-from agentjet.compute.embedded.token_sampling import sample_tokens
-from agentjet.compute.grammars import Grammars, Guide
+from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 
