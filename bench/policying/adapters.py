@@ -131,7 +131,9 @@ def served(folder: Path, names: Sequence[str], workload: Workload) -> Measured:
 
 def peak_mb() -> float:
     """Largest resident memory of the only worker so far, in MiB (Linux)."""
-    [worker] = [child for child in psutil.Process().children(recursive=True) if WORKER_MODULE in child.cmdline()]
+    [worker] = [
+        child for child in psutil.Process().children(recursive=True) if child.cmdline()[2:4] == ["-m", WORKER_MODULE]
+    ]
     lines = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 

@@ -16,11 +16,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 from tokenizers import Tokenizer
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.cluster.weights import Publication
 from agentjet.compute.protocol import LossSpec, Outputs
@@ -128,13 +130,15 @@ class ReplicatedCompute(ScriptedCompute):
         """Start the replicas, all in one process, and give them weights."""
         supervisor = Supervisor("127.0.0.1", self)
         settings = SamplerConfig(max_concurrent=self._settings.slots)
-        self._replicas = Replicas(
+        make_fleet = partial(
+            Fleet,
             PolicyId("default", "policy"),
             lambda name: supervisor.start(Launch(name, (), Path())),
             self._settings.replicas,
             settings,
             timeout=1e6,
         )
+        self._replicas = Replicas(make_fleet)
         await self._replicas.fleet.publish(PUBLICATION)
 
     async def num_gpus(self) -> None:

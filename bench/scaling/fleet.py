@@ -20,8 +20,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.replicas import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError
@@ -165,7 +167,7 @@ async def _figures(num_faults: int, seed: int) -> dict[str, Any]:
     settings = SamplerConfig(max_concurrent=16)
     with fork_server() as server:
         async with nursery(server, settings) as born:
-            replicas = Replicas(POLICY, born.begin, NUM_REPLICAS, settings, timeout=HUNG_SECONDS)
+            replicas = Replicas(partial(Fleet, POLICY, born.begin, NUM_REPLICAS, settings, timeout=HUNG_SECONDS))
             calls = Calls(replicas, chance)
             faults = Faults(born, replicas, calls, chance)
             await replicas.fleet.publish(publication(0))

@@ -19,8 +19,7 @@ from typing import Self
 import psutil
 
 from agentjet.compute.backend import Hosted, ProcessCompute
-from agentjet.compute.cluster.fleet import ReplicaHandle
-from agentjet.compute.cluster.routing import RoutedCompletion
+from agentjet.compute.cluster.routing import ReplicaHandle, RoutedCompletion
 from agentjet.processes.ray_placement import RayPlacement
 
 POLL_SECONDS = 0.002

@@ -6,8 +6,10 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.replicas import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.processes.rpc import Peer
@@ -32,9 +34,8 @@ class Scene:
         self.born = born
         self.adopting = 0
         self.most_adopting = 0
-        self.replicas = Replicas(
-            POLICY, self._start, count, limits, timeout=timeout, explain=lambda name: born.explain(name)
-        )
+        explain = lambda name: born.explain(name)  # noqa: E731
+        self.replicas = Replicas(partial(Fleet, POLICY, self._start, count, limits, timeout=timeout, explain=explain))
         self.fleet = self.replicas.fleet
 
     async def _start(self, name: str) -> Peer:

@@ -18,7 +18,7 @@ import pytest
 
 from agentjet.compute.cluster.samplers import FALL_SECONDS, RISE_SECONDS, Autoscaler, cause_of
 from agentjet.config import ComputeConfig
-from agentjet.processes import placement
+from agentjet.processes import guardian
 from agentjet.types import SamplerBounds
 
 
@@ -97,6 +97,6 @@ def test_cause(tmp_path: Path, lines: list[str], cause: str, monkeypatch: pytest
     earlier = "ValueError: of an earlier process\n"
     log.write_text(earlier + "\n".join(lines))
     assert cause_of(log, len(earlier)) == cause
-    monkeypatch.setattr(placement, "LOG_END_BYTES", 3)
+    monkeypatch.setattr(guardian, "LOG_END_BYTES", 3)
     assert cause_of(log, 0) == ""
     assert cause_of(tmp_path / "gone", 0) == ""

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement, end_of
+from agentjet.processes.guardian import Launch, end_of
+from agentjet.processes.placement import LocalPlacement
 from bench.scaling.spawn import PRELOADED
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
@@ -71,30 +72,41 @@ async def test_a_cluster_that_went_away_is_asked_again(tmp_path: Path, monkeypat
     await placement.close()
 
 
-def test_a_node_without_the_interpreter(tmp_path: Path) -> None:
-    (tmp_path / "log").touch()
-    _, pid, problem = keeper(tmp_path / "log", "/nowhere/python", "-c", "1").start()
-    assert pid == 0 and problem.startswith("it has no /nowhere/python: install AgentJet there at the same path")
+@pytest.mark.parametrize(
+    ("has_files", "command", "problem"),
+    [
+        (True, "/nowhere/python", r"^it has no /nowhere/python: install AgentJet there at the same path"),
+        (False, sys.executable, r"server.data_dir \(checkpoints, logs\).* same path, such as NFS"),
+    ],
+)
+def test_a_node_that_cannot_run_the_process(tmp_path: Path, has_files: bool, command: str, problem: str) -> None:
+    log = tmp_path / "log"
+    if has_files:
+        log.touch()
+    _, pid, reason = keeper(log, command, "-c", "1").start()
+    assert pid == 0 and re.search(problem, reason)
 
 
-def test_a_node_without_the_gateways_files(tmp_path: Path) -> None:
-    _, pid, problem = keeper(tmp_path / "missing" / "log", sys.executable, "-c", "1").start()
-    assert pid == 0 and "server.data_dir (checkpoints, logs)" in problem and "same path, such as NFS" in problem
-
-
-def test_a_process_that_needs_no_shared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("folder", "program", "end"),
+    [
+        ("missing", "print('hello')", "exit code 0; see {}/agentjet-logs/log, which ends with 'hello'"),
+        (
+            ".",
+            "print('no memory'); print(); raise SystemExit(3)",
+            "ended with exit code 3; see {}/log, which ends with 'no memory'",
+        ),
+    ],
+    ids=["a process that needs no shared files", "code and last line"],
+)
+def test_the_end_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, program: str, end: str
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    kept = keeper(tmp_path / "missing" / "log", sys.executable, "-c", "print('hello')", shared=False)
-    _, pid, problem = kept.start()
-    assert pid and not problem
-    assert kept.wait() == f"ended with exit code 0; see {tmp_path}/agentjet-logs/log: hello"
-
-
-def test_the_end_has_code_and_last_line(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
-    kept = keeper(tmp_path / "log", sys.executable, "-c", "print('no memory'); print(); raise SystemExit(3)")
-    kept.start()
-    assert kept.wait() == f"ended with exit code 3; see {tmp_path}/log: no memory"
+    kept = keeper(tmp_path / folder / "log", sys.executable, "-c", program, shared=False)
+    _, pid, problem = kept.start()
+    assert pid and not problem and kept.wait() == f"ended with {end.format(tmp_path)}"
 
 
 def test_stop_waits_for_the_end(tmp_path: Path) -> None:
@@ -104,4 +116,4 @@ def test_stop_waits_for_the_end(tmp_path: Path) -> None:
     children = psutil.Process(pid).children()
     kept.stop()
     assert not psutil.pid_exists(pid) and not any(child.is_running() for child in children)
-    assert kept.wait() == f"was killed by signal 9; see {tmp_path}/log"
+    assert kept.wait() == f"ended by SIGKILL; see {tmp_path}/log"

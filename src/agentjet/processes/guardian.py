@@ -35,7 +35,10 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "agentjet-weights-"
 LOCK = "lock"
 """The file of a folder of weights that its process locks."""
-TAIL_BYTES = 4096
+LOG_END_BYTES = 2**18
+"""The part of a log that is searched, at its end."""
+MAX_LINE = 300
+"""Characters of the log that the reason of an end quotes."""
 STOP_SECONDS = 10.0
 PARENT_SECONDS = 0.5
 """Seconds between two checks of the node's raylet, which is the parent of an actor's process."""
@@ -95,6 +98,29 @@ def _kill_at_end_of_input(group: int) -> None:
 def _kill_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+def end_of(code: int, log_path: Path) -> str:
+    """Returns the reason of a process that ended with this exit code of its guardian.
+
+    It quotes the last line of the log, except after SIGKILL, which comes from outside.
+    """
+    number = -code if code < 0 else code - 128
+    try:
+        end = f"ended by {signal.Signals(number).name}"
+    except ValueError:
+        end = f"ended with exit code {code}"
+    lines = [] if number == signal.SIGKILL else last_lines(log_path)
+    line = next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
+    return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
+
+
+def last_lines(log_path: Path, start: int = 0) -> list[str]:
+    """Returns the lines at the end of a log, after its first `start` bytes. A file that is gone has none."""
+    with contextlib.suppress(OSError), log_path.open("rb") as log:
+        log.seek(max(start, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
+        return log.read().decode(errors="replace").splitlines()
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +200,7 @@ class RayActor:
         assert self._process is not None
         code = self._process.wait()
         self.stop()
-        with self._log_path.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        if self._lost:
-            return f"ended because {self._lost}; see {self._log_path}"
-        end = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
-        return f"{end}; see {self._log_path}{f': {last}' if last and code != 128 + signal.SIGKILL else ''}"
+        return f"ended because {self._lost}; see {self._log_path}" if self._lost else end_of(code, self._log_path)
 
     def _end_with_parent(self, parent: int) -> None:
         while os.getppid() == parent:

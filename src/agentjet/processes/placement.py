@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +19,8 @@ import psutil
 
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes import guardian
-from agentjet.processes.guardian import STOP_SECONDS, Launch
+from agentjet.processes.guardian import STOP_SECONDS, Launch, end_of
 from agentjet.processes.rpc import Process
-
-LOG_END_BYTES = 2**18
-"""The part of a log that is searched, at its end."""
-MAX_LINE = 300
-"""Characters of the log that the reason of an end quotes."""
 
 
 class Placement(Protocol):
@@ -172,26 +166,3 @@ def create_log(path: Path) -> None:
     """Create an empty log that only this user can read, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(0o600)
-
-
-def end_of(code: int, log_path: Path) -> str:
-    """Returns the reason of a process that ended with this exit code of its guardian.
-
-    It quotes the last line of the log, except after SIGKILL, which comes from outside.
-    """
-    number = -code if code < 0 else code - 128
-    try:
-        end = f"ended by {signal.Signals(number).name}"
-    except ValueError:
-        end = f"ended with exit code {code}"
-    lines = [] if number == signal.SIGKILL else last_lines(log_path)
-    line = next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
-    return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
-
-
-def last_lines(log_path: Path, start: int = 0) -> list[str]:
-    """Returns the lines at the end of a log, after its first `start` bytes. A file that is gone has none."""
-    with contextlib.suppress(OSError), log_path.open("rb") as log:
-        log.seek(max(start, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
-        return log.read().decode(errors="replace").splitlines()
-    return []

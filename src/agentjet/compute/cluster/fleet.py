@@ -18,16 +18,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Literal
 
-from agentjet.compute.cluster.probe import WAY_OUT, probe_error, probe_failure
-from agentjet.compute.cluster.routing import Load
-from agentjet.compute.cluster.weights import Publication
+from agentjet.compute.cluster.routing import Cause, End, Load, ReplicaHandle
+from agentjet.compute.cluster.weights import WAY_OUT, Publication, probe_error, probe_failure
 from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import Watchdog
 from agentjet.types import PolicyId
 
 log = logging.getLogger(__name__)
@@ -37,11 +33,10 @@ Start = Callable[[str], Awaitable[Peer]]
 
 No process is left of a start that failed or was cancelled.
 """
+Changed = Callable[[], None]
+"""Called when a replica became ready or ended, or the policy failed."""
 Explain = Callable[[str], str]
 """Returns the error that the ended process of that name reported as the cause of its end, or ""."""
-
-Cause = Literal["work", "replica", "unwanted"]
-"""Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
 
 MAX_FIRST_DEATHS = 3
 """Replicas that may end before any replica ever served. Then the policy fails.
@@ -69,60 +64,6 @@ PLACES = 1.25
 """Completions that a replica has, per completion that it samples at a time: the next ones wait at the replica."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end of a replica. Its requests fail with `reason`."""
-
-    reason: WorkerDied
-    cause: Cause
-    time: float
-    """By the event loop."""
-
-
-class ReplicaHandle:
-    """One replica. From its end on it gets no more work."""
-
-    def __init__(self, name: str, load: Load, timeout: float) -> None:
-        self.name = name
-        self.load = load
-        self.watchdog = Watchdog(timeout)
-        self.peer: Peer | None = None
-        """Its connection, when it is loaded."""
-        self.publication: Publication | None = None
-        """The weights that it serves."""
-        self.is_adopting = False
-        self.is_suspended = True
-        """True while it uses no memory of its GPUs: before its start, and from `Fleet.suspend` to its next adoption."""
-        self.serial = 0
-        """Number of the publish that it fulfils."""
-        self.verified: set[int] = set()
-        """Versions whose probe it passed. Its received tokens may be of any of them."""
-        self.attempts = 0
-        """Failed attempts to adopt the present publication."""
-        self.problem = ""
-        """The error of the last attempt, if it failed."""
-        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self.busy_since = 0.0
-        """Time from which it has work. Times are those of the event loop."""
-
-    @property
-    def version(self) -> int | None:
-        """The version that it serves."""
-        return None if self.publication is None else self.publication.version
-
-    @property
-    def is_ready(self) -> bool:
-        """True if it may get work."""
-        is_alive = self.peer is not None and not self.peer.died.done() and not self.end.done()
-        return is_alive and self.publication is not None and not (self.is_adopting or self.is_suspended)
-
-    def silence(self, now: float) -> float:
-        """Returns the seconds for which it has had work and sent nothing."""
-        if self.peer is None or not self.load.running:
-            return 0.0
-        return now - max(self.peer.heard_at, self.busy_since)
-
-
 class Fleet:
     """Keeps `count` replicas alive and current."""
 
@@ -132,16 +73,15 @@ class Fleet:
         start: Start,
         count: int,
         settings: SamplerConfig,
+        changed: Changed,
         *,
         timeout: float,
-        changed: Callable[[], None],
         explain: Explain = lambda name: "",
         has_served: bool = False,
     ) -> None:
         """Starts `count` replicas; must be called in an event loop.
 
-        A replica that has work and is silent for `timeout` seconds is ended. `changed` is called when a replica became
-        ready or ended, or the policy failed.
+        A replica that has work and is silent for `timeout` seconds is ended.
         """
         self.policy = policy
         self._changed = changed

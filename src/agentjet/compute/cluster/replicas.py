@@ -12,18 +12,16 @@ import asyncio
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from agentjet.compute.cluster.fleet import Fleet, ReplicaHandle, Start
-from agentjet.compute.cluster.routing import RoutedCompletion, choose
-from agentjet.config import SamplerConfig
+from agentjet.compute.cluster.fleet import Changed, Fleet
+from agentjet.compute.cluster.routing import ReplicaHandle, RoutedCompletion, choose
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
-from agentjet.types import PolicyId, ProcessStatus, Sampled, SamplingParams, TokenScore
+from agentjet.types import ProcessStatus, Sampled, SamplingParams, TokenScore
 
 MAX_BLAME, MAX_LOSSES = 4, 12
 """A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
@@ -42,12 +40,11 @@ SILENT_SECONDS = 2.0
 class Replicas:
     """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
 
-    def __init__(self, policy: PolicyId, start: Start, count: int, settings: SamplerConfig, **named: Any) -> None:
-        """See `Fleet`."""
+    def __init__(self, make_fleet: Callable[[Changed], Fleet]) -> None:
         self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[ReplicaHandle]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
         self._num_resumed = 0
-        self.fleet = Fleet(policy, start, count, settings, changed=self._assign, **named)
+        self.fleet = make_fleet(self._assign)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""

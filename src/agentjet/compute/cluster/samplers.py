@@ -17,16 +17,17 @@ import shutil
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from agentjet.compute.cluster.fleet import Fleet
 from agentjet.compute.cluster.replicas import Replicas
 from agentjet.compute.ranks import COMPUTE_VARIABLES, Room
 from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError, WorkerDied
-from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import MAX_LINE, last_lines
+from agentjet.processes.guardian import MAX_LINE, Launch, last_lines
 from agentjet.processes.rpc import Peer
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplerBounds, SamplingParams
 
@@ -72,7 +73,8 @@ class Samplers:
         self._python = sampler_python(settings)
         self._log_starts: dict[str, int] = {}
         """Bytes that the log of each replica had when it was started."""
-        self.replicas = Replicas(
+        make_fleet = partial(
+            Fleet,
             policy,
             self._start,
             settings.samplers.least,
@@ -81,6 +83,7 @@ class Samplers:
             explain=lambda name: cause_of(room.log_path(name), self._log_starts.pop(name, 0)),
             has_served=has_served,
         )
+        self.replicas = Replicas(make_fleet)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `WorkerDied` if no replica can be had."""
