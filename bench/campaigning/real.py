@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.cli import example, load_example
-from agentjet.cli.research.execution import local_slots
+from agentjet.cli.research import local_slots
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook

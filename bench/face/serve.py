@@ -36,7 +36,7 @@ async def serve(data_dir: Path) -> None:
     app.add_api_route("/empty", lambda: HTMLResponse(EMPTY))
     with listen("127.0.0.1", 0, backlog=4096) as listener:
         await runs.start()
-        await runs.default.ready()
+        await runs.default.engine.wait_until_up()
         tune_python()
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         await uvicorn.Server(uvicorn_config(app, config.server)).serve([listener])

@@ -69,7 +69,7 @@ async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
     app.add_api_route("/counters", lambda: counters(timed))
     with listen("127.0.0.1", 0, backlog=4096) as listener:
         await runs.start()
-        await runs.default.ready()
+        await runs.default.engine.wait_until_up()
         tune_python()
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])

@@ -79,7 +79,7 @@ async def serve(data_dir: Path, megabytes: int) -> None:
     app.add_api_route("/watched", watched)
     with listen("127.0.0.1", 0) as listener:
         await runs.start()
-        await runs.default.ready()
+        await runs.default.engine.wait_until_up()
         tune_python()
         watch.append(Watch())
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)

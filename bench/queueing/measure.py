@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from agentjet.compute.cluster.routing import Load, RoutedCompletion, choose
-from agentjet.processes.rpc import LargeRequest, Request
+from agentjet.processes.rpc import LargeRequest, ProcessRequest
 from agentjet.swarm import Journal
 from agentjet.types import PolicyId
 from bench.gatewaying.processes import started
@@ -214,7 +214,7 @@ def measure_batch(folder: Path, effort: Effort) -> tuple[float, float, float]:
         began = time.process_time()
         [training] = swarm.batches.training_batches(batch).values()
         built = time.process_time()
-        request = asyncio.run(LargeRequest.encoded(Request("load_batch", 1, PolicyId(), (training,))))
+        request = asyncio.run(LargeRequest.encoded(ProcessRequest("load_batch", 1, PolicyId(), (training,))))
         message = b"".join(request.parts())
         sent = time.process_time()
         journal.close()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentjet.processes.rpc import Answer, Link, Request
+from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.types import Sampled, SamplingParams
 
 VARIABLE = "BENCH_REPLICAS"
@@ -42,7 +42,7 @@ class Replica:
     running: dict[int, Completion] = field(default_factory=dict)
     waiting: deque[tuple[int, Completion]] = field(default_factory=deque)
 
-    def accept(self, request: Request) -> None:
+    def accept(self, request: ProcessRequest) -> None:
         id = request.args[0]
         if request.op == "adopt":
             self.link.send(Answer(request.id, list(id.probe_logprobs)))
@@ -78,7 +78,7 @@ class Replica:
 
 def serve(links: list[Mapping[str, str]], words: list[int], slots: int, step: float) -> None:
     """Step for ever. Steps that the machine delayed are made up for, so that the rate holds."""
-    arrived: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[int, ProcessRequest]] = queue.SimpleQueue()
     replicas = [Replica(Link.from_environment(environment), words, slots) for environment in links]
     for number, replica in enumerate(replicas):
         replica.link.read_forever(lambda request, number=number: arrived.put((number, request)))  # type: ignore[misc]

@@ -226,7 +226,7 @@ async def serve(settings: Settings) -> None:
         (data_dir / "words.json").write_text(json.dumps(list(words(info.tokenizer_path))))
         with listen("127.0.0.1", 0, backlog=4096) as listener:
             await runs.start()
-            await runs.default.ready()
+            await runs.default.engine.wait_until_up()
             tune_python()
             print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
             await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])

@@ -30,7 +30,7 @@ from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeCo
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch
 from agentjet.processes.placement import LocalPlacement
-from agentjet.processes.rpc import Answer, Link, Process, Request, dial, encode, read
+from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
 from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
 from tests.cluster.fake_replica import INFO, publication
 from tests.fakes import Clock
@@ -38,7 +38,7 @@ from tests.fakes import Clock
 pytestmark = pytest.mark.anyio
 
 POLICY = PolicyId()
-Handler = Callable[[Request], Any]
+Handler = Callable[[ProcessRequest], Any]
 """Returns the answer to a request, or raises it."""
 
 
@@ -48,7 +48,7 @@ class ThreadProcess:
     log_path = Path()
 
     def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[ProcessRequest] = []
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._where = [environment[name] for name in Link.VARIABLES]
@@ -124,14 +124,14 @@ class ThreadLauncher:
     def ops(self, name: str) -> list[str]:
         return [request.op for request in self.all[name].requests]
 
-    def _rank(self, request: Request) -> Any:
+    def _rank(self, request: ProcessRequest) -> Any:
         if request.op == "publish":
             self.version, wanted = request.args
             return publication(self.version) if wanted else None
         fixed = {"rendezvous": "127.0.0.1:1", "add": INFO, "optim_step": {"optim/steps": 1.0}}
         return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
 
-    def _replica(self, request: Request) -> Any:
+    def _replica(self, request: ProcessRequest) -> Any:
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
@@ -213,7 +213,7 @@ async def test_a_rank_that_dies_ends_its_group_and_the_next_group_keeps_the_repl
 async def test_an_error_that_all_ranks_raise_leaves_the_group(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (compute, launcher):
 
-        def damaged(request: Request) -> Any:
+        def damaged(request: ProcessRequest) -> Any:
             if request.op == "load":
                 raise CheckpointError("damaged")
             return launcher._rank(request)
@@ -230,12 +230,12 @@ async def test_ranks_that_do_not_agree_are_ended(tmp_path: Path, other: str, mon
     monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.05)
     async with cluster(tmp_path) as (compute, launcher):
 
-        def alone(request: Request) -> Any:
+        def alone(request: ProcessRequest) -> Any:
             if request.op == "optim_step":
                 raise ComputeError("only here")
             return launcher._rank(request)
 
-        def silent(request: Request) -> Any:
+        def silent(request: ProcessRequest) -> Any:
             return NotImplemented if request.op == "optim_step" else launcher._rank(request)
 
         launcher.special = {"default/policy/rank-1.1": alone}
@@ -251,7 +251,7 @@ async def test_a_learner_that_dies_during_a_publish_ends_it(tmp_path: Path) -> N
     async with cluster(tmp_path) as (compute, launcher):
         adopting = threading.Event()
 
-        def stuck(request: Request) -> Any:
+        def stuck(request: ProcessRequest) -> Any:
             if request.op == "adopt" and request.args[0].version == 1:
                 adopting.set()
                 return NotImplemented
@@ -271,7 +271,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
     async with cluster(tmp_path) as (compute, launcher):
         asked = threading.Event()
 
-        def silent(request: Request) -> Any:
+        def silent(request: ProcessRequest) -> Any:
             if request.op == "optim_step":
                 asked.set()
                 return NotImplemented
@@ -293,7 +293,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
 async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (compute, launcher):
 
-        def refuse(request: Request) -> Any:
+        def refuse(request: ProcessRequest) -> Any:
             raise ConfigError("vLLM does not hold this model")
 
         launcher.special = {"default/policy/replica-1": refuse}
@@ -319,7 +319,7 @@ async def test_replicas_that_cannot_start_end_a_start_at_once(tmp_path: Path) ->
     async with cluster(tmp_path) as (compute, launcher):
         loading = threading.Event()
 
-        def load(request: Request) -> Any:
+        def load(request: ProcessRequest) -> Any:
             return loading.wait(30) if request.op == "add" else launcher._rank(request)
 
         launcher.special = {f"default/policy/rank-{rank}.1": load for rank in range(2)}
@@ -337,7 +337,7 @@ async def test_a_refusal_quotes_the_first_error_of_the_replica_s_log(tmp_path: P
     cause = "RuntimeError: not enough shared memory: 160 MiB required, 64 MiB free"
     async with cluster(tmp_path) as (compute, launcher):
 
-        def refuse(request: Request) -> Any:
+        def refuse(request: ProcessRequest) -> Any:
             log = tmp_path / "d" / "logs" / "cluster" / "default-policy-replica-1.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(f"(EngineCore pid=8) ERROR 11-24 04:56:03 [core.py:1] {cause}\n")
@@ -445,7 +445,7 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
     async with cluster(tmp_path, gpus=6) as (compute, launcher):
         release = threading.Event()
 
-        def hold(request: Request) -> Any:
+        def hold(request: ProcessRequest) -> Any:
             if request.op == "sample":
                 release.wait()
             return launcher._replica(request)

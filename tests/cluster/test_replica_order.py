@@ -29,7 +29,7 @@ from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes import guardian
-from agentjet.processes.rpc import Answer, Link, Request
+from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 INFO = ModelInfo("tiny", "", "", 100, (2,))
@@ -100,13 +100,13 @@ class FakeLink(Link):
     def __init__(self) -> None:
         self.name, self.secret = "replica", b""
         self.sent: list[Any] = []
-        self.deliver: Callable[[Request], object] = lambda request: None
+        self.deliver: Callable[[ProcessRequest], object] = lambda request: None
         self.changed = asyncio.Event()
 
     def exit(self, code: int) -> None:
         self.send(f"exit code {code}")
 
-    def read_forever(self, deliver: Callable[[Request], object]) -> None:
+    def read_forever(self, deliver: Callable[[ProcessRequest], object]) -> None:
         self.deliver = deliver
 
     def send(self, message: Any) -> None:
@@ -146,7 +146,7 @@ class Scene:
 
     def ask(self, op: str, *args: Any) -> int:
         self._num_asked += 1
-        self.link.deliver(Request(op, self._num_asked, PolicyId(), args))
+        self.link.deliver(ProcessRequest(op, self._num_asked, PolicyId(), args))
         return self._num_asked
 
     def sample(self, **params: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from agentjet.compute.backend import ProcessCompute
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.config import ModelConfig
 from agentjet.processes.placement import LocalPlacement
-from agentjet.timeline.forest import Row, call_row
+from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.types import PolicyId, SamplingParams
 from tests.compute import forked_workers
 from tests.compute.architectures import make_architecture
@@ -142,3 +144,22 @@ def sampled_rows(
             )
             histories[key] = np.concatenate([full, tokens(1000 + turn, 4)])
     return rows
+
+
+def bytes_kept(learner: PolicyLearner, forests: Sequence[Forest]) -> int:
+    """Storage that the backward passes over all these forests need, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in learner.policy.model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = [learner._pass.hidden(forest)[0] for forest in forests]
+    assert all(h.requires_grad for h in hidden)
+    return sum(kept.values())

@@ -77,7 +77,7 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
         runs = Runs(config, compute)
         try:
             await runs.start()
-            await runs.default.ready()
+            await runs.default.engine.wait_until_up()
             running = Running(runs, runs.default, words, Clock(), Clock())
             for _ in range(NUM_BATCHES):
                 await running.batch()

@@ -27,7 +27,7 @@ from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
 from agentjet.config import JobConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
-from agentjet.processes.rpc import Answer, Request
+from agentjet.processes.rpc import Answer, ProcessRequest
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import write_grammar
 from agentjet.timeline.forest import Row, build_forest, call_row
@@ -242,7 +242,7 @@ class Slow:
 
     def ask(self, id: int, grammar: str = "", max_tokens: int = 40) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=id, grammar=grammar, piece_tokens=1)
-        self.worker._answer(Request("sample", id, POLICY, (id, tokens(1, 9), params)))
+        self.worker._answer(ProcessRequest("sample", id, POLICY, (id, tokens(1, 9), params)))
 
     def compiled(self) -> None:
         """Handle the next grammar that the thread has compiled, or could not compile."""
@@ -283,7 +283,7 @@ def test_others_are_sampled_while_a_grammar_is_compiled(slow: Slow) -> None:
 
 
 def drop(slow: Slow) -> None:
-    slow.worker._answer(Request("cancel", 9, POLICY, (2,)))
+    slow.worker._answer(ProcessRequest("cancel", 9, POLICY, (2,)))
 
 
 def remove(slow: Slow) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from agentjet.compute.embedded.attention import cut
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import JobConfig, LoraConfig, OptimizerConfig
+from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import build_forest, call_row
 from tests.compute.baseline import Double, row_logprobs
@@ -186,38 +187,56 @@ def test_weights_that_nothing_can_be_computed_with_show(tiny_folder: Path, dtype
     assert learner.learn(forest, job(), 2)["weights/finite"] == 0
 
 
-def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    policy = make_policy(tiny_folder)
-    checkpoint.save(tmp_path / "step_000000", PolicyLearner(policy), {"policy_version": 0})
-    other = make_policy(tiny_folder, rank=4)
-    with pytest.raises(ConfigError, match="adapters = False, this server has True"):
-        checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
-    other = make_policy(make_model(tmp_path / "other", seed=1))
-    with pytest.raises(ConfigError, match=f"model_weights = '{policy.info.weights}', this server"):
-        checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.load(tmp_path / "nothing", PolicyLearner(policy))
+ADAPTER = {"lora": {"rank": 4, "alpha": 8}}
 
 
 @pytest.mark.parametrize(
-    ("key", "lora"),
+    ("saved", "changes", "error"),
     [
-        ("rank = 4, this server has 8", LoraConfig(rank=8, alpha=8)),
-        ("alpha = 8, this server has 16", LoraConfig(rank=4, alpha=16)),
-        ("target_modules", LoraConfig(rank=4, alpha=8, target_modules="q_proj,v_proj")),
+        ({}, {"rank": 4}, "adapters = False, this server has True"),
+        ({}, {"name": "other"}, "model_weights = '{}', this server"),
+        (ADAPTER, {"lora": {"rank": 8, "alpha": 8}}, "model.lora.rank = 4, this server has 8"),
+        (ADAPTER, {"lora": {"rank": 4, "alpha": 16}}, "model.lora.alpha = 8, this server has 16"),
+        (ADAPTER, {"lora": {"rank": 4, "alpha": 8, "target_modules": "q_proj,v_proj"}}, "model.lora.target_modules"),
     ],
 )
-def test_a_checkpoint_of_other_adapters_is_refused(
-    tiny_folder: Path, tmp_path: Path, key: str, lora: LoraConfig
+def test_a_checkpoint_of_other_settings_is_refused(
+    tiny_folder: Path, tmp_path: Path, saved: dict[str, Any], changes: dict[str, Any], error: str
 ) -> None:
-    policy, same = (make_policy(tiny_folder, lora={"rank": 4, "alpha": 8}) for _ in range(2))
+    policy = make_policy(tiny_folder, **saved)
     checkpoint.save(tmp_path / "step_000000", PolicyLearner(policy), {"policy_version": 0})
-    other = make_policy(tiny_folder, lora=lora)
+    if "name" in changes:
+        changes = {"name": str(make_model(tmp_path / "other", seed=1))}
+    other = make_policy(tiny_folder, **changes)
     before = {name: p.detach().clone() for name, p in other.trainable().items()}
-    with pytest.raises(ConfigError, match=f"model.lora.{key}"):
+    with pytest.raises(ConfigError, match=error.format(policy.info.weights)):
         checkpoint.load(tmp_path / "step_000000", PolicyLearner(other))
     assert all(torch.equal(p, before[name]) for name, p in other.trainable().items())
-    assert checkpoint.load(tmp_path / "step_000000", PolicyLearner(same))["policy_version"] == 0
+    same = PolicyLearner(make_policy(tiny_folder, **saved))
+    assert checkpoint.load(tmp_path / "step_000000", same)["policy_version"] == 0
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load(tmp_path / "nothing", same)
+
+
+def replace_trainer(folder: Path, trainer: dict[str, Any]) -> None:
+    torch.save(trainer, folder / "trainer.pt")
+    state = json.loads((folder / "state.json").read_text())
+    seal(folder, {key: state[key] for key in state if key not in ("files", "digest")})
+
+
+def test_a_trainer_of_version_0_2_continues_bit_by_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    """It has the state of the optimiser by number."""
+    policy = make_policy(tiny_folder, dtype="bfloat16")
+    learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
+    learner.learn(forest, job(), 0)
+    checkpoint.save(tmp_path / "step_000001", learner, {"policy_version": 1})
+    trainer = {"masters": learner.state()["masters"], "optimizer": learner._optimizer.state_dict()}
+    replace_trainer(tmp_path / "step_000001", trainer)
+    learner.learn(forest, job(), 1)
+    second = PolicyLearner(make_policy(tiny_folder, dtype="bfloat16"))
+    checkpoint.load(tmp_path / "step_000001", second)
+    second.learn(forest, job(), 1)
+    assert second.fingerprint == learner.fingerprint
 
 
 def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
@@ -249,9 +268,7 @@ def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder
     checkpoint.save(tmp_path / "step_000000", learner, {"policy_version": 0})
     trainer = learner.state()
     name = next(iter(trainer["masters"]))
-    torch.save({**trainer, "masters": {name: torch.zeros(3)}}, tmp_path / "step_000000" / "trainer.pt")
-    state = json.loads((tmp_path / "step_000000" / "state.json").read_text())
-    seal(tmp_path / "step_000000", {key: state[key] for key in state if key not in ("files", "digest")})
+    replace_trainer(tmp_path / "step_000000", {**trainer, "masters": {name: torch.zeros(3)}})
     with pytest.raises(CheckpointError, match="does not fit this model"):
         checkpoint.load(tmp_path / "step_000000", learner)
 

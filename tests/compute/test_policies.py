@@ -37,7 +37,7 @@ from agentjet.compute.protocol import LossSpec
 from agentjet.compute.ranks import Ranks
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
-from agentjet.processes.rpc import Peer, Request
+from agentjet.processes.rpc import Peer, ProcessRequest
 from agentjet.processes.supervisor import Watchdog
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
@@ -402,7 +402,7 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
     add(worker, A, model_of(tiny_folder))
     monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        worker._answer(Request("remove", 1, A, ()))
+        worker._answer(ProcessRequest("remove", 1, A, ()))
     (answer,) = sent
     assert isinstance(answer.error, ComputeError) and answer.ends
 

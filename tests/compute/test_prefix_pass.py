@@ -25,7 +25,7 @@ from agentjet.compute.embedded.passes import PrefixPass
 from agentjet.compute.embedded.policy import Policy
 from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, call_row
 from tests.cluster.rank_cases import gradients, policy_of
-from tests.compute.conftest import make_policy, tokens
+from tests.compute.conftest import bytes_kept, make_policy, tokens
 from tests.compute.test_locks import recorded_batch, training_batch
 
 WHOLE = 10_000
@@ -152,17 +152,8 @@ def test_recomputed_activations_give_equal_gradients(kind: str, folder_of: Calla
 
 
 def test_activations_to_recompute_are_not_kept(tiny_folder: Path) -> None:
-    def kept(kind: str) -> int:
-        learner, found = PolicyLearner(policy_of(kind, tiny_folder)), dict[int, int]()
-
-        def pack(tensor: Tensor) -> Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden, _ = learner._pass.hidden(training_batch(recorded_batch(0), 0).forest)
-        assert hidden.requires_grad
-        weights = {p.untyped_storage().data_ptr() for p in learner.policy.model.parameters()}
-        return sum(size for pointer, size in found.items() if pointer not in weights)
-
-    assert kept("full recomputed") < 0.2 * kept("full")
+    forest = training_batch(recorded_batch(0), 0).forest
+    recomputed, kept = (
+        bytes_kept(PolicyLearner(policy_of(kind, tiny_folder)), [forest]) for kind in ("full recomputed", "full")
+    )
+    assert recomputed < 0.2 * kept

@@ -50,14 +50,14 @@ def test_gradients_of_heads_and_body(tiny_folder: Path, coef: float) -> None:
     assert recipe.value_heads is not None
     learner = PolicyLearner(policy)
     learner._values = model = ValueModel(recipe.value_heads, policy)
-    torch.nn.init.normal_(model._weights.data, std=3.0, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(model.weights.data, std=3.0, generator=torch.Generator().manual_seed(0))
     loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=40))
     learner.forward_backward(TrainingBatch(0, build_forest(rows)), loss)
     ours = torch.cat([m.grad.flatten() for m in learner.masters() if m.grad is not None])
-    own_head = model._weights.grad
+    own_head = model.weights.grad
     assert own_head is not None
 
-    weights = model._weights.detach().clone().requires_grad_()
+    weights = model.weights.detach().clone().requires_grad_()
     parameters = list(policy.trainable().values())
     count = sum(len(row["logprob"]) for row in rows)
     policy_loss = value_loss = torch.zeros(())

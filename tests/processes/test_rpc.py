@@ -40,7 +40,7 @@ from agentjet.processes.rpc import (
     LargeRequest,
     Link,
     Peer,
-    Request,
+    ProcessRequest,
     dial,
     encode,
     host_and_port,
@@ -158,7 +158,7 @@ def test_requests_and_answers_after_the_handshake() -> None:
             peer, connection = await on.connect("a")
             with connection, connection.makefile("rb") as stream:
                 asked = asyncio.create_task(peer.ask("load", POLICY, 1))
-                request: Request = await asyncio.to_thread(read, stream)
+                request: ProcessRequest = await asyncio.to_thread(read, stream)
                 connection.sendall(encode(Answer(request.id, "loaded")))
                 assert await asked == "loaded"
             assert peer.num_messages == 1 and on.supervisor.place("a") == "here"
@@ -266,7 +266,7 @@ def test_a_handshake_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_listener_that_does_not_know_the_secret() -> None:
     answers = [
         b"",
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"HTTP/1.1 400 Bad ProcessRequest\r\n\r\n",
         hello(proof="0" * 64),
         hello(proof="\u00e9"),
         struct.pack("<H", 2) + b"{}",
@@ -422,7 +422,7 @@ def test_a_large_request_is_encoded_in_a_thread_and_sent_in_small_parts() -> Non
 
     async def test() -> None:
         marked, numbers = Marked(), np.arange(4 * PART_BYTES, dtype=np.uint8)
-        large = await LargeRequest.encoded(Request("load_batch", next(IDS), POLICY, (marked, numbers)))
+        large = await LargeRequest.encoded(ProcessRequest("load_batch", next(IDS), POLICY, (marked, numbers)))
         assert len(marked.threads) == 1 and threading.get_ident() not in marked.threads
         sizes = [len(part) for part in large.parts()]
         assert len(sizes) >= 5 and max(sizes) < PART_BYTES + 1000 < 2**20

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import AgentJetError, CheckpointError, HookHung, PolicyRemoved, WorkerDied, WorkerHung
-from agentjet.processes.rpc import IDS, REASON_SECONDS, SENDING, LargeRequest, Peer, Request, encode
+from agentjet.processes.rpc import IDS, REASON_SECONDS, SENDING, LargeRequest, Peer, ProcessRequest, encode
 from agentjet.processes.supervisor import Supervisor, Watchdog
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import PolicyId, Sampled, SlowWork
@@ -147,7 +147,7 @@ class Ranks:
 
     async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
         """Send a batch to every rank, encoded once."""
-        request = Request("load_batch", next(IDS), policy, (batch,))
+        request = ProcessRequest("load_batch", next(IDS), policy, (batch,))
         large = await LargeRequest.encoded(request)
         await self._ask_all(request.op, [lambda peer: peer.send_large(large)] * len(self._peers))
 
@@ -181,7 +181,7 @@ class Ranks:
 
     def _send(self, op: str, policy: PolicyId | None, *args: Any) -> Send:
         """Returns a function that sends a request, which is encoded once for all ranks."""
-        request = Request(op, next(IDS), policy, args)
+        request = ProcessRequest(op, next(IDS), policy, args)
         message = encode(request)
         return lambda peer: peer.send(request, message)
 

@@ -32,7 +32,7 @@ from agentjet.errors import ComputeError, ConfigError, install_extra
 from agentjet.processes import guardian
 from agentjet.processes.guardian import Launch, RayActor
 from agentjet.processes.ray_placement import accepts, check_address
-from agentjet.processes.rpc import Answer, Link, Request, answering
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ async def serve(link: Link) -> None:
     conductor = Conductor()
     tasks: set[asyncio.Task[None]] = set()
 
-    async def handle(request: Request) -> None:
+    async def handle(request: ProcessRequest) -> None:
         with answering(request, link.send):
             link.send(Answer(request.id, await getattr(conductor, request.op)(*request.args)))
 

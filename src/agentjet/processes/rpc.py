@@ -72,7 +72,7 @@ MIN_CPU_SECONDS = 0.02
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
+class ProcessRequest(NamedTuple):
     """A request, perhaps about a policy. `sample` and `cancel` have the id of the completion as first argument."""
 
     op: str
@@ -130,11 +130,11 @@ def _read(stream: BinaryIO, length: int) -> bytes:
 class LargeRequest:
     """A request with large arrays. Its contents are a pickle, then the memory of each array, which is not copied."""
 
-    request: Request
+    request: ProcessRequest
     contents: Sequence[bytes | memoryview]
 
     @staticmethod
-    async def encoded(request: Request) -> LargeRequest:
+    async def encoded(request: ProcessRequest) -> LargeRequest:
         """Encode a request in a thread."""
 
         def encoded() -> LargeRequest:
@@ -154,7 +154,7 @@ class LargeRequest:
                 yield encode(Part(self.request.id, number, body, is_last))
 
 
-def requests(stream: BinaryIO) -> Iterator[Request]:
+def requests(stream: BinaryIO) -> Iterator[ProcessRequest]:
     """Yields the requests of a blocking stream, large ones when their last part came. Raises `EOFError` at its end."""
     incomplete: dict[int, list[bytearray]] = {}
     while True:
@@ -247,9 +247,9 @@ class Peer:
 
     async def ask(self, op: str, policy: PolicyId | None = None, *args: Any) -> Any:
         """Send a request; returns its answer. Raises the error of the process, or `WorkerDied`."""
-        return await self.send(request := Request(op, next(IDS), policy, args), encode(request))
+        return await self.send(request := ProcessRequest(op, next(IDS), policy, args), encode(request))
 
-    async def send(self, request: Request, message: bytes) -> Any:
+    async def send(self, request: ProcessRequest, message: bytes) -> Any:
         """As `ask`, for a request whose encoded `message` several processes get. The caller chooses all ids."""
         self._write(message)
         pending = self._pending[request.id] = Pending(request.op, request.policy)
@@ -276,7 +276,7 @@ class Peer:
     async def sample(self, policy: PolicyId, *args: Any) -> AsyncGenerator[Sampled, None]:
         """Request a completion; yields its pieces. Closing the iterator cancels it."""
         id = next(IDS)
-        self._write(encode(Request("sample", id, policy, (id, *args))))
+        self._write(encode(ProcessRequest("sample", id, policy, (id, *args))))
         pending = self._pending[id] = Pending("sample", policy)
         try:
             while True:
@@ -287,7 +287,7 @@ class Peer:
         finally:
             if self._pending.pop(id, None) is not None:
                 with contextlib.suppress(WorkerDied):
-                    self._write(encode(Request("cancel", id, policy, (id,))))
+                    self._write(encode(ProcessRequest("cancel", id, policy, (id,))))
 
     def close(self) -> None:
         """Close the connection, which ends the process; its requests fail. Idempotent."""
@@ -415,7 +415,7 @@ class Link:
             except OSError:
                 self.exit(0)
 
-    def read_forever(self, deliver: Callable[[Request], object]) -> None:
+    def read_forever(self, deliver: Callable[[ProcessRequest], object]) -> None:
         """Deliver requests from a separate thread; end this process with the connection."""
 
         def loop() -> None:
@@ -430,18 +430,18 @@ class Link:
 
         threading.Thread(target=loop, daemon=True).start()
 
-    def serve(self, handle: Callable[[Request], Any]) -> None:
+    def serve(self, handle: Callable[[ProcessRequest], Any]) -> None:
         """Answer one request after another. Raises the first error that is not an `AgentJetError`."""
-        inbox = queue.SimpleQueue[Request]()
+        inbox = queue.SimpleQueue[ProcessRequest]()
         self.read_forever(inbox.put)
         while True:
             request = inbox.get()
             with answering(request, self.send, ends=lambda error: True):
                 self.send(Answer(request.id, handle(request)))
 
-    async def requests(self) -> AsyncIterator[Request]:
+    async def requests(self) -> AsyncIterator[ProcessRequest]:
         """Yields the requests in an event loop."""
-        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Request]()
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[ProcessRequest]()
         self.read_forever(lambda request: loop.call_soon_threadsafe(inbox.put_nowait, request))
         while True:
             yield await inbox.get()
@@ -456,7 +456,7 @@ class Link:
 
 @contextlib.contextmanager
 def answering(
-    request: Request,
+    request: ProcessRequest,
     send: Callable[[Answer], object],
     *,
     ends: Callable[[Exception], bool] = lambda error: False,

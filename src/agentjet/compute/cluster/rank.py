@@ -40,7 +40,7 @@ from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.embedded.worker import end_overdue, make_deterministic
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.processes.rpc import Link, Request, host_and_port, listen
+from agentjet.processes.rpc import Link, ProcessRequest, host_and_port, listen
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo
 
@@ -108,13 +108,13 @@ class Rank:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._rendezvous: Rendezvous | None = None
-        self.present: Request | None = None
+        self.present: ProcessRequest | None = None
         """The request that this rank works on."""
         self._place: tuple[int, int] | None = None
         self._server: WeightsServer | None = None
         self._policy: PolicyHost | None = None
 
-    def handle(self, request: Request) -> Any:
+    def handle(self, request: ProcessRequest) -> Any:
         """Handle one request; returns its result."""
         self.present = request
         own: dict[str, Callable[..., Any]] = {"rendezvous": self._meet, "join": self._join, "add": self._add}

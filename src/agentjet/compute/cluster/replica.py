@@ -30,7 +30,7 @@ from agentjet.compute.cluster.weights import Publication, SharedFolder, fetch, r
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
-from agentjet.processes.rpc import Answer, Link, Request, answering
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class ReplicaServer:
             else:
                 await self._answer(request)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: ProcessRequest) -> None:
         op, id, _, args = request
         with self._answering(request):
             result = await getattr(self, f"_{op}")(*args)
@@ -207,7 +207,7 @@ class ReplicaServer:
                 self._outbox.put(Answer(id, result))
 
     @contextlib.contextmanager
-    def _answering(self, request: Request) -> Iterator[None]:
+    def _answering(self, request: ProcessRequest) -> Iterator[None]:
         """As `rpc.answering`. An engine that is dead, or has half of its weights, ends the process."""
 
         def send(answer: Answer) -> None:
@@ -305,7 +305,7 @@ class ReplicaServer:
     ) -> None:
         """Sample one completion. Its failure ends this completion, or the process if the engine is dead."""
         id = completion.id
-        with self._answering(Request("sample", id, None, ())):
+        with self._answering(ProcessRequest("sample", id, None, ())):
             try:
                 await engine.check(prompt, completion.params, num_sampled)
                 async with self._places:

@@ -256,7 +256,6 @@ class ForestPlan:
         self._computed: KeyValues | None = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         if self._computed is not None:
             self._computed[layer] = key, value
         if layer in self._past:
@@ -353,7 +352,6 @@ class FlexPlan:
         self._flex: Callable[..., Any] = compiled_flex() if device.type == "cuda" else cast(Any, flex_attention)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         inputs = (F.pad(x, (0, 0, 0, 0, 0, self._padding)) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         out = self._flex(*_heads_first(*inputs), block_mask=self._tiles, scale=scale, enable_gqa=grouped)
@@ -426,7 +424,6 @@ class StepPlan:
         self._sizes = [part.num_tokens for part in self._parts]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._block, :, self._slot] = key
         values[self._block, :, self._slot] = value
@@ -569,7 +566,6 @@ class PagedPlan:
         self._vector.copy_(self._host, non_blocking=True)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(False)  # It would sort the places, which are distinct.

@@ -49,9 +49,9 @@ class ValueModel:
         self.heads = heads
         dtype = torch.promote_types(policy.dtype, torch.float32)
         size = len(heads.names), int(policy.config.hidden_size) + 1
-        self._weights = torch.zeros(size, dtype=dtype, device=policy.device, requires_grad=True)
+        self.weights = torch.zeros(size, dtype=dtype, device=policy.device, requires_grad=True)
         """Weights and bias [K, width + 1]."""
-        self._optimizer = torch.optim.AdamW([self._weights], lr=heads.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW([self.weights], lr=heads.lr, betas=(0.9, 0.99), weight_decay=0.0)
 
     def values(self, hidden: Tensor) -> dict[str, Tensor]:
         """Returns the values [U] of each head, from hidden states [U, width]. Gradients reach the body scaled."""
@@ -59,20 +59,15 @@ class ValueModel:
             hidden = hidden * 1.0 if self.heads.body_coef else hidden.detach()
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: gradient * self.heads.body_coef)  # type: ignore[no-untyped-call]
-        wide = hidden.to(self._weights.dtype)
+        wide = hidden.to(self.weights.dtype)
         features = torch.nn.functional.normalize(wide, dim=-1) / math.sqrt(wide.shape[-1])
-        found = features @ self._weights[:, :-1].T + BIAS * self._weights[:, -1]
+        found = features @ self.weights[:, :-1].T + BIAS * self.weights[:, -1]
         return dict(zip(self.heads.names, found.unbind(-1), strict=True))
-
-    @property
-    def weights(self) -> Tensor:
-        """The tensor that has the gradient."""
-        return self._weights
 
     @property
     def has_finite_gradient(self) -> bool:
         """True if the gradient is finite or missing."""
-        return self._weights.grad is None or bool(self._weights.grad.isfinite().all())
+        return self.weights.grad is None or bool(self.weights.grad.isfinite().all())
 
     def step(self) -> None:
         """Apply the gradient, if there is one, and drop it."""
@@ -87,7 +82,7 @@ class ValueModel:
         """Returns names, weights and moments. `restored` continues from them bit by bit."""
         return {
             "names": list(self.heads.names),
-            "weights": self._weights.detach(),
+            "weights": self.weights.detach(),
             "optimizer": self._optimizer.state_dict(),
         }
 
@@ -96,7 +91,7 @@ class ValueModel:
         """The inverse of `state`. The next batch brings the other parameters."""
         found = cls(ValueHeads(tuple(state["names"]), 0.0, 0.0), policy)
         with torch.no_grad():
-            found._weights.copy_(state["weights"])
+            found.weights.copy_(state["weights"])
         found._optimizer.load_state_dict(state["optimizer"])
         return found
 

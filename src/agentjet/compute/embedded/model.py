@@ -11,6 +11,7 @@ Any other model samples and learns one row per timeline with its own attention. 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import logging
@@ -29,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from agentjet.compute.embedded.adapters import copied_modules, mixable_layers
 from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward, forest_plan
 from agentjet.compute.embedded.policy import (
     Policy,
@@ -154,6 +154,24 @@ def _try_adapter(policy: Policy, modules: str) -> None:
         raise ConfigError(
             f"model.lora.target_modules = {modules!r}: the model does not compute an adapter there; {OTHER_MODULES}"
         )
+
+
+def copied_modules(model: nn.Module) -> Any:
+    """Returns a copy of the modules that shares all weights and buffers."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, cast(Any, shared))
+
+
+def mixable_layers(policy: Policy) -> dict[str, Any]:
+    """Returns the layers of a policy's adapter by their path in the decoder; empty if a mixture cannot compute them.
+
+    A mixture needs layers that see all tokens in order. A routed expert sees some of them.
+    """
+    from peft.tuners.lora import Linear, LoraLayer
+
+    num_layers = sum(isinstance(layer, LoraLayer) for layer in policy.model.modules())
+    found = {path: layer for path, layer in policy.decoder.named_modules() if type(layer) is Linear}
+    return found if len(found) == num_layers and not any("experts" in path.split(".") for path in found) else {}
 
 
 def load_policy(config: ModelConfig) -> Policy:
@@ -388,7 +406,6 @@ class _RecordingPlan:
         self.calls: list[tuple[int, ...]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         self.calls.append((layer, *key.shape[1:]))
         return self._plan.attend(layer, query, key, value, scale)
 
@@ -410,24 +427,23 @@ def reported_download(name: str, report: Callable[[SlowWork], object]) -> Iterat
     if Path(name).is_dir() or name.count("/") != 1:
         yield
         return
-    ended = threading.Event()
-    thread = threading.Thread(target=_report_download, args=(name, report, ended), daemon=True)
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
+    meter, ended = DownloadMeter(name, folder, time.monotonic), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if (work := meter.look(lambda: size_of_weights(name))) is not None:
+                report(work)
+
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-
-
-def _report_download(name: str, report: Callable[[SlowWork], object], ended: threading.Event) -> None:
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
-    meter = DownloadMeter(name, folder, time.monotonic)
-    while not ended.wait(LOOK_SECONDS):
-        if (work := meter.look(lambda: size_of_weights(name))) is not None:
-            report(work)
 
 
 class DownloadMeter:
@@ -444,18 +460,15 @@ class DownloadMeter:
     def look(self, total: Callable[[], float]) -> SlowWork | None:
         """The progress, if the folder has grown since the last look. `total` is called once, when it first grows."""
         before, self._size = self._size, size_of(self._folder)
+        seconds = self._clock() - self._begun
         if self._size <= before:
-            seconds = self._clock() - self._begun
-            is_silent = not self._size and seconds >= SILENT_SECONDS
-            return (
-                SlowWork(f"{self._text} (the hub has sent nothing yet)", 0.0, 0.0, "MB", seconds) if is_silent else None
-            )
+            if self._size or seconds < SILENT_SECONDS:
+                return None
+            return SlowWork(f"{self._text} (the hub has sent nothing yet)", 0.0, 0.0, "MB", seconds)
         if self._total is None:
             self._total = total()
-        grown = self._size - self._before
-        left = max(0.0, self._total - self._before) if self._total else 0.0
-        seconds = self._clock() - self._begun
-        total_mb = max(left, grown) / MEGABYTE if left else 0.0
+        grown, left = self._size - self._before, self._total - self._before
+        total_mb = max(left, grown) / MEGABYTE if left > 0 else 0.0
         return SlowWork(self._text, grown / MEGABYTE, total_mb, "MB", seconds)
 
 

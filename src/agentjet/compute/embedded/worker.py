@@ -31,7 +31,7 @@ from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.token_choice import Guide
 from agentjet.config import ModelConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, HookHung, PolicyRemoved
-from agentjet.processes.rpc import Answer, Link, Request, Send, answering
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
 from agentjet.recipes import hooks
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
@@ -70,13 +70,13 @@ class Worker:
 
     def __init__(self, send: Send) -> None:
         """`send` sends a message to the server, from any thread."""
-        self.inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[ProcessRequest] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         """Compiles new grammars while the main loop samples: that may take seconds, without the lock of Python."""
         self._compiling: dict[int, tuple[PolicyId, Future[Guide | None]]] = {}
         """By completion that has not started."""
-        self.present: Request | None = None
+        self.present: ProcessRequest | None = None
         """The request that the main loop works on."""
         self._send = send
         self.policies: dict[PolicyId, PolicyHost] = {}
@@ -102,7 +102,7 @@ class Worker:
             return getattr(self, f"_{op}")(policy, *args)
         return getattr(self._hosted(policy), op)(*args)
 
-    def _next_request(self, arrivals_end: float) -> Request | None:
+    def _next_request(self, arrivals_end: float) -> ProcessRequest | None:
         """Returns the next request; None when the samplers should do a step.
 
         A step costs nearly the same for one completion as for fifty, and requests arrive together. So the loop waits
@@ -117,7 +117,7 @@ class Worker:
         except queue.Empty:
             return None
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: ProcessRequest) -> None:
         """Handle a request. Raises a failure that may have left half a change."""
         op, id, policy, args = self.present = request
         assert policy is not None
@@ -179,7 +179,7 @@ class Worker:
         compiled = self._compiler.submit(grammars.guide, params.grammar)
         self._compiling[id] = policy, compiled
         compiled.add_done_callback(
-            lambda done: self.inbox.put(Request(_COMPILED, id, policy, (id, tokens, params, done)))
+            lambda done: self.inbox.put(ProcessRequest(_COMPILED, id, policy, (id, tokens, params, done)))
         )
 
     def _compiled(
@@ -258,7 +258,7 @@ def make_deterministic() -> None:
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
-def end_overdue(limit: float, request: Callable[[], Request | None], send: Send) -> None:
+def end_overdue(limit: float, request: Callable[[], ProcessRequest | None], send: Send) -> None:
     """Start a thread that ends the process when a hook of a recipe takes more than `limit` seconds.
 
     A hook in an endless loop uses CPU time, so the watchdog takes it for work. The thread reports the hook first.
