@@ -234,9 +234,9 @@ def test_a_completion_that_kills_every_replica_fails_alone(server: ForkServer) -
 
 def test_a_replica_without_work_may_be_silent(server: ForkServer) -> None:
     async def test() -> None:
-        async with scene(server, 1, timeout=0.1) as on:
+        async with scene(server, 1, timeout=0.4) as on:
             await on.fleet.publish(publication(0))
-            await asyncio.sleep(0.3)  # Three timeouts.
+            await asyncio.sleep(1.0)  # More than two timeouts.
             await on.complete()
             assert on.born.num_started == 1
 

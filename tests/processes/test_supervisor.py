@@ -51,8 +51,14 @@ def test_the_time_in_which_the_server_was_stopped_does_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "signs"),
-    [([1.0, 1.0, 1.0], 1), ([1.0, 1.5, 1.2], 3), ([None, None, None], 3), ([0.0, 0.01, 0.02], 0)],
-    ids=["idle", "work, and the end of a child", "disk", "less than counts"],
+    [
+        ([1.0, 1.0, 1.0], 1),
+        ([1.0, 1.5, 1.2], 3),
+        ([None, None, None], 3),
+        ([0.0, 0.01, 0.015], 0),
+        ([0.01, 0.015, 0.025], 1),
+    ],
+    ids=["idle", "work, and the end of a child", "disk", "less than counts", "slow work adds up"],
 )
 def test_signs_of_work(seconds: list[float | None], signs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found, sent = iter(seconds), list[object]()

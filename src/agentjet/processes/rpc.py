@@ -490,9 +490,13 @@ def show_work(send: Send, interval: float) -> None:
     while True:
         time.sleep(interval)
         used = cpu_seconds()
-        if used is None or abs(used - before) >= MIN_CPU_SECONDS:  # It falls when a child ends.
+        if used is None:
             send(SIGN_OF_WORK)
-        before = before if used is None else used
+        elif (
+            abs(used - before) >= MIN_CPU_SECONDS
+        ):  # It falls when a child ends. Less adds up: the machine may be busy.
+            before = used
+            send(SIGN_OF_WORK)
 
 
 def cpu_seconds() -> float | None:
