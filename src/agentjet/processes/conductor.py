@@ -1,6 +1,6 @@
 """The conductor: places ranks and replicas on a Ray cluster and watches them. The only process that imports Ray.
 
-The gateway starts it and sends it requests over the connection of all processes (`cluster.hub`):
+The server starts it and sends it requests (`ray_placement`):
 
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
@@ -28,12 +28,11 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from agentjet.compute.channel import Answer, WorkerRequest
-from agentjet.compute.cluster import guardian, keeper
-from agentjet.compute.cluster.hub import Link
-from agentjet.compute.cluster.keeper import Keeper, Launch
-from agentjet.compute.cluster.ray_launcher import accepts, check_address
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, install_extra
+from agentjet.errors import ComputeError, ConfigError, install_extra
+from agentjet.processes import guardian
+from agentjet.processes.guardian import Launch, RayActor
+from agentjet.processes.ray_placement import accepts, check_address
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class Conductor:
             )
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(why_not_joined(address, str(error))) from None
-        cloudpickle.register_pickle_by_value(keeper)
+        cloudpickle.register_pickle_by_value(guardian)
         head = str(ray.get_runtime_context().gcs_address)
         log.info("joined the Ray cluster at %s", head)
         self._spawn(self._watch_head(head))
@@ -94,7 +93,7 @@ class Conductor:
         Raises `ConfigError` if no node can run it, and `ComputeError` if none can at the moment.
         """
         await self.stop(launch.name)
-        remote: Any = ray.remote(Keeper)
+        remote: Any = ray.remote(RayActor)
         node = "" if launch.gpus else self._emptiest(await asyncio.to_thread(ray.nodes))
         strategy: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
         actor = remote.options(
@@ -268,34 +267,22 @@ def first_line(error: Exception) -> str:
 
 async def serve(link: Link) -> None:
     """Answer requests until the connection ends or the Ray cluster is gone."""
-    loop = asyncio.get_running_loop()
     conductor = Conductor()
     tasks: set[asyncio.Task[None]] = set()
 
-    async def handle(request: WorkerRequest) -> None:
-        try:
-            answer = Answer(request.id, await getattr(conductor, request.op)(*request.args))
-        except AgentJetError as error:
-            answer = Answer(request.id, error=error)
-        except Exception as error:  # The boundary: Ray raises errors of many kinds.
-            log.exception("the request %s failed", request.op)
-            answer = Answer(request.id, error=ComputeError(f"the conductor failed: {first_line(error)}"))
-        link.send(answer)
+    async def handle(request: ProcessRequest) -> None:
+        with answering(request, link.send):
+            link.send(Answer(request.id, await getattr(conductor, request.op)(*request.args)))
 
-    def accept(request: WorkerRequest) -> None:
-        task = loop.create_task(handle(request))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    async def accept() -> None:
+        async for request in link.requests():
+            tasks.add(task := asyncio.create_task(handle(request)))
+            task.add_done_callback(tasks.discard)
 
-    link.read_forever(lambda request: loop.call_soon_threadsafe(accept, request))
+    tasks.add(asyncio.create_task(accept()))
     log.error("%s", await conductor.lost)
     os._exit(1)  # Ray's own shutdown would wait for the head that is gone.
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    asyncio.run(serve(Link.from_environment()))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(serve(Link.of_program()))

@@ -5,16 +5,20 @@
 3. short rises and pauses change nothing, and neither does the smallest change back and forth;
 4. it stays within the bounds;
 5. bounds are a number or a range; everything else is refused with an example.
+
+Also: the error that a log gives as the cause of a replica's end. It is the first one, without the wrapper.
 """
 
 from __future__ import annotations
 
 from itertools import chain, repeat
+from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster.meters import FALL_SECONDS, RISE_SECONDS, Autoscaler
+from agentjet.compute.cluster.samplers import FALL_SECONDS, RISE_SECONDS, Autoscaler, cause_of
 from agentjet.config import ComputeConfig
+from agentjet.processes import guardian
 from agentjet.types import SamplerBounds
 
 
@@ -60,3 +64,39 @@ def test_bounds(given: object, least: int, most: int) -> None:
 def test_wrong_bounds(given: object) -> None:
     with pytest.raises(ValueError, match=r"is not a number from 1 to 4096, such as 6, nor a range, such as 2\.\.8"):
         ComputeConfig.model_validate({"samplers": given})
+
+
+WORKER = "(Worker pid=8881) ERROR 11-24 04:56:03 [multiproc_executor.py:1063] "
+CORE = "(EngineCore pid=8870) ERROR 11-24 04:56:03 [core.py:1512] "
+WRAPPER = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+UNSUPPORTED = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (
+            [f"{WORKER}Traceback (most recent call last):", f"{WORKER}    raise RuntimeError(", WORKER + UNSUPPORTED,
+             f"{CORE}RuntimeError: Worker failed with error 'Unsupported'", f"ERROR 11-24 04:56:03 [a.py:9] {WRAPPER}",
+             "Traceback (most recent call last):", WRAPPER],
+            UNSUPPORTED,
+        ),
+        (
+            [f"{CORE}pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+             f"{CORE}  Value error, Model architectures ['Foo'] are not supported. [type=value_error, input_value=1]",
+             f"{CORE}    For further information visit https://errors.pydantic.dev"],
+            "Value error, Model architectures ['Foo'] are not supported.",
+        ),
+        (["Traceback:", "torch.OutOfMemoryError: CUDA out of memory  "], "torch.OutOfMemoryError: CUDA out of memory"),
+        (["2026 INFO version 0: fetched", f"{CORE}EngineCore encountered a fatal error.", WRAPPER], ""),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_cause(tmp_path: Path, lines: list[str], cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    earlier = "ValueError: of an earlier process\n"
+    log.write_text(earlier + "\n".join(lines))
+    assert cause_of(log, len(earlier)) == cause
+    monkeypatch.setattr(guardian, "LOG_END_BYTES", 3)
+    assert cause_of(log, 0) == ""
+    assert cause_of(tmp_path / "gone", 0) == ""

@@ -1,6 +1,6 @@
-"""Launchers start the processes of the cluster backend. `LocalLauncher`: subprocesses of this machine.
+"""Where processes run: `Placement` starts them, `LocalPlacement` as subprocesses of this machine.
 
-A process ends with its launcher: its guardian kills it and its children when the gateway is gone, also after SIGKILL.
+A process ends with this one: its guardian kills it and its children when the server is gone, also after SIGKILL.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,42 +17,13 @@ from typing import Protocol
 
 import psutil
 
-from agentjet.compute.cluster import guardian
-from agentjet.compute.cluster.keeper import Launch
 from agentjet.errors import ComputeError, ConfigError
-
-STOP_SECONDS = 10.0
-"""Time for a guardian to kill its command. Then the guardian is killed, too."""
-LOG_END_BYTES = 2**18
-"""The part of a log that is searched, at its end."""
-MAX_LINE = 300
-"""Characters of the log that the reason of an end quotes."""
-_ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w+(?:Error|Exception): .*\S)")
-"""The last line of a traceback, which vLLM writes behind the process, the time and the line of its code."""
-_PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?")
-_WRAPPER = "EngineDeadError"
-"""An error that gives no cause: the engine of vLLM ended."""
+from agentjet.processes import guardian
+from agentjet.processes.guardian import STOP_SECONDS, Launch, end_of
+from agentjet.processes.rpc import Process
 
 
-class Process(Protocol):
-    """A process from its start on."""
-
-    @property
-    def ended(self) -> asyncio.Future[str]:
-        """Done with the reason when the process has ended: its exit code or signal, its log and the last line there."""
-        ...
-
-    @property
-    def place(self) -> str:
-        """The machine and the process id; "" if they are unknown."""
-        ...
-
-    async def stop(self) -> None:
-        """Kill the process with its children and wait for its end. Idempotent."""
-        ...
-
-
-class Launcher(Protocol):
+class Placement(Protocol):
     """Starts processes, which end with it. Two processes of one name never live at the same time."""
 
     async def num_gpus(self) -> int | None:
@@ -103,8 +72,8 @@ class LocalProcess:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.name = name
         self.gpus = gpus
+        self.log_path = log_path
         self._guardian = guardian
-        self._log_path = log_path
         self._place = ""
         self._watching = asyncio.create_task(self._watch())
 
@@ -126,10 +95,10 @@ class LocalProcess:
             await asyncio.wait([self.ended])
 
     async def _watch(self) -> None:
-        self.ended.set_result(end_of(await self._guardian.wait(), self._log_path))
+        self.ended.set_result(end_of(await self._guardian.wait(), self.log_path))
 
 
-class LocalLauncher:
+class LocalPlacement:
     """Starts subprocesses of this machine. Each GPU belongs to one process at a time, or to two that share it."""
 
     def __init__(self, find_gpus: Callable[[], list[str]] = visible_gpus) -> None:
@@ -152,8 +121,8 @@ class LocalLauncher:
             if shutil.which(launch.command[0]) is None:
                 raise ConfigError(f"{launch.name}: {launch.command[0]} is not a program")
             create_log(launch.log_path)
-            devices = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
-            if "CUDA_VISIBLE_DEVICES" not in os.environ:  # The numbers are those of nvidia-smi.
+            devices = {} if launch.shares_gpus else {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+            if devices and "CUDA_VISIBLE_DEVICES" not in os.environ:  # The numbers are those of nvidia-smi.
                 devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             with launch.log_path.open("ab") as log:
                 started = await asyncio.create_subprocess_exec(
@@ -162,7 +131,7 @@ class LocalLauncher:
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **launch.environment, **devices},
-                    start_new_session=True,  # Ctrl-C is for the gateway.
+                    start_new_session=True,  # Ctrl-C is for the server.
                 )
             process = LocalProcess(launch.name, started, chosen, launch.log_path)
             self._processes.add(process)
@@ -174,6 +143,8 @@ class LocalLauncher:
 
     async def _choose_gpus(self, launch: Launch) -> list[str]:
         """Returns the ids of free GPUs. Raises `ConfigError`, and `ComputeError` if they are in use at present."""
+        if not launch.gpus:
+            return []
         await self.num_gpus()
         users: dict[str, list[str]] = {gpu: [] for gpu in self._gpus or ()}
         for process in self._processes:
@@ -195,60 +166,3 @@ def create_log(path: Path) -> None:
     """Create an empty log that only this user can read, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(0o600)
-
-
-def end_of(code: int, log_path: Path) -> str:
-    """Returns the reason of a process that ended with this exit code of its guardian.
-
-    It quotes the last line of the log, except after SIGKILL, which comes from outside.
-    """
-    number = -code if code < 0 else code - 128
-    try:
-        end = f"ended by {signal.Signals(number).name}"
-    except ValueError:
-        end = f"ended with exit code {code}"
-    lines = [] if number == signal.SIGKILL else _last_lines(log_path)
-    line = next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
-    return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
-
-
-def cause_of(log_path: Path, start: int) -> str:
-    """Returns the first error that a log of vLLM has after its first `start` bytes, or "".
-
-    vLLM's processes share one log, and errors wrap others.
-    """
-    return reason_in(_last_lines(log_path, start))
-
-
-def reason_in(lines: Sequence[str]) -> str:
-    """Returns the first error among the lines of a log or traceback, or "".
-
-    An error of pydantic has its reason below the line that counts the errors.
-    """
-    for number, line in enumerate(lines):
-        error = _ERROR.match(line)
-        if error is None or _WRAPPER in error[1]:
-            continue
-        below = [part for text in lines[number + 1 :] if (part := _PREFIX.sub("", text)).startswith("  ")]
-        if "validation error" in error[1] and below:
-            return below[0].strip().partition(" [type=")[0][:MAX_LINE]
-        return error[1][:MAX_LINE]
-    return ""
-
-
-def with_cause(error: ConfigError, cause: str) -> ConfigError:
-    """Returns the refusal of a replica with the first error of its log, and with the way out of that error."""
-    if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
-        return ConfigError(
-            f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
-            "with `docker run --shm-size=1g`, or as docs/cluster.md shows for Kubernetes"
-        )
-    return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error
-
-
-def _last_lines(log_path: Path, start: int = 0) -> list[str]:
-    """Returns the lines at the end of a log, after its first `start` bytes. A file that is gone has none."""
-    with contextlib.suppress(OSError), log_path.open("rb") as log:
-        log.seek(max(start, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
-        return log.read().decode(errors="replace").splitlines()
-    return []

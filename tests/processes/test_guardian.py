@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentjet.compute.cluster import guardian
+from agentjet.processes import guardian
 
 GRANDCHILD = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); "
 
