@@ -106,7 +106,7 @@ class Kills:
         """Returns the process ids of those that an order ends now."""
         if kind == "gateway":
             return [os.getpid()]
-        if (hosted := self._hosted()) is None:
+        if self._hosted() is None:
             return []
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
