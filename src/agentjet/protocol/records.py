@@ -21,20 +21,18 @@ Text = Annotated[str, Field(max_length=2000)]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 Kept = Literal["journal", "gone"]
 EpisodeForm = Literal["tokens", "runs"]
-REWARD = "json_extract(body, '$.reward')"
-VERSION = "json_extract(body, '$.policy_version')"
 IN_BATCH = (
-    "id IN (SELECT member.value FROM batches, json_each(batches.body, '$.groups') AS members, "
+    "id IN (SELECT member.value FROM batches, json_each(batches.groups) AS members, "
     "json_each(members.value) AS member WHERE batches.id = :batch)"
 )
-HAS_REASON = "(instr(body ->> 'reason', :reason) OR instr(body ->> 'dropped', :reason))"
-HAS_NAME = "(instr(body ->> 'task_id', :search) OR instr(body ->> 'group', :search) OR instr(id, :search))"
+HAS_REASON = "(instr(reason, :reason) OR instr(dropped, :reason))"
+HAS_NAME = '(instr(task_id, :search) OR instr("group", :search) OR instr(id, :search))'
 HAS_TEXT = (
-    "(instr(body, :text) AND instr(body -> '$.reward_text', :text) OR "
-    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :text) AND "
-    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text))))"
+    "(instr(reward_text, :text) OR "
+    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :json) AND "
+    "(instr(calls.body -> '$[0].ask.messages', :json) OR instr(calls.body -> '$[0].response', :json))))"
 )
-"""SQL of `text`. The first condition of each part is the cheap one: most rows are not parsed."""
+"""SQL of `text`; `json` is the text as it stands in JSON. The first condition on a call is the cheap one."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +57,29 @@ class EpisodeQuery(Request):
     """Also return `total`."""
     status: Annotated[EpisodeFilter | None, Filter("status = :status", "Status")] = None
     """`aborted` leaves out the aborted episodes that were `not_needed`."""
-    mode: Annotated[Mode | None, Filter("body ->> 'mode' = :mode", "Mode")] = None
+    mode: Annotated[Mode | None, Filter("mode = :mode", "Mode")] = None
     """Only training or only evaluation episodes."""
-    task: Annotated[Text | None, Filter("body ->> 'task_id' = :task", "Task")] = None
+    task: Annotated[Text | None, Filter("task_id = :task", "Task")] = None
     """The id of the task."""
-    task_set: Annotated[Text | None, Filter("body ->> 'task_set' = :task_set", "Task set")] = None
+    task_set: Annotated[Text | None, Filter("task_set = :task_set", "Task set")] = None
     """The name of the task set."""
-    group: Annotated[Text | None, Filter("body ->> 'group' = :group", "Group")] = None
+    group: Annotated[Text | None, Filter('"group" = :group', "Group")] = None
     """The client's name for the group."""
-    # With the indexed expression, not with `->>`.
-    group_id: Annotated[Int64 | None, Filter("json_extract(body, '$.group_id') = :group_id", "Group number")] = None
+    group_id: Annotated[Int64 | None, Filter("group_id = :group_id", "Group number")] = None
     """The number of the group."""
-    client: Annotated[Text | None, Filter("body ->> 'client_id' = :client", "Client")] = None
+    client: Annotated[Text | None, Filter("client_id = :client", "Client")] = None
     """The id of the client."""
-    code_version: Annotated[Text | None, Filter("body ->> 'code_version' = :code_version", "Code version")] = None
+    code_version: Annotated[Text | None, Filter("code_version = :code_version", "Code version")] = None
     """The version of the agent's code."""
     batch: Annotated[Int64 | None, Filter(IN_BATCH, "Step")] = None
     """The batch that contains the episode, learned or not."""
-    min_version: Annotated[Int64 | None, Filter(f"{VERSION} >= :min_version", "Version from")] = None
+    min_version: Annotated[Int64 | None, Filter("policy_version >= :min_version", "Version from")] = None
     """Lowest policy version at the beginning of the episode."""
-    max_version: Annotated[Int64 | None, Filter(f"{VERSION} <= :max_version", "Version to")] = None
+    max_version: Annotated[Int64 | None, Filter("policy_version <= :max_version", "Version to")] = None
     """Highest policy version at the beginning of the episode."""
-    min_reward: Annotated[Bound | None, Filter(f"{REWARD} >= :min_reward", "Reward from")] = None
+    min_reward: Annotated[Bound | None, Filter("reward >= :min_reward", "Reward from")] = None
     """Lowest reward. Episodes without a reward do not match."""
-    max_reward: Annotated[Bound | None, Filter(f"{REWARD} <= :max_reward", "Reward to")] = None
+    max_reward: Annotated[Bound | None, Filter("reward <= :max_reward", "Reward to")] = None
     """Highest reward. Episodes without a reward do not match."""
     reason: Annotated[Text, Filter(HAS_REASON, "Reason")] = ""
     """Text inside the reason of its abort, or of its drop."""
