@@ -105,6 +105,17 @@ def run(sampler: ModelSampler, requests: Requests) -> dict[int, tuple[list[int],
     return {id: ([new.token for new in all], [new.logprob for new in all]) for id, all in found.items()}
 
 
+Completions = Mapping[int, tuple[list[int], list[float]]]
+
+
+def check_same(found: Completions, expected: Completions, tolerance: float) -> None:
+    """The same tokens, and log-probabilities within a tolerance."""
+    assert found.keys() >= expected.keys()
+    for id, (chosen, logprobs) in expected.items():
+        assert found[id][0] == chosen, id
+        assert found[id][1] == pytest.approx(logprobs, abs=tolerance), id
+
+
 def tokens(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, 200, length).astype(np.int32)
 
