@@ -36,7 +36,15 @@ from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.ranks import Ranks
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
-from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
+from agentjet.errors import (
+    ComputeError,
+    ConfigError,
+    HookHung,
+    OperationConflict,
+    PolicyRemoved,
+    WorkerDied,
+    WorkerHung,
+)
 from agentjet.processes.rpc import Peer, ProcessRequest
 from agentjet.processes.supervisor import Watchdog
 from agentjet.timeline.batch import TrainingBatch
@@ -420,6 +428,32 @@ class Stubborn:
             self.ended.set_result("ended by SIGKILL")
 
 
+async def started(process: Stubborn, timeout: float) -> tuple[Ranks, socket.socket]:
+    """One rank of this process, and the process's end of its connection."""
+    ours, theirs = socket.socketpair()
+
+    async def launch(name: str) -> Peer:
+        return Peer(name, *await asyncio.open_connection(sock=ours), process)
+
+    ranks = Ranks(["the worker process"], launch, Watchdog(timeout))
+    await ranks.start()
+    return ranks, theirs
+
+
+def test_a_worker_that_hangs_is_killed_at_once() -> None:
+    """Not when its last policy leaves it: it has the memory that its successor needs."""
+
+    async def scenario() -> None:
+        process = Stubborn()
+        ranks, theirs = await started(process, 0.1)
+        with theirs, pytest.raises(WorkerHung, match=r"did no work for 0.1 s .* and was killed; see worker\.log"):
+            await ranks.ask("score", A)
+        await asyncio.wait_for(process.ended, 10)
+        await ranks.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("sampled", "scored", "during"),
     [([], [], ""), (OTHERS[:2], [], "other/b"), ((*OTHERS[:2], A), [], ""), ((*OTHERS[:2], A), [A], "default/a")],
@@ -429,14 +463,8 @@ def test_a_crash_while_sampling_is_of_the_only_run_that_samples(
     sampled: Sequence[PolicyId], scored: Sequence[PolicyId], during: str
 ) -> None:
     async def scenario() -> None:
-        ours, theirs = socket.socketpair()
         process = Stubborn()
-
-        async def launch(name: str) -> Peer:
-            return Peer(name, *await asyncio.open_connection(sock=ours), process)
-
-        ranks = Ranks(["the worker process"], launch, Watchdog(60.0))
-        await ranks.start()
+        ranks, theirs = await started(process, 60.0)
         asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(anext(ranks.sample(one))) for one in sampled]
         asked += [asyncio.ensure_future(ranks.ask("score", one)) for one in scored]
         while len(ranks._peers[0].pending) < len(asked):

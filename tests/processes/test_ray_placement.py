@@ -94,7 +94,7 @@ def test_a_node_that_cannot_run_the_process(tmp_path: Path, has_files: bool, com
         (
             ".",
             "print('no memory'); print(); raise SystemExit(3)",
-            "ended with exit code 3; see {}/log, which ends with 'no memory'",
+            "exit code 3; see {}/log, which ends with 'no memory'",
         ),
     ],
     ids=["a process that needs no shared files", "code and last line"],

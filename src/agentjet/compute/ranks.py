@@ -94,6 +94,7 @@ class Ranks:
         """The first rank that ended."""
         self._end: WorkerDied | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._unpublished: set[PolicyId] = set()
         """Policies that were asked for an `optim_step` and not published since: their completions pause."""
 
@@ -170,7 +171,11 @@ class Ranks:
             if task is not None:
                 task.cancel()
         async with self._starting:  # Launches that were cancelled stop their processes.
-            await asyncio.gather(*(peer.stop() for peer in self._peers))
+            await self._stop()
+
+    async def _stop(self) -> None:
+        """Kill the processes that have not ended, and wait for their end."""
+        await asyncio.gather(*(peer.stop() for peer in self._peers))
 
     def _check(self) -> None:
         """Raises the reason of the end if they ended, and `WorkerDied` if they have not started."""
@@ -262,6 +267,7 @@ class Ranks:
             reason = f"{fallen.name} {fallen.process.ended.result()}" if done else reason
         for peer in self._peers:
             peer.close()
+        self._stopping = asyncio.create_task(self._stop())  # One that hangs does not notice the end of its connection.
         if self._end is None and isinstance(fallen.fatal, HookHung):
             self._end = fallen.fatal
         if self._end is None:

@@ -492,9 +492,7 @@ def show_work(send: Send, interval: float) -> None:
         used = cpu_seconds()
         if used is None:
             send(SIGN_OF_WORK)
-        elif (
-            abs(used - before) >= MIN_CPU_SECONDS
-        ):  # It falls when a child ends. Less adds up: the machine may be busy.
+        elif abs(used - before) >= MIN_CPU_SECONDS:  # Less adds up, for busy machines. It falls when a child ends.
             before = used
             send(SIGN_OF_WORK)
 

@@ -258,7 +258,12 @@ class Fleet:
         end = await asyncio.shield(replica.end)
         work.cancel()
         await asyncio.wait([work])
-        how = await replica.peer.stop() if replica.peer is not None else ""
+        how = ""
+        try:
+            if replica.peer is not None:
+                how = await replica.peer.stop()
+        except Exception:
+            log.exception("%s could not be stopped", replica.name)
         if end.cause != "unwanted" and self._failure is None:
             known, cause = str(end.reason), self._explain(replica.name)
             log.warning("%s", ": ".join([known, *(text for text in (cause, how) if text and text not in known)]))
