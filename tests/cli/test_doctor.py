@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from agentjet.cli.machine import GB, STAMP, Hardware, make_environment, report, sampler_packages
 from agentjet.cli.main import app
-from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
+from agentjet.processes.placement import visible_gpu_memory, visible_gpus
 from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
 from tests.test_architecture import loaded
 

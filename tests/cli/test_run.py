@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from agentjet.cli.main import app
 from agentjet.cli.program import CommandLine, CommandSource, NoReward, check_source, reward_source
 from agentjet.client import AgentVersion, Command, CommandFailed, Result
-from agentjet.client.code_copy import CodeFolder
+from agentjet.client.agent_source import CodeFolder
 from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError, InvalidRequest
 from agentjet.types import Reward, Task

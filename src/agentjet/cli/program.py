@@ -18,8 +18,18 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentjet.client.agent_source import AgentSource, AgentVersion, load_function
-from agentjet.client.code_copy import OURS, SKIPPED, CodeFolder, Stamp, has_environment, hash_of, is_installed
+from agentjet.client.agent_source import (
+    OURS,
+    SKIPPED,
+    AgentSource,
+    AgentVersion,
+    CodeFolder,
+    Stamp,
+    has_environment,
+    hash_of,
+    is_installed,
+    load_function,
+)
 from agentjet.client.command import Command, Result, Score
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
@@ -189,7 +199,7 @@ class CommandSource:
             )
 
     def stamp(self) -> Stamp:
-        stamps = [folder.stamp() for folder in self._folders]
+        stamps = [folder.listing().stamp for folder in self._folders]
         return (*itertools.chain(*stamps), *(self.reward_source.stamp() if self.reward_source is not None else ()))
 
     def described(self) -> str:

@@ -326,7 +326,7 @@ def sft(
 
     Every conversation is checked before the first batch. A message with "weight": 0 is context only.
     """
-    from agentjet.client.sft import read_demonstrations
+    from agentjet.client.training import read_demonstrations
 
     if lr is not None and not 0 < lr < math.inf:
         raise ConfigError(f"--lr {lr}: give a number above 0")
