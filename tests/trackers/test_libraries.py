@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 
-from agentjet.trackers.sinks import Run, Step, id_of_run, mlflow_metrics, mlflow_name, tensorboard_events, wandb_records
+from agentjet.trackers.sinks import (
+    Run,
+    TrackedStep,
+    id_of_run,
+    mlflow_metrics,
+    mlflow_name,
+    tensorboard_events,
+    wandb_records,
+)
 from tests.needs import need
 from tests.trackers.steps import ListSource, Rows, copy, copy_through_kills, rows_of, steps_of
 
@@ -36,7 +44,7 @@ def gathered(points: Iterable[tuple[int, str, float]]) -> Rows:
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
-def as_float32(steps: list[Step]) -> Rows:
+def as_float32(steps: list[TrackedStep]) -> Rows:
     return [(v, {n: struct.unpack("f", struct.pack("f", x))[0] for n, x in row.items()}) for v, row in rows_of(steps)]
 
 
@@ -118,7 +126,7 @@ def mlflow_rows(uri: str) -> Rows:
     return gathered((point.step, point.key, point.value) for history in histories for point in history)
 
 
-def as_mlflow(steps: list[Step]) -> Rows:
+def as_mlflow(steps: list[TrackedStep]) -> Rows:
     return [(version, {mlflow_name(name): value for name, value in row.items()}) for version, row in rows_of(steps)]
 
 

@@ -63,7 +63,7 @@ def look(
 
     Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
     """
-    found = Places(Server(token_file=token_file).read_token())
+    found = RunsAndStudies(Server(token_file=token_file).read_token())
     for place in places:
         found.add(place)
     with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -148,7 +148,7 @@ class RemoteRun:
             raise Unavailable(str(error), retry_after=1.0, code="server_unreachable") from None
 
 
-class Places:
+class RunsAndStudies:
     """The runs and the studies of the given places, by the names that they have in paths."""
 
     def __init__(self, token: str | None) -> None:
@@ -225,7 +225,7 @@ def _studies_in(path: Path) -> list[Path]:
     return []
 
 
-async def _serve(found: Places, listener: socket.socket, only_print: bool) -> None:
+async def _serve(found: RunsAndStudies, listener: socket.socket, only_print: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Raises `AgentJetError` if a server does not answer."""
     import uvicorn
 
