@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import agentjet.trackers
-from agentjet.trackers import Follower, Sink, Step, Tracker, open_tracker
+from agentjet.trackers import Follower, Sink, TrackedStep, Tracker, open_tracker
 from agentjet.trackers.sinks import opened
 
 Rows = list[tuple[int, dict[str, float]]]
@@ -22,7 +22,7 @@ Rows = list[tuple[int, dict[str, float]]]
 ODD = 'agent/odd "näme", \u202e=1\n'
 
 
-def steps_of(count: int) -> list[Step]:
+def steps_of(count: int) -> list[TrackedStep]:
     """Steps whose metrics come and go; versions jump, as after a rollback."""
     found = []
     for number in range(1, count + 1):
@@ -31,11 +31,11 @@ def steps_of(count: int) -> list[Step]:
             metrics["reward/set a/mean"] = float(number)
         if number > count // 2:
             metrics[ODD] = 0.5
-        found.append(Step(number + (5 if number > count // 2 else 0), 1.7e9 + 30.25 * number, metrics))
+        found.append(TrackedStep(number + (5 if number > count // 2 else 0), 1.7e9 + 30.25 * number, metrics))
     return found
 
 
-def rows_of(steps: list[Step]) -> Rows:
+def rows_of(steps: list[TrackedStep]) -> Rows:
     return [(step.version, dict(step.metrics)) for step in steps]
 
 
@@ -43,7 +43,7 @@ def rows_of(steps: list[Step]) -> Rows:
 class ListSource:
     """A source with given steps, of which a limited number is ready."""
 
-    held: list[Step]
+    held: list[TrackedStep]
     ready: int = 10**6
     end: int = 0
     title: str = "a list"
@@ -52,7 +52,7 @@ class ListSource:
     def settings(self) -> Mapping[str, Any]:
         return {"model": "m", "job.optimizer.lr": 1e-6, "job.recipe.name": "grpo"}
 
-    def steps(self, after: int, limit: int) -> list[Step]:
+    def steps(self, after: int, limit: int) -> list[TrackedStep]:
         return [step for step in self.held[: self.ready] if step.version > after][: min(limit, self.page)]
 
     def progress(self) -> tuple[int, int]:
@@ -81,11 +81,11 @@ def follower(source: ListSource, label: str, folder: Path, pause: Callable[[], N
     return Follower(source=source, tracker=tracker, folder=folder / "cursors", pause=pause, **options)
 
 
-def copy(steps: list[Step], label: str, folder: Path, **more: Any) -> None:
+def copy(steps: list[TrackedStep], label: str, folder: Path, **more: Any) -> None:
     follower(ListSource(steps, page=7), label, folder, **more).run(stay=False)
 
 
-def copy_through_kills(steps: list[Step], label: str, folder: Path, kills: int = 20) -> None:
+def copy_through_kills(steps: list[TrackedStep], label: str, folder: Path, kills: int = 20) -> None:
     """Copies in processes of which so many are killed, while the run gets more steps."""
     dice = random.Random(label.partition(":")[0])
     for kill in range(1, kills + 1):
@@ -95,7 +95,7 @@ def copy_through_kills(steps: list[Step], label: str, folder: Path, kills: int =
     copy(steps, label, folder)
 
 
-def copy_and_die(steps: list[Step], label: str, folder: Path, lines: int) -> bool:
+def copy_and_die(steps: list[TrackedStep], label: str, folder: Path, lines: int) -> bool:
     """Copies in a child process, which SIGKILLs itself after so many lines of the package. True if it was killed."""
     child = os.fork()
     if child == 0:

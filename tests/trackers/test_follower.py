@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError, TrackerError
-from agentjet.trackers import Run, Step
+from agentjet.trackers import Run, TrackedStep
 from tests.trackers.steps import ListSource, Screen, follower, steps_of
 
 STEPS = steps_of(30)
@@ -36,7 +36,7 @@ class Memory:
         self.run = run
         return max(self.versions, default=0) if self.can_be_asked else None
 
-    def write(self, steps: Sequence[Step]) -> None:
+    def write(self, steps: Sequence[TrackedStep]) -> None:
         if steps[-1].version >= self.breaks_at:
             raise RuntimeError("quota exceeded")
         self.versions += [step.version for step in steps]

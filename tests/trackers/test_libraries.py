@@ -18,7 +18,7 @@ import pytest
 
 from agentjet.trackers.sinks import (
     Run,
-    Step,
+    TrackedStep,
     id_of_run,
     mlflow_metrics,
     mlflow_name,
@@ -44,7 +44,7 @@ def gathered(points: Iterable[tuple[int, str, float]]) -> Rows:
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
-def as_float32(steps: list[Step]) -> Rows:
+def as_float32(steps: list[TrackedStep]) -> Rows:
     return [(v, {n: struct.unpack("f", struct.pack("f", x))[0] for n, x in row.items()}) for v, row in rows_of(steps)]
 
 
@@ -126,7 +126,7 @@ def mlflow_rows(uri: str) -> Rows:
     return gathered((point.step, point.key, point.value) for history in histories for point in history)
 
 
-def as_mlflow(steps: list[Step]) -> Rows:
+def as_mlflow(steps: list[TrackedStep]) -> Rows:
     return [(version, {mlflow_name(name): value for name, value in row.items()}) for version, row in rows_of(steps)]
 
 

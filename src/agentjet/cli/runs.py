@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         StepList,
         TaskSetStatus,
     )
-    from agentjet.trackers import Step
+    from agentjet.trackers import TrackedStep
 
 # ---- status ----------------------------------------------------------------------------------------------------------
 
@@ -410,12 +410,14 @@ class RunSource:
     read_steps: Callable[[int, int], StepList]
     read_status: Callable[[], StatusResponse]
 
-    def steps(self, after: int, limit: int) -> list[Step]:
-        from agentjet.trackers import Step
+    def steps(self, after: int, limit: int) -> list[TrackedStep]:
+        from agentjet.trackers import TrackedStep
 
         found = self.read_steps(after, limit)
         return [
-            Step(version, composed, {n: v for n, values in found.metrics.items() if (v := values[place]) is not None})
+            TrackedStep(
+                version, composed, {n: v for n, values in found.metrics.items() if (v := values[place]) is not None}
+            )
             for place, (version, composed) in enumerate(zip(found.versions, found.times, strict=True))
         ]
 

@@ -43,7 +43,9 @@ from agentjet.client.threads import FORKED, LoopThread
 from agentjet.errors import (
     AgentJetError,
     ConfigError,
+    Conflict,
     Later,
+    NotFound,
     RequestError,
     Unauthorized,
     Unavailable,

@@ -5,6 +5,6 @@ process, so a tracker that is slow, down or wrong cannot delay training.
 """
 
 from agentjet.trackers.follower import Follower, Source
-from agentjet.trackers.sinks import FORMS, Run, Sink, Step, Tracker, open_tracker
+from agentjet.trackers.sinks import FORMS, Run, Sink, TrackedStep, Tracker, open_tracker
 
-__all__ = ["FORMS", "Follower", "Run", "Sink", "Source", "Step", "Tracker", "open_tracker"]
+__all__ = ["FORMS", "Follower", "Run", "Sink", "Source", "TrackedStep", "Tracker", "open_tracker"]

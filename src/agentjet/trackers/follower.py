@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, TrackerError
-from agentjet.trackers.sinks import Run, Step, Tracker, id_of_run
+from agentjet.trackers.sinks import Run, TrackedStep, Tracker, id_of_run
 
 PAGE = 200
 """Steps that are read and written together."""
@@ -38,7 +38,7 @@ class Source(Protocol):
     def settings(self) -> Mapping[str, Any]:
         """The settings of the run, by dotted name."""
 
-    def steps(self, after: int, limit: int) -> list[Step]:
+    def steps(self, after: int, limit: int) -> list[TrackedStep]:
         """The oldest `limit` steps with a version above `after`."""
 
     def progress(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Follower:
                 with self._library():
                     stack.close()
 
-    def _first_step(self, stay: bool) -> Step:
+    def _first_step(self, stay: bool) -> TrackedStep:
         is_told = False
         while not (found := self.source.steps(0, 1)):
             if not stay:
@@ -112,7 +112,7 @@ class Follower:
         target = hashlib.sha256(label.encode()).hexdigest()[:6]
         return self.folder / f"{label.partition(':')[0]}-{run.id}-{target}.cursor"
 
-    def _new_steps(self, run: Run, version: int, newest: int) -> Iterator[list[Step]]:
+    def _new_steps(self, run: Run, version: int, newest: int) -> Iterator[list[TrackedStep]]:
         """Yields all steps above `version`, some at a time. Earlier ones are written before the next are requested."""
         started = told = self.clock()
         first = version

@@ -30,7 +30,7 @@ from agentjet.errors import ConfigError, did_you_mean, failure, install_extra, n
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrackedStep:
     """The metrics of a learned batch."""
 
     version: int
@@ -57,13 +57,13 @@ class Run:
     """Settings by dotted name."""
 
 
-def id_of_run(first: Step) -> str:
+def id_of_run(first: TrackedStep) -> str:
     """Identifies the run with this first step. A journal keeps its steps for ever."""
     facts = json.dumps([first.version, sorted(first.metrics.items())])
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
-Written = tuple[int | None, Callable[[Sequence[Step]], None]]
+Written = tuple[int | None, Callable[[Sequence[TrackedStep]], None]]
 """The newest policy version that an opened tracker has, 0 if it has none, and the function that writes further steps.
 
 The version is None if the tracker cannot be asked: then the newest step that was written counts. Steps are written in
@@ -96,7 +96,7 @@ class Sink(Protocol):
         then the newest version that `write` returned from counts.
         """
 
-    def write(self, steps: Sequence[Step]) -> None:
+    def write(self, steps: Sequence[TrackedStep]) -> None:
         """Writes the steps, in rising order. They are stored when this returns."""
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ def csv_file(target: str, run: Run) -> Iterator[Written]:
         raise ConfigError(f"{path} does not begin with the columns step and time: name another file")
     newest = deque(rows, maxlen=1)
 
-    def write(steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[TrackedStep]) -> None:
         known = set(columns)
         if new := dict.fromkeys(name for step in steps for name in step.row if name not in known):
             columns.extend(new)
@@ -217,7 +217,7 @@ def tensorboard(target: str, run: Run) -> Iterator[Written]:
     table = "\n".join(f"    {name} = {json.dumps(value)}" for name, value in run.settings.items())
     unwritten = [] if newest else [text("settings", f"    run {run.name} ({run.id})\n{table}")]
 
-    def write(steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[TrackedStep]) -> None:
         for step in steps:
             summary = Summary(value=[Summary.Value(tag=name, simple_value=v) for name, v in step.metrics.items()])
             if unwritten:  # The first step of the run has its settings.
@@ -277,7 +277,7 @@ def mlflow(target: str, run: Run) -> Iterator[Written]:
     while some := list(islice(new, PARAMS_A_CALL)):
         client.log_batch(run_id, params=some)
 
-    def write(steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[TrackedStep]) -> None:
         metrics = mlflow_metrics(steps)
         while some := list(islice(metrics, METRICS_A_CALL)):
             client.log_batch(run_id, metrics=some)
@@ -287,7 +287,7 @@ def mlflow(target: str, run: Run) -> Iterator[Written]:
     client.set_terminated(run_id)
 
 
-def mlflow_metrics(steps: Sequence[Step]) -> Iterator[Any]:
+def mlflow_metrics(steps: Sequence[TrackedStep]) -> Iterator[Any]:
     from mlflow.entities import Metric
 
     for step in steps:
@@ -315,7 +315,7 @@ def trackio(target: str, run: Run) -> Iterator[Written]:
     """
     from trackio.sqlite_storage import SQLiteStorage
 
-    def write(steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[TrackedStep]) -> None:
         SQLiteStorage.bulk_log(
             target,
             run.name,
@@ -367,7 +367,7 @@ def wandb(target: str, run: Run) -> Iterator[Written]:
     else:
         newest = max(0, int(held.starting_step) - 1)
 
-    def write(steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[TrackedStep]) -> None:
         for step in steps:
             held.log({**step.metrics, "_timestamp": step.time}, step=step.version, commit=True)
 
