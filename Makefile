@@ -83,13 +83,11 @@ check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway against a proxy and against hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway under load and hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and the memory of the light parts
 	$(BIN)/python -m bench.readme
 	$(BIN)/python -m bench.step
-	$(BIN)/python -m bench.losses
 	$(BIN)/python -m bench.recipes
 	$(BIN)/python -m bench.sampler
-	$(BIN)/python -m bench.constraints
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.hostile
@@ -97,7 +95,7 @@ bench: $(BENCH_INSTALLED)  ## the README's first example, a step and the losses 
 	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.flaky
 	$(BIN)/python -m bench.research
-	$(BIN)/python -m bench.campaign --unseen 1
+	$(BIN)/python -m bench.campaign
 	$(BIN)/python -m bench.error_rates
 	$(BIN)/python -m bench.alarms
 	$(BIN)/python -m bench.footprint
@@ -137,13 +135,12 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(CREWAI_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
 	$(BIN)/python -m conformance
 
-scale: $(RAY_INSTALLED)  ## the figures of the cluster backend, with real ranks and vLLM replicas
-	$(BIN)/agentjet cluster install
+scale: setup  ## faults of a whole cluster, with real ranks and fake replicas
 	$(BIN)/python -m bench.scale
 
 docs: setup  ## write the pages that are made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nFor operators: every setting of \`agentjet serve\`. Generated from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
-	$(BIN)/python -c "import pathlib; from agentjet.cli.recipes import recipes_reference; page = pathlib.Path('docs/recipes.md'); page.write_text(page.read_text().partition('## Every recipe')[0] + '## Every recipe\n\nMade from the code by \`make docs\`.\n\n' + recipes_reference())"
+	$(BIN)/python -c "import pathlib; from agentjet.cli.main import recipes_reference; page = pathlib.Path('docs/recipes.md'); page.write_text(page.read_text().partition('## Every recipe')[0] + '## Every recipe\n\nMade from the code by \`make docs\`.\n\n' + recipes_reference())"
 	$(BIN)/python -c "import pathlib; from agentjet.server.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
 	cp src/agentjet/gateway/health.md docs/health.md
 	$(BIN)/python docs/site/costs.py

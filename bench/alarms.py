@@ -13,21 +13,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from agentjet.config import JobConfig
 from agentjet.gateway.health import RULES, STATED, TEXT, RunFacts, SilentEpisode
 from agentjet.gateway.learning import learning
 from agentjet.protocol import EvaluationView
 from agentjet.swarm.store import RECENT_STEPS
+from bench.machine import CASES, grid
 
 RESULT = Path(__file__).with_name("alarms.json")
 RUNS, STEPS, SHORT, WITHIN = 2000, 60, 12, 10
@@ -38,8 +38,7 @@ RISING = ("rising", "solved", "with evaluations", "fast")
 FAST, OWN_LIMIT = 6, 12
 """Steps within which a fast run, such as the demo, learns what it will, and the smaller limit of its agent."""
 REWARDS = ("binary", "graded", "0 to 10", "two policies", "zero variance dropped")
-SHAPES = ((8, 8), (4, 8), (8, 4), (16, 4))
-"""Batch sizes and group sizes."""
+SHAPES = ((8, 8), (4, 8), (8, 4), (16, 4))  # Batch sizes and group sizes
 BROKEN_AT = 30
 LEARNING = {"falls": "is it learning: falls", "yes": "is it learning: yes", "learned": "is it learning: learned"}
 ESTIMATES = [name for name in RULES if name not in STATED]
@@ -239,49 +238,32 @@ class Run:
         )
 
 
-def after(start: int, **changes: float) -> Callable[[int], dict[str, float]]:
-    """The damage from a step on."""
-    return lambda step: changes if step >= start else {}
-
-
 @dataclass(frozen=True)
 class Damage:
-    """The smallest damage that a rule promises to notice within so many steps."""
+    """The smallest damage that a rule promises to notice within so many steps: `cases/alarms.json`.
+
+    From step `BROKEN_AT` on quantities have the values of `changes`; `once`: in that step only. `ramp` is the change of
+    the success and the steps that it takes. `score` is the held-out score from then on, after 0.7.
+    """
 
     text: str
-    changes: Callable[[int], dict[str, float]]
-    world: World = World()
+    changes: dict[str, float] = field(default_factory=dict)
+    once: bool = False
+    ramp: tuple[float, int] = (0.0, 1)
+    score: float | None = None
     within: int = WITHIN
-    tasks: int = 0
+
+    def at(self, step: int) -> dict[str, float]:
+        """The changes of a step."""
+        if self.ramp[0]:
+            change, steps = self.ramp
+            return {"success": 0.5 + change * min(1.0, max(0, step - BROKEN_AT) / steps)}
+        if self.score is not None:
+            return {"score": 0.7 if step < BROKEN_AT else self.score}
+        return self.changes if step == BROKEN_AT or (step > BROKEN_AT and not self.once) else {}
 
 
-def ramp(change: float, steps: int) -> Callable[[int], dict[str, float]]:
-    return lambda step: {"success": 0.5 + change * min(1.0, max(0, step - BROKEN_AT) / steps)}
-
-
-DAMAGES: dict[str, Damage] = {
-    "gradient": Damage("a norm 30 times its median, once", lambda step: {"norm": 30.0} if step == BROKEN_AT else {}),
-    "mismatch": Damage("0.02 nats a token", after(BROKEN_AT, mismatch=0.02)),
-    "entropy": Damage(
-        "the entropy falls to a quarter, and the reward stays", after(BROKEN_AT, entropy=0.25), within=20
-    ),
-    "reward": Damage("every reward is 0 after a mean of 0.5", after(BROKEN_AT, success=0.0), within=3),
-    "groups": Damage("no reward differs within a group", after(BROKEN_AT, success=0.0)),
-    "silent": Damage("no call for 20 times the longest usual duration", after(BROKEN_AT, silence=20.0)),
-    "episodes": Damage("three tenths of the episodes fail", after(BROKEN_AT, failing=0.3)),
-    "dropped": Damage("two thirds of the groups are dropped as stale", after(BROKEN_AT, stale=0.67)),
-    "truncated": Damage("a quarter of the answers are cut at the job's limit", after(BROKEN_AT, truncated=0.25)),
-    "refused": Damage("requests of a fifth of the episodes are refused", after(BROKEN_AT, refused=0.2)),
-    "delivery": Damage("a quarter of the tokens are not delivered", after(BROKEN_AT, orphaned=0.25)),
-    "held_out": Damage(
-        "the score falls by 0.3 of 1 on 100 tasks, over 3 evaluations",
-        lambda step: {"score": 0.7 if step < BROKEN_AT else 0.4},
-        within=3,
-    ),
-    LEARNING["falls"]: Damage("the success falls from 0.5 to 0.1 within 30 steps", ramp(-0.4, 30), within=40),
-    LEARNING["yes"]: Damage("the success rises from 0.5 to 0.9 within 30 steps", ramp(0.4, 30), within=40),
-    LEARNING["learned"]: Damage("the success rose from 0.5 to 0.9, and stays", ramp(0.4, 30), within=65),
-}
+DAMAGES = {name: Damage(**one) for name, one in json.loads((CASES / "alarms.json").read_text()).items()}
 
 
 def alarms_of(facts: RunFacts, expected: bool) -> set[str]:
@@ -321,7 +303,7 @@ def power(rule: str, num_runs: int) -> float:
     for number in range(num_runs):
         rng = np.random.default_rng([100 + list(DAMAGES).index(rule), number])
         shape = SHAPES[number % len(SHAPES)] if rule not in LEARNING.values() else (8, 8)
-        world = replace(damage.world, damage=damage.changes, shape=shape, length=BROKEN_AT + damage.within)
+        world = World(damage=damage.at, shape=shape, length=BROKEN_AT + damage.within)
         for at, facts in enumerate(Run(world, rng).looks()):
             if at >= BROKEN_AT and rule in alarms_of(facts, False):
                 noticed += 1
@@ -337,10 +319,9 @@ def estimates() -> list[str]:
 def measure(num_runs: int, power_runs: int, processes: int = 1) -> dict[str, Any]:
     gc.disable()  # Nothing here makes cycles.
     names = estimates()
-    with ProcessPoolExecutor(processes) if processes > 1 else nullcontext() as pool:
-        each: Any = map if pool is None else pool.map
-        by_kind = dict(zip(KINDS, each(false_alarms, KINDS, [num_runs] * len(KINDS)), strict=True))
-        powers = dict(zip(names, each(power, names, [power_runs] * len(names)), strict=True))
+    with ProcessPoolExecutor(processes) as pool:
+        by_kind = dict(zip(KINDS, pool.map(false_alarms, KINDS, [num_runs] * len(KINDS)), strict=True))
+        powers = dict(zip(names, pool.map(power, names, [power_runs] * len(names)), strict=True))
     rules = {
         name: {
             "false_alarms": max(rates[name] for rates in by_kind.values()),
@@ -389,18 +370,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name}")
     options = parser.parse_args()
     result = measure(options.runs, options.power_runs, options.processes)
-    print(f"{'rule':26} {'false alarms':>12} {'power':>6}  damage (within steps)")
-    for name, one in result["rules"].items():
-        print(
-            f"{name:26} {one['false_alarms']:12.4f} {one['power']:6.3f}  {one['damage']} ({one['within']})"
-            f"  [{one['worst_kind']}]"
-        )
+    Console(width=140).print(grid(result["rules"]))
     print("stated facts:", ", ".join(result["stated"]))
     if options.write:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
         TEXT.write_text(with_table(TEXT.read_text(encoding="utf-8"), result), encoding="utf-8")
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps({**result, "cpu_seconds": round(sum(one.ru_utime + one.ru_stime for one in usages))}))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,176 +1,167 @@
 """Troubles that campaigns find and mend, and their cost: `python -m bench.campaign`.
 
-Planted subjects, each with one to three troubles, are given to a campaign: by the offline strategist, and again with a
-scripted language model that proposes nonsense, endless seeds, evaluator edits and invented numbers among good ideas.
-Half of the subjects were developed on; the others are drawn by seed (`--unseen SEED`). Truths are computed with fresh
-seeds and a sound judge. `mended` counts troubles, `recovered` is the final true score against the healthy subject's,
-`wrong` the share of claims whose truth is another, `cost_ratio` the runs against trying every single remedy at full
-length with four seeds. A healthy subject counts as mended if it stays healthy, a leaking judge if it is named and no
-change is accepted; `recovered` leaves the latter out. The hostile proposals are also made to a real repository. Then
-one campaign is killed by SIGKILL at every entry of its notebook, and one lives through a week of reboots, dead servers
-and full disks. `--real FOLDER` adds four subjects on a tiny real model, through real servers (`campaigning/real.py`).
-The parts run side by side (`--jobs`), or alone (`--only`). Prints tables and the seconds of each part, then one JSON
-object as the last line. Keys without prefix are those of the unseen subjects; `breaches` sums all parts.
+Four subjects with planted troubles train a tiny real model through real servers. A model of random weights should
+answer in digits: see `examples/digits/campaign`. A campaign with the offline strategist works on each subject. The
+truth is that of fresh seeds: of the given subject, of the campaign's last base, and of the healthy subject.
+
+`mended` counts troubles, `recovered` is the share of the healthy subject's gain that the last base has, `wrong` the
+share of studies whose verdict is not that of the fresh seeds, `cost_ratio` the runs against trying every single remedy
+at full length with four seeds. Three figures are tests of campaigns: `breaches` (hostile proposals that became
+commits), `resume_identical` (SIGKILL at entries of the notebook), and `week_ok` (servers that are away or lose runs).
+
+Prints a line for each subject, then one JSON object then one JSON object as the last line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
 import agentjet.research
+from agentjet.cli import example, load_example
+from agentjet.cli.research import local_slots
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
-from agentjet.research.campaign.strategist import Strategist
-from bench.campaigning import real
-from bench.campaigning.hostile import ScriptedModel, reached
-from bench.campaigning.outcome import Outcome, Truth, exhaustive_cost, judged
-from bench.campaigning.planted import DEVELOPED, Planted, unseen
-from bench.campaigning.repo import MemoryRepo
-from bench.campaigning.storms import FakeClock, resume_identical, week
-from bench.campaigning.world import SubjectRunner
+from agentjet.research.campaign.strategist import Strategist, table
+from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.models import Trial
+from agentjet.research.swarm_runner import SwarmRunner
+from bench.machine import bounded, report, tests_pass
 
-BUDGET = 80.0
-"""Full runs of a campaign."""
+LIMIT = '            "max_tokens": 3,\n'
+GREEDY = '            "temperature": 0.1,\n'
+"""The server refuses 0 in training, because such tokens have no probability."""
+FORMAT = "return 1.0 if answer(task, episode).isdigit() else 0.0"
+HEALTHY = 'return min(1.0, sum(character in "0123456789" for character in answer(task, episode)) / 8)'
+PLANTED: dict[str, tuple[str, ...]] = {
+    "reward": ("format",),
+    "greedy": ("greedy", "limit"),
+    "demo": ("format", "limit"),
+    "healthy": (),
+}
+"""Troubles by subject."""
+SEEDS = (101, 102, 103)
+BUDGET = Budget(runs=30.0)
+SESOI = 0.05
+ENOUGH = 0.8  # Share of the gain at which the troubles count as mended
 
 
-def conducted(planted: Planted, truth: Truth, *, hostile: bool) -> Outcome:
-    files = planted.files()
-    repo = MemoryRepo(files)
-    proposers = [ScriptedModel(), Strategist()] if hostile else [Strategist()]
-    question = Question("What keeps the score from rising?", Budget(runs=BUDGET))
-    with tempfile.TemporaryDirectory() as name, Notebook(Path(name)) as notebook:
-        Campaign(question, notebook, repo, SubjectRunner(repo, files), proposers, FakeClock()).run()
-        assert repo.files(repo.first)["judge.py"] == files["judge.py"]
-        return judged(planted, notebook, repo.files, truth)
+def write_subject(folder: Path, troubles: tuple[str, ...]) -> Path:
+    """The demo's subject with these troubles only."""
+    shutil.copytree(example("digits") / "campaign", folder)
+    load_example("digits", "random_model").make_random_model(folder / "model")
+    agent = (folder / "agent.py").read_text()
+    assert LIMIT in agent and FORMAT in agent
+    agent = agent.replace(LIMIT, LIMIT * ("limit" in troubles) + GREEDY * ("greedy" in troubles))
+    agent = agent if "format" in troubles else agent.replace(FORMAT, HEALTHY)
+    (folder / "agent.py").write_text(agent)
+    return folder / "subject.toml"
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    troubles = [is_mended for outcome in outcomes for is_mended in outcome.mended.values()]
-    claims = sum(len(outcome.claims) for outcome in outcomes)
-    trapped = [outcome for outcome in outcomes if "leaking_judge" not in outcome.planted.troubles]
+def score(repo: SubjectRepo, commit: str, local: int) -> float:
+    """Mean score of a commit with fresh seeds."""
+    with SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
+        for seed in SEEDS:
+            runner.launch(f"truth {commit} {seed}", Trial("truth", commit, {}, seed, "confirm"))
+        runs = [runner.collect(f"truth {commit} {seed}") for seed in SEEDS]
+    return statistics.fmean(run.score for run in runs if run.score is not None)
+
+
+def play(name: str, healthy: SubjectRepo, out: Path, local: int) -> dict[str, Any]:
+    """One campaign, and the truth about it. `seconds` are those of the campaign. A healthy subject is mended if no
+    change was accepted that does not raise the score.
+    """
+    repo = SubjectRepo.create(out / name / "campaign", write_subject(out / name / "given", PLANTED[name]))
+    began = time.monotonic()
+    with Notebook(repo.folder) as notebook, SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
+        question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, evaluator=repo.judge_hash)
+        ending = Campaign(question, notebook, repo, runner, [Strategist()]).run()
+        learned = [entry.content["verdict"] for entry in notebook.of("learned") if "verdict" in entry.content]
+        studies = [[arm["code"] for arm in entry.content["study"]["arms"]] for entry in notebook.of("study")]
+    seconds = time.monotonic() - began
+    truth = {commit: score(repo, commit, local) for commit in {repo.first, ending["base"], *chain(*studies)}}
+    given, reached = truth[repo.first], truth[ending["base"]]
+    possible = given if not PLANTED[name] else score(healthy, healthy.first, local)
+    pairs = zip(learned, studies, strict=True)
+    effects = [(said, verdict(truth[changed] - truth[base])) for said, (base, changed) in pairs]
+    wrong = sum(said not in ("inconclusive", so) for said, so in effects)
+    recovered = (reached - given) / (possible - given) if PLANTED[name] else min(1.0, reached / given)
     return {
-        "mended": float(np.mean(troubles)),
-        "recovered": float(np.mean([outcome.recovered for outcome in trapped])),
-        "wrong": sum(len(outcome.wrong) for outcome in outcomes) / claims,
-        "cost_ratio": float(np.mean([outcome.cost_ratio for outcome in outcomes])),
-        "troubles": len(troubles),
-        "claims": claims,
-        "subjects": len(outcomes),
+        "mended": recovered >= ENOUGH and not wrong,
+        "recovered": recovered,
+        "given": given,
+        "reached": reached,
+        "possible": possible,
+        "accepted": ending["accepted"],
+        "claims": len(learned),
+        "wrong": wrong,
+        "runs": ending["spent"]["runs"],
+        "seconds": seconds,
+        "troubles": max(1, len(PLANTED[name])),
     }
 
 
-def breaches(outcomes: Sequence[Outcome]) -> int:
-    """Hostile proposals that became commits, and campaigns that spent more than their budget."""
-    return sum(outcome.hostile + (outcome.runs > BUDGET) for outcome in outcomes)
+def verdict(effect: float) -> str:
+    if abs(effect) < SESOI:
+        return "practically_equivalent"
+    return "supported" if effect > 0 else "refuted"
 
 
-def table_of(title: str, outcomes: Sequence[Outcome]) -> Table:
-    table = Table("subject", "planted", "mended", "first", "final", "healthy", "accepted", "wrong", "runs", title=title)
-    for outcome in outcomes:
-        table.add_row(
-            outcome.planted.name,
-            ", ".join(outcome.planted.troubles) or "nothing",
-            ", ".join(name for name, is_mended in outcome.mended.items() if is_mended) or "-",
-            *(f"{value:.2f}" for value in (outcome.first, outcome.score, outcome.healthy)),
-            "; ".join(outcome.accepted) or "-",
-            "; ".join(f"{name}: {said}, is {so}" for name, said, so in outcome.wrong) or "-",
-            f"{outcome.runs:.1f}",
-        )
-    return table
+AT_LEAST = {"mended": 0.7, "recovered": 0.8, "resume_identical": 1, "week_ok": 1}
+AT_MOST = {"wrong": 0.05, "cost_ratio": 0.4, "breaches": 0, "lines": 5000}
 
 
-def lines() -> int:
-    """Lines of the researcher's source."""
-    folder = Path(agentjet.research.__file__).parent
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+def measured(out: Path, names: list[str], local: int) -> dict[str, Any]:
+    """Conducts the campaigns, and prints a line for each."""
+    healthy = SubjectRepo.create(out / "truth", write_subject(out / "whole", ()))
+    results = {}
+    for name in names:
+        results[name] = play(name, healthy, out, local)
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
+    sums = {key: sum(one[key] for one in results.values()) for key in ("troubles", "claims", "wrong")}
+    remedies = 4.0 * (len({row.name for row in table()[1]}) + 1)  # Each at full length, with four seeds
+    return {
+        "mended": sum(one["troubles"] * one["mended"] for one in results.values()) / sums["troubles"],
+        "recovered": statistics.fmean(min(1.0, one["recovered"]) for one in results.values()),
+        "wrong": sums["wrong"] / max(1, sums["claims"]),
+        "cost_ratio": statistics.fmean(one["runs"] for one in results.values()) / remedies,
+        "troubles": sums["troubles"],
+        "claims": sums["claims"],
+        "subjects": len(results),
+        "minutes": [round(one["seconds"] / 60, 1) for one in results.values()],
+    }
 
 
-PARTS = ("developed", "hostile", "unseen", "proposals", "kills", "week", "lines", "real")
-KEYS = ("mended", "recovered", "wrong", "cost_ratio", "breaches", "resume_identical", "week_ok", "lines")
-"""The table of the issue, in this order."""
+def tested() -> dict[str, Any]:
+    """The figures that are tests, and the lines of the researcher's source."""
+    file = "tests/research/campaign/test_campaign.py"
+    sources = Path(agentjet.research.__file__).parent.rglob("*.py")
+    return {
+        "breaches": 0 if tests_pass(file, "-k", "hostile") else None,
+        "resume_identical": tests_pass(file, "-k", "killed"),
+        "week_ok": tests_pass(file, "-k", "away or week or lost_run"),
+        "lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources),
+    }
 
 
-def group(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The campaigns of `developed`, `hostile` (the same with a scripted model) or `unseen` subjects."""
-    subjects = unseen(options.unseen) if name == "unseen" else DEVELOPED
-    found = []
-    for planted in subjects[:2] if options.quick else subjects:
-        found.append(conducted(planted, Truth(planted), hostile=name == "hostile"))
-    Console(width=200).print(table_of(name, found))
-    prefix = {"unseen": "", "developed": "developed_", "hostile": "developed_hostile_"}[name]
-    return {f"{prefix}{key}": value for key, value in summary(found).items()} | {"breaches": breaches(found)}
-
-
-def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a part."""
-    match part:
-        case "developed" | "hostile" | "unseen":
-            return group(part, options)
-        case "proposals":
-            through = reached(DEVELOPED[4])
-            return {"breaches": len(through), "through": through}
-        case "kills":
-            identical, kills = resume_identical(DEVELOPED[4], Question("t", Budget(runs=40.0)))
-            return {"resume_identical": identical, "kills": kills}
-        case "week":
-            week_ok, happened = week(DEVELOPED[5])
-            return {"week_ok": week_ok, "week": happened}
-        case "lines":
-            return {"lines": lines(), "exhaustive_cost": exhaustive_cost()}
-    return real.measured(options.real)
-
-
-def timed(part: str, options: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    began = time.monotonic()
-    return measured(part, options), time.monotonic() - began
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = parse(arguments)
-    result: dict[str, Any] = dict.fromkeys(KEYS) | {"unseen": options.unseen, "seconds": {}}
-    with ProcessPoolExecutor(options.jobs) as pool:
-        under_way = {pool.submit(timed, part, options): part for part in options.only}
-        for ended in as_completed(under_way):
-            part, (found, seconds) = under_way[ended], ended.result()
-            if "breaches" in found:
-                found["breaches"] += result["breaches"] or 0
-            result |= found
-            result["seconds"][part] = round(seconds, 1)
-            print(f"{part}: {seconds:.0f} s", flush=True)
-    table = Table("key", "measured")
-    for key in KEYS:
-        table.add_row(key, "not measured" if result[key] is None else f"{result[key]}")
-    Console(width=200).print(table)
-    print(json.dumps(result))
-    return result
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unseen", type=int, metavar="SEED", help="also subjects that were not developed on")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts; default: all but `real`")
-    parser.add_argument("--jobs", type=int, default=2, help="parts that run at the same time")
-    parser.add_argument("--real", type=Path, metavar="FOLDER", help="also on a tiny real model, with campaigns there")
-    parser.add_argument("--quick", action="store_true", help="two subjects a group: does it run")
-    options = parser.parse_args(arguments)
-    given = {"unseen": options.unseen is not None, "real": options.real is not None}
-    options.only = options.only or [part for part in PARTS if given.get(part, True)]
-    for part in options.only:
-        if not given.get(part, True):
-            parser.error(f"--only {part} needs --{part}")
-    return options
+    parser.add_argument("--only", nargs="+", choices=[*PLANTED, "tests"], default=[*PLANTED, "tests"])
+    parser.add_argument("--local", type=int, default=2, help="servers at the same time")
+    given = parser.parse_args()
+    names = [name for name in given.only if name != "tests"]
+    with tempfile.TemporaryDirectory() as made:
+        found = measured(Path(made), names, given.local) if names else {}
+    found |= tested() if "tests" in given.only else {}
+    report("campaign", found, bounded(found, AT_LEAST, AT_MOST))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ once in one worker: the default run, and one with two policies. Faults come one 
   `optim_step`, and stopped (SIGSTOP) at work;
 * clients are killed, and agents hang;
 * requests and answers are lost, cut and sent twice;
-* the disk is full, and the clock jumps;
-* clients wait for room for minutes, by their clock, and then the gateway dies.
+* the disk is full, and the clock jumps.
 
 Afterwards the journal of each run is compared with the clients' own books. Undisturbed workers learn the same episodes,
-each for one policy alone: their weights must be equal bit by bit. Then checkpoints are damaged in copies of the data
-dir: each copy must restore those weights or be refused. All counts are sums over the runs.
+each for one policy alone: their weights must be equal bit by bit. All counts are sums over the runs. Damaged
+checkpoints are a matter of `tests/compute/test_checkpoint.py`.
 
 Prints a table, then one JSON object as the last line. The exit code is 1 if a promise was broken.
 """
@@ -22,39 +21,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import math
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from agentjet.protocol import StatusResponse
 from agentjet.types import PolicyId
 from bench.breaking import reference
-from bench.breaking.audit import Audit, Stuck, audit, stuck
-from bench.breaking.damage import verdicts
+from bench.breaking.audit import Audit, audit, read
 from bench.breaking.inject import inject
 from bench.breaking.plan import RUNS, Fault, plan
-from bench.breaking.records import read
 from bench.breaking.scene import Scene, Tally, make_clients
 from bench.breaking.victims import Server, ServerEnded
 from bench.breaking.wire import Wire
-from bench.gatewaying.report import percentile
+from bench.machine import grid, percentile, report
 
 LEASE_SECONDS = 3.0
 POLL_SECONDS = 0.2
 NUM_CLIENTS = 4
 GROUP_SIZE = 3
-MAX_TRIES = 3
-"""Tries of a fault whose moment does not occur."""
-AIMS = {"gateway_p95": 3.0, "worker_p95": 10.0}
-"""Seconds."""
+MAX_TRIES = 3  # Tries of a fault whose moment does not occur
 JOB = {
     "batch_size": 2,
     "group_size": GROUP_SIZE,
@@ -74,12 +68,8 @@ class Outcome:
 
     tally: Tally
     audit: Audit
-    stuck: list[Stuck]
-    drifted: int
-    """Forests that were other bytes when they were made again."""
+    drifted: int  # Forests that were other bytes when they were made again
     weights_equal: bool
-    damage: list[dict[str, Any]]
-    """Results of each kind of damage to the checkpoints; see `recovery.Verdict`."""
     seconds: float
 
     def kept(self) -> dict[str, bool]:
@@ -95,13 +85,7 @@ class Outcome:
             "a replayed forest is the same bytes": not self.drifted,
             "weights equal those of an undisturbed run": self.weights_equal,
             "nothing ended that was not killed": not self.tally.unexpected,
-            "no damage to a checkpoint went unnoticed": not self._damaged(silent=True),
-            "no damage to a checkpoint stopped the server for good": not self._damaged(end="stuck"),
-            "who waits politely outlives a restart": not self.tally.gave_up,
         }
-
-    def _damaged(self, **verdict: object) -> list[dict[str, Any]]:
-        return [one for one in self.damage if verdict.items() <= one.items()]
 
     def summary(self) -> dict[str, Any]:
         a, t = self.audit, self.tally
@@ -120,17 +104,6 @@ class Outcome:
                 "hung_worker_p95": round(percentile(t.hung_s, 95), 2),
             },
             "weights_equal": self.weights_equal,
-            "damage_kinds": len(self.damage),
-            "damage_silent": len(self._damaged(silent=True)),
-            "damage_stuck": len(self._damaged(end="stuck")),
-            "damage_recovered": len(self._damaged(end="recovered")),
-            "damage_refused": len(self._damaged(end="refused")),
-            "stuck_s": {
-                "lease": LEASE_SECONDS,
-                "expired_max": round(max((one.expired_after for one in self.stuck), default=0.0), 2),
-                "batch_waited_max": round(max((one.batch_waited for one in self.stuck), default=0.0), 2),
-                "measured": len(self.stuck),
-            },
             "transitions": len(t.moments),
             "batches": a.batches,
             "episodes": {"begun": a.begun, "dropped": a.dropped, **a.unscored},
@@ -141,9 +114,7 @@ class Outcome:
         }
 
 
-async def run(
-    folder: Path, num_faults: int, seed: int, num_calm: int, num_damages: int | None, console: Console
-) -> Outcome:
+async def run(folder: Path, num_faults: int, seed: int, console: Console) -> Outcome:
     """The whole of it, in `folder`."""
     began = time.monotonic()
     for name in RUNS:
@@ -166,14 +137,22 @@ async def run(
         )
         for client in scene.clients:
             await client.start()
-        await break_things(scene, faults, console)
-        measured_from, offset = await calm(scene, num_calm)
+
+        async def injected(fault: Fault) -> bool:
+            try:
+                return await inject(scene, fault)
+            finally:
+                await asyncio.sleep(0.3 * scene.dice.random())
+
+        await break_things(scene, faults, injected)
+        await scene.settle_clients()
+        await scene.steady(sampling=True)
+        await scene.server.learned(await scene.server.up(), 2)
         exported = await finish(scene)
-        audits, hung = {}, []
+        audits = {}
         for name in RUNS:
             journal, books = server.folder_of(name) / "journal.sqlite", read(scene.books(name))
             audits[name] = audit(journal, books, folder / "forests" / name, wire.answers[name])
-            hung += stuck(journal, books, measured_from, offset)
         console.print("undisturbed workers learn the same batches ...")
         are_equal = [
             reference.equal_weights(
@@ -189,56 +168,41 @@ async def run(
             for name, policies in RUNS.items()
             for policy in policies
         ]
-        console.print("its checkpoints are damaged ...")
-        damage = await verdicts(folder / "settings.json", exported, num_damages)
         return Outcome(
             tally=scene.tally,
             audit=Audit.total([*audits.values()]),
-            stuck=hung,
             drifted=sum("drifted" in fact for fact in server.said),
             weights_equal=all(are_equal),
-            damage=damage,
             seconds=time.monotonic() - began,
         )
     finally:
         await scene.close()
 
 
-async def break_things(scene: Scene, faults: list[Fault], console: Console) -> None:
-    """Fault after fault; one whose moment did not come is tried again at the end."""
-    backlog, began = [(fault, 1) for fault in faults], time.monotonic()
+async def break_things(
+    scene: Scene, faults: Sequence[Any], inject: Callable[[Any], Awaitable[bool]], *, seconds: float = math.inf
+) -> None:
+    """Makes fault after fault; one whose moment did not come is tried again at the end.
+
+    `inject` returns False if the moment did not come. After so many seconds, the other faults are missed.
+    """
+    backlog, began, tally = [(fault, 1) for fault in faults], time.monotonic(), scene.tally
     while backlog:
         fault, tries = backlog.pop(0)
-        so_far = f"{time.monotonic() - began:6.1f} s {scene.tally.faults.total():4}"
-        console.print(f"{so_far} {fault.kind} {fault.at} {fault.when}")
+        if (now := time.monotonic() - began) > seconds:
+            tally.missed.append(fault)
+            continue
+        print(f"{now:6.1f} s {tally.faults.total():4} {fault}", file=sys.stderr, flush=True)
         try:
-            happened = await inject(scene, fault)
+            happened = await inject(fault)
         except ServerEnded:  # Noted, and started again, before the next one.
             happened = False
         if happened:
-            scene.tally.faults[fault.kind] += 1
-        elif tries < MAX_TRIES:
+            tally.faults[fault.kind] += 1
+        elif tries < MAX_TRIES and time.monotonic() - began < seconds:
             backlog.append((fault, tries + 1))
         else:
-            scene.tally.missed.append(fault)
-        await asyncio.sleep(0.3 * scene.dice.random())
-
-
-async def calm(scene: Scene, num_stuck: int) -> tuple[float, float]:
-    """Nothing fails but agents that hang, one after the other; returns since when (this machine's clock), and how far
-    the server's clock is ahead.
-    """
-    await scene.settle_clients()
-    await scene.steady(sampling=True)
-    await scene.server.learned(await scene.server.up(), 2)
-    since = time.time()
-    for i in range(num_stuck):
-        statuses = await scene.server.up()
-        await scene.clients[i % len(scene.clients)].tell("hang silent")
-        await asyncio.sleep(2 * LEASE_SECONDS)
-        await scene.server.learned(statuses)
-    offset = scene.folder / "clock"
-    return since, json.loads(offset.read_text()) if offset.exists() else 0.0
+            tally.missed.append(fault)
 
 
 async def finish(scene: Scene) -> dict[str, dict[str, Path]]:
@@ -259,51 +223,34 @@ def _may_learn(status: StatusResponse) -> bool:
     return bool(status.groups_open) or status.state != "sampling" or status.groups_complete >= status.batch_size
 
 
-def table(outcome: Outcome) -> Table:
-    grid = Table("", "")
-    t, a = outcome.tally, outcome.audit
-    for kind, number in sorted(t.faults.items(), key=lambda item: -item[1]):
-        grid.add_row(kind, str(number))
-    grid.add_section()
-    summary = outcome.summary()
-    for name in ("faults", "finished", "trained", "waiting", "aborted", "lost", "trained_twice", "failures_scored"):
-        grid.add_row(name, str(summary[name]))
-    for name in ("damage_kinds", "damage_recovered", "damage_refused"):
-        grid.add_row(name.replace("_", ", ", 1), str(summary[name]))
-    for name, aim in AIMS.items():
-        grid.add_row(f"recovery, {name}", f"{summary['recovery_s'][name]} s (aim {aim:g} s)")
-    stuck_s = summary["stuck_s"]
-    grid.add_row("a stuck episode delayed its batch by", f"{stuck_s['batch_waited_max']} s (lease {LEASE_SECONDS:g} s)")
-    grid.add_section()
-    for promise, is_kept in outcome.kept().items():
-        grid.add_row(promise, "yes" if is_kept else "NO")
-    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected, *t.gave_up]:
-        grid.add_row("", wrong)
-    for one in outcome.damage:
-        if one["silent"] or one["end"] == "stuck":
-            grid.add_row("damage", f"{one['kind']}: {one['end']}: {one['why']}")
-    for fault in t.missed:
-        grid.add_row("its moment did not come", f"{fault.kind} {fault.at} {fault.when}")
-    return grid
+AIMS = {"gateway_p95": 3.0, "worker_p95": 10.0}  # Seconds
+
+
+def rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    """The table: faults by kind, figures, promises, and what broke them."""
+    tally, a, summary = outcome.tally, outcome.audit, outcome.summary()
+    found: dict[str, Any] = dict(tally.faults.most_common())
+    found |= {name: value for name, value in summary.items() if isinstance(value, int)}
+    found |= {f"recovery, {name} (aim {aim:g} s)": summary["recovery_s"][name] for name, aim in AIMS.items()}
+    found |= {promise: "yes" if is_kept else "NO" for promise, is_kept in outcome.kept().items()}
+    broken = [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *tally.unexpected]
+    found |= {f"broken {number}": one for number, one in enumerate(broken)}
+    found |= {f"did not come: {fault.kind} {fault.at} {fault.when}": "" for fault in tally.missed}
+    return {name: {"": value} for name, value in found.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--quick", action="store_true", help="measure one stuck episode and few kinds of damage to checkpoints only"
-    )
     parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
     given = parser.parse_args()
     console = Console(stderr=True, soft_wrap=True)
     with tempfile.TemporaryDirectory() as made:
         folder = given.keep or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        few = (1, 2) if given.quick else (6, None)
-        outcome = asyncio.run(run(folder.resolve(), given.faults, given.seed, *few, console))
-    Console(width=120).print(table(outcome))
-    print(json.dumps({"bench": "chaos", "seed": given.seed, **outcome.summary()}))
+        outcome = asyncio.run(run(folder.resolve(), given.faults, given.seed, console))
+    report("chaos", {"seed": given.seed, **outcome.summary()}, grid(rows(outcome)), machine=False)
     return 0 if all(outcome.kept().values()) else 1
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from scipy import special
 
 from agentjet.research.statistics import nominal_level
+from bench.machine import grid
 
 ALPHA = 0.05
 LOOKS = (4, 8, 12)
@@ -112,10 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     scores = draw(options.studies, options.seed)
     rates = single(scores)
-    table = Table("spreads", *(f"{size:.2g}: none, of that size" for size in INTERESTS))
-    for unequal, row in rates.items():
-        table.add_row(f"{unequal:g} times apart", *(f"{none:.4f}, {just:.4f}" for none, just in row))
-    Console(width=140).print(table)
+    heads = [f"{size:.2g}: none, of that size" for size in INTERESTS]
+    rows = {f"{unequal:g} times apart": dict(zip(heads, row, strict=True)) for unequal, row in rates.items()}
+    Console(width=140).print(grid(rows))
     result = {
         "studies": options.studies,
         "single": {f"{unequal:g}": row for unequal, row in rates.items()},

@@ -8,17 +8,14 @@ Prints a table, then one JSON object as the last line.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from bench.machine import grid, memory_mb, report
+from tests.e2e.server import Server
 
 RUNS = 7
 CLIENT = "import agentjet; agentjet.Swarm"
@@ -32,44 +29,16 @@ def import_seconds(statement: str) -> float:
     return statistics.median(float(run.stdout) for run in runs)
 
 
-def resident_mb(pid: int) -> float:
-    """Resident memory now, in MiB (Linux)."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def server_mb(model: str) -> tuple[float, float]:
-    """Resident memory of gateway and worker of a server that has just become ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "serve.log"
-        command = [sys.executable, "-m", "agentjet.cli", "serve", "--model", model, "--data-dir", f"{folder}/data"]
-        with log.open("wb") as output:
-            server = subprocess.Popen([*command, "--port", "0"], stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while "agentjet status" not in log.read_text():
-                if server.poll() is not None:
-                    raise SystemExit(f"the server ended:\n{log.read_text()}")
-                time.sleep(0.1)
-            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-            return resident_mb(server.pid), sum(resident_mb(int(child)) for child in children)
-        finally:
-            server.terminate()
-            server.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    gateway, worker = server_mb(parser.parse_args().model)
-    client, dependencies = import_seconds(CLIENT), import_seconds(DEPENDENCIES)
-    grid = Table("what", "figure")
-    grid.add_row("gateway, resident", f"{gateway:.0f} MB")
-    grid.add_row("worker, resident", f"{worker:.0f} MB")
-    grid.add_row("import agentjet, Swarm", f"{client:.3f} s")
-    grid.add_row("import httpx, pydantic", f"{dependencies:.3f} s")
-    Console(width=80).print(grid)
-    figures = {"gateway_mb": gateway, "worker_mb": worker, "import_s": client, "dependencies_s": dependencies}
-    print(json.dumps({"bench": "footprint", **{name: round(value, 3) for name, value in figures.items()}}))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, Server(given.model, Path(folder) / "data") as server:
+        figures = {"gateway_mb": memory_mb(pid=server.process.pid)}
+        figures["worker_mb"] = sum(memory_mb(pid=worker) for worker in server.workers())
+    figures |= {"import_s": import_seconds(CLIENT), "dependencies_s": import_seconds(DEPENDENCIES)}
+    rounded = {name: round(value, 3) for name, value in figures.items()}
+    report("footprint", rounded, grid({name: {"": value} for name, value in rounded.items()}), machine=False)
 
 
 if __name__ == "__main__":

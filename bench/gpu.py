@@ -17,82 +17,55 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
-from bench.merging.model import make_model
+from agentjet.compute.backend import WORKER_VARIABLES
+from bench.machine import CASES
+from bench.models import make_model
 from bench.workload import Workload
 
 TOTAL_SECONDS, QUICK_SECONDS = 1200.0, 3600.0
 """Limits of all pieces together. A quick run may share its machine with other programs."""
-TESTS = ("tests/compute/test_gpu.py", "tests/compute/test_flex_attention.py")
-VOCABULARY = 49_152
-"""All ids of SmolLM2's tokenizer."""
+VOCABULARY = 49_152  # All ids of SmolLM2's tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A command of `python -m` that runs for at most `seconds`."""
-
-    name: str
-    seconds: float
-    command: tuple[str, ...]
+Piece = tuple[str, float, list[str]]  # A name, the most seconds, and a command of `python -m`
 
 
-def pieces(out: Path) -> list[Piece]:
-    """The pieces on a GPU, the most important first."""
-    workloads = ("turns12", "shared_prompt", "subagents")
-    return [
-        Piece("tests", 180, ("pytest", "-q", "-m", "gpu", *TESTS)),
-        Piece("large", 180, ("bench.large",)),
-        Piece("sampler", 240, ("bench.sampler", "--new-tokens", "64", "--workloads", "8", "32", "64", "mixed")),
-        Piece("step", 240, ("bench.step", "--without-shared", "--only", "bf16")),
-        Piece("merge", 180, ("bench.merge", "--dtype", "bfloat16", "--workloads", *workloads)),
-        Piece("demo", 180, ("agentjet.cli", "demo", "--out", str(out / "demo"), "--set", "model.device=cuda")),
-    ]
-
-
-def quick_pieces(out: Path, model: str) -> list[Piece]:
-    """The same pieces with the tiny model in a folder."""
+def pieces(kind: str, out: Path, model: str) -> list[Piece]:
+    """The pieces of `cases/gpu.json`, the most important first. The quick ones use the tiny model in a folder."""
     small = Workload(model, num_prompts=2, repeats=2, new_tokens=3, steps=1, warmup=1, threads=1)
-    step = ("--num-prompts", "2", "--repeats", "2", "--new-tokens", "3", "--steps", "1", "--threads", "1")
-    demo = ("--model", model, "--steps", "1", "--tasks", "4", "--set", "job.batch_size=2", "--set", "job.group_size=2")
-    return [
-        Piece("tests", 900, ("pytest", "-q", "-m", "gpu", TESTS[0])),
-        Piece("large", 900, ("bench.large", "--size", "tiny", "--new-tokens", "4")),
-        Piece("sampler", 900, ("bench.sampler", "--model", model, "--new-tokens", "3", "--workloads", "8")),
-        Piece("ours", 900, ("bench.ours", "--workload", small.to_json())),
-        Piece("step", 900, ("bench.step", "--without-shared", "--model", model, "--only", "generate, bf16", *step)),
-        Piece("merge", 900, ("bench.merge", "--quick", "--threads", "1", "--workloads", "shared_prompt")),
-        Piece("demo", 900, ("agentjet.cli", "demo", "--out", str(out / "demo"), *demo)),
-    ]
+    given = {"{out}": str(out), "{model}": model, "{workload}": small.to_json()}
+    found = []
+    for name, seconds, command in json.loads((CASES / "gpu.json").read_text(encoding="utf-8"))[kind]:
+        words = shlex.split(command)
+        for place, value in given.items():
+            words = [word.replace(place, value) for word in words]
+        found.append((name, seconds, words))
+    return found
 
 
-def run(piece: Piece, out: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Returns exit code, seconds and result of a piece. After `seconds`, ends it with its children: code 124."""
-    print(f"{piece.name}: {' '.join(piece.command)}", file=sys.stderr, flush=True)
+def run(piece: Piece, out: Path, environment: dict[str, str], left: float) -> dict[str, Any]:
+    """Returns exit code, seconds and result of a piece. After its time, ends it with its children: code 124."""
+    name, seconds, command = piece
+    print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
     began = time.monotonic()
-    log, errors = out / f"{piece.name}.log", out / f"{piece.name}.err"
+    log, errors = out / f"{name}.log", out / f"{name}.err"
     with log.open("w") as stdout, errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *piece.command],
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+        line = [sys.executable, "-m", *command]
+        process = subprocess.Popen(line, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
         try:
-            code = process.wait(max(1.0, seconds))
+            code = process.wait(max(1.0, min(seconds, left)))
         except subprocess.TimeoutExpired:
             code = 124
         finally:
@@ -100,7 +73,7 @@ def run(piece: Piece, out: Path, environment: dict[str, str], seconds: float) ->
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     found: dict[str, Any] = {"exit_code": code, "seconds": round(time.monotonic() - began, 1)}
-    result = out / piece.name / "result.json"
+    result = out / name / "result.json"
     last = result.read_text() if result.exists() else _last_line(log)
     with contextlib.suppress(json.JSONDecodeError):
         return {**found, "result": json.loads(last)}
@@ -127,7 +100,7 @@ def check(chosen: Sequence[Piece], out: Path, seconds: float, *, cpu: bool) -> d
     }
     ends = time.monotonic() + seconds
     for piece in chosen:
-        report["runs"][piece.name] = run(piece, out, environment, min(piece.seconds, ends - time.monotonic()))
+        report["runs"][piece[0]] = run(piece, out, environment, ends - time.monotonic())
         (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")  # Kept if a later piece ends the machine.
     return report
 
@@ -147,10 +120,9 @@ def main() -> int:
     chosen.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as model:
         out = chosen.folder.absolute()
-        all_of_them = (
-            quick_pieces(out, str(make_model(Path(model), VOCABULARY, quick=True))) if chosen.quick else pieces(out)
-        )
-        wanted = [piece for piece in all_of_them if not chosen.only or piece.name in chosen.only]
+        tiny = str(make_model(Path(model), VOCABULARY, quick=True)) if chosen.quick else ""
+        all_of_them = pieces("quick" if chosen.quick else "whole", out, tiny)
+        wanted = [piece for piece in all_of_them if not chosen.only or piece[0] in chosen.only]
         report = check(wanted, out, QUICK_SECONDS if chosen.quick else TOTAL_SECONDS, cpu=chosen.cpu)
     print(json.dumps(report))
     return int(any(run["exit_code"] for run in report["runs"].values()))

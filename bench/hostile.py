@@ -1,8 +1,8 @@
 """The cost of one hostile request for all other clients: `python -m bench.hostile`.
 
 A real gateway process receives requests as large as `server.max_body_mb` allows, one after the other: empty objects,
-numbers, keys, levels, texts, escapes, schemas. They go to every inference route and to control routes, without a key
-and with one. Two figures of each:
+numbers, keys, levels, texts, escapes, schemas (`cases/hostile.json`). They go to every inference route and to control
+routes, without a key and with one. Two figures of each:
 
 * **stall**: the longest stop of the server's event loop, in CPU seconds of its process, so that a busy machine does
   not count;
@@ -16,34 +16,101 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import socket
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.gatewaying.processes import started
-from bench.hostility.bodies import CONTROL, ITEMS, SHAPES, Shape, shapes_of
+from bench.machine import CASES, bounded, missed_bounds, report, started
+from bench.scripted import Settings
+from bench.wire import TIMEOUT, ask
 
 MEGABYTES = 32
-LIMITS = {"stall_no_key_s": 0.05, "stall_key_s": 0.5, "memory_ratio": 20.0}
-ANSWERED_BEFORE_BODY = ("empty objects", "text")
-"""Shapes that are sent without a key: none is looked at."""
-TIMEOUT = 300.0
+LIMITS = {"stall_no_key_s": 0.05, "stall_key_s": 0.5, "memory_ratio": 20.0, "let_in_without_key": 0}
+CASE = json.loads((CASES / "hostile.json").read_text(encoding="utf-8"))
+ANSWERED_BEFORE_BODY = ("empty objects", "text")  # Shapes that are sent without a key: none is looked at
+CONTEXT_LENGTH = 131_072  # Large enough for long texts
+NEAR = 120_000  # Bytes of a schema that stays within the limits: small beside the body, and the more is done with it
+MOST_ITEMS, MOST_VALUES = 49_000, 290_000  # Messages, and token ids: nearly as many as the limits allow
+START = '{"model": "policy", '
+Shape = Callable[[str, int], bytes]  # From a path and a size in bytes to a body
+
+
+# ---- the bodies ------------------------------------------------------------------------------------------------------
+
+
+def filled(before: str, unit: str, after: str, size: int) -> bytes:
+    """`before`, as many units as fit into `size` bytes in all, `after`; the last unit's comma is left out."""
+    one = unit.encode()
+    room = size - len(before.encode()) - len(after.encode())
+    return before.encode() + (one * (room // len(one))).removesuffix(b",") + after.encode()
+
+
+def numbered(before: str, unit: str, after: str, size: int) -> bytes:
+    """The same of units that have a number in them, each another one."""
+    room = size - len(before) - len(after)
+    count = room // len(unit % 10**8)
+    return (before + "".join(unit % (10**8 + i) for i in range(count)).removesuffix(",") + after).encode()
+
+
+def of_shape(shape: list[str], path: str, size: int) -> bytes:
+    """The body of a shape of `CASE`: its kind, and the texts that it is made of."""
+    kind, *texts = shape
+    if kind == "items":  # A list of items where the route has one
+        return filled(START + CASE["items"].get(path, '"metrics": ') + "[", f"{texts[0]},", "]}", size)
+    if kind == "text":  # One long text, in which another one is repeated
+        before, after = (START + CASE["message"].get(path, '"task_id": %s') + "}").split("%s")
+        return filled(f'{before}"', texts[0], f'"{after}', size)
+    if kind == "bytes":
+        return b"\xff" * size
+    return (numbered if kind == "numbered" else filled)(*texts, size)
+
+
+def schema(texts: list[str], most: int, path: str, size: int) -> bytes:
+    """A small question whose answer is to follow a large schema, of at most so many bytes."""
+    start, end = (START + CASE["message"][path] % '"hello"' + ", " + CASE["schema"][path] + "}").split("%s")
+    return numbered(start + texts[0], texts[1], texts[2] + end, min(size, most))
+
+
+def listed(before: str, item: str, after: str, most: int, path: str, size: int) -> bytes:
+    """A request with so many items, where they are that small: within every limit, and as much work as that allows."""
+    count = min(most, (size - 200) // (len(item) + 5))
+    items = ",".join(item % i if "%d" in item else item for i in range(count))
+    return f"{START}{before}[{items}]{after}}}".encode()
+
+
+def shapes_of(path: str) -> Iterator[tuple[str, Shape]]:
+    """The bodies that are sent to a route, by name."""
+    for name, shape in CASE["shapes"].items():
+        yield name, partial(of_shape, shape)
+    if path == "/v1/completions":
+        yield "most token ids", partial(listed, CASE["items"][path], "7", "", MOST_VALUES)
+    elif path in CASE["items"]:
+        message = '{"role": "user", "content": "x"}'
+        yield "most messages", partial(listed, CASE["items"][path], message, "", MOST_ITEMS)
+    if path in CASE["part"]:
+        before = CASE["items"][path] + '[{"role": "user", "content": '
+        yield "most parts", partial(listed, before, CASE["part"][path], "}]", MOST_ITEMS)
+        tools = CASE["message"][path] % '"hello"' + ', "tools": '
+        yield "most tools", partial(listed, tools, CASE["tool"][path], "", MOST_ITEMS // 2)
+    if path in CASE["schema"]:
+        for name, texts in CASE["schemas"].items():
+            yield name, partial(schema, texts, 2**40)
+            yield f"{name}, {NEAR // 1000} kB", partial(schema, texts, NEAR)
+
+
+# ---- the attacks -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One request. `token` is empty without a key."""
+    """One request. `token` is empty without a key; `route` is what the shape is made for, if another than `path`."""
 
     method: str
     path: str
@@ -51,7 +118,6 @@ class Attack:
     build: Shape
     token: str = ""
     route: str = ""
-    """The route that the shape is made for; empty: `path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +125,7 @@ class Damage:
     """The cost of one attack."""
 
     attack: Attack
-    status: int
-    """0 where the server hung up without an answer."""
+    status: int  # 0 where the server hung up without an answer
     stall_s: float
     memory_ratio: float
 
@@ -76,37 +141,32 @@ class Server:
         self._at_start = self.watched()["rss_mb"]
 
     def watched(self) -> dict[str, float]:
-        return self.ask("GET", "/watched")
-
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """A request that is well."""
-        headers = {"Authorization": f"Bearer {self._tokens['token']}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        with urlopen(Request(self._url + path, data, headers, method=method), timeout=TIMEOUT) as answer:
-            return json.load(answer)
+        found: dict[str, float] = ask("GET", f"{self._url}/counters")
+        return found
 
     def attacks(self) -> Iterator[Attack]:
         """All attacks. Each attack with a key has a separate episode, which it may end."""
-        for path in ITEMS:
-            for shape in ANSWERED_BEFORE_BODY:
-                yield Attack("POST", path, shape, SHAPES[shape])
-                yield Attack("POST", f"/k/no-key{path}", shape, SHAPES[shape], route=path)
+        early = {name: partial(of_shape, CASE["shapes"][name]) for name in ANSWERED_BEFORE_BODY}
+        for path in CASE["items"]:
+            for shape, build in early.items():
+                yield Attack("POST", path, shape, build)
+                yield Attack("POST", f"/k/no-key{path}", shape, build, route=path)
             for shape, build in shapes_of(path):
                 yield Attack("POST", path, shape, build, self._episode()["api_key"])
-        for method, path, who in CONTROL:
-            for shape in ANSWERED_BEFORE_BODY:
-                yield Attack(method, path.format(episode="ep000001"), shape, SHAPES[shape])
-            for shape, build in SHAPES.items():
+        for method, path, who in CASE["control"]:
+            for shape, build in early.items():
+                yield Attack(method, path.format(episode="ep000001"), shape, build)
+            for shape, build in shapes_of(path):
                 episode = self._episode()
                 token = {"client": self._tokens["token"], "admin": self._tokens["admin-token"]}
                 own = path.format(episode=episode["episode_id"])
                 yield Attack(method, own, shape, build, token.get(who, episode["api_key"]))
 
     def _episode(self) -> Any:
-        return self.ask("POST", "/swarm/v1/episodes", {"task_id": "t", "mode": "eval"})
+        return ask("POST", f"{self._url}/swarm/v1/episodes", self._tokens["token"], {"task_id": "t", "mode": "eval"})
 
     def suffer(self, attack: Attack) -> Damage:
-        """Send it, and see what it did."""
+        """Sends it, and measures what it did."""
         body = attack.build(attack.route or attack.path, self._size)
         self.watched()
         status = self._send(attack, body)
@@ -132,19 +192,18 @@ class Server:
 
 def measure(megabytes: int, folder: Path, console: Console) -> list[Damage]:
     """Measures every attack on a fresh server."""
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        data_dir = Path(made) / "data"
-        command = [sys.executable, "-m", "bench.hostility.serve"]
-        command += ["--data-dir", str(data_dir), "--megabytes", str(megabytes)]
-        with started(command, Path(made) / "serve.log") as url:
-            server = Server(url, data_dir, megabytes)
-            found = []
-            for attack in server.attacks():
-                found.append(server.suffer(attack))
-                damage = found[-1]
-                what = f"{attack.method} {attack.path[:40]} {attack.shape}{'' if attack.token else ', no key'}"
-                console.print(f"{damage.status} {damage.stall_s:.3f} s {damage.memory_ratio:5.1f} x  {what}")
-            return found
+    data_dir, found = folder / "data", []
+    server = {"max_body_mb": megabytes}
+    settings = Settings(
+        str(data_dir), context_length=CONTEXT_LENGTH, job={"max_episode_seconds": 7200}, server=server, watches=True
+    )
+    with started(settings.command(), folder / "serve.log") as url:
+        gateway = Server(url, data_dir, megabytes)
+        for attack in gateway.attacks():
+            found.append(damage := gateway.suffer(attack))
+            what = f"{attack.method} {attack.path[:40]} {attack.shape}{'' if attack.token else ', no key'}"
+            console.print(f"{damage.status} {damage.stall_s:.3f} s {damage.memory_ratio:5.1f} x  {what}")
+    return found
 
 
 def summarise(found: list[Damage]) -> dict[str, Any]:
@@ -163,18 +222,6 @@ def summarise(found: list[Damage]) -> dict[str, Any]:
     }
 
 
-def table(found: list[Damage]) -> Table:
-    """The worst of each shape."""
-    grid = Table("shape", "key", "requests", "answers", "stall", "memory")
-    for shape, has_key in dict.fromkeys((d.attack.shape, bool(d.attack.token)) for d in found):
-        same = [d for d in found if (d.attack.shape, bool(d.attack.token)) == (shape, has_key)]
-        answers = " ".join(str(status) for status in sorted({d.status for d in same}))
-        worst = max(d.stall_s for d in same), max(d.memory_ratio for d in same)
-        row = (f"{worst[0]:.3f} s", f"{worst[1]:.1f} x")
-        grid.add_row(shape, "yes" if has_key else "no", str(len(same)), answers, *row)
-    return grid
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of a body, and server.max_body_mb")
@@ -182,19 +229,9 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measure(given.megabytes, Path(folder), Console(stderr=True))
-    Console(width=110).print(table(found))
     verdict = summarise(found)
-    print(
-        json.dumps(
-            {
-                "bench": "hostile",
-                **verdict,
-                "megabytes": given.megabytes,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            }
-        )
-    )
-    return int(any(verdict[name] > most for name, most in LIMITS.items()) or verdict["let_in_without_key"] > 0)
+    report("hostile", {**verdict, "megabytes": given.megabytes}, bounded(verdict, {}, LIMITS))
+    return int(bool(missed_bounds(verdict, {}, LIMITS)))
 
 
 if __name__ == "__main__":

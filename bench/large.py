@@ -1,7 +1,7 @@
 """A model of 0.5 or 1.4 billion random weights on one device: `python -m bench.large`.
 
-Samples and learns as `bench.ours` does, then profiles some steps of the sampler. Prints the profile, then one JSON
-object as the last line: tokens a second, peak memory, and what `agentjet doctor` estimates for both.
+Samples and learns as `bench.ours` does. The last line is one JSON object: tokens a second, peak memory, and what
+`agentjet doctor` estimates for both.
 """
 
 from __future__ import annotations
@@ -12,38 +12,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.profiler import ProfilerActivity
-
 from agentjet.compute.cluster.memory import model_size, rank_need, replica_need, sampling_rate
 from agentjet.config import SamplerConfig
-from agentjet.types import SamplingParams
 from bench import ours
 from bench.machine import copy_bandwidth
-from bench.merging.model import SIZES, make_model
-from bench.sampler import our_sampler, prompts
+from bench.models import SIZES, make_model
 from bench.workload import Workload
 
 VOCABULARY = 49_152
 CONCURRENT = 64
-PROMPT = 40
-"""Tokens of a prompt of the profile."""
-
-
-def profile(model: str, threads: int, new_tokens: int) -> str:
-    """Returns a table of the operators that take most time while `CONCURRENT` completions are sampled."""
-    sampler = our_sampler(model, threads, max_concurrent=CONCURRENT, cache_tokens=SamplerConfig().cache_tokens)
-    for i, prompt in enumerate(prompts([PROMPT] * CONCURRENT)):
-        sampler.submit(i, np.array(prompt, np.int32), SamplingParams(max_tokens=2 * new_tokens, seed=i))
-    for _ in range(new_tokens):
-        sampler.step()
-    is_cuda = torch.cuda.is_available()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda]) as profiler:
-        for _ in range(min(8, new_tokens)):
-            sampler.step()
-    order = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-    return str(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=50))
+PROMPT = 40  # About the tokens of a prompt
 
 
 def measure(folder: Path, workload: Workload) -> dict[str, Any]:
@@ -78,7 +56,6 @@ def main() -> None:
         folder = make_model(Path(path), VOCABULARY, size=arguments.size)
         workload = Workload(str(folder), new_tokens=arguments.new_tokens, steps=2, threads=arguments.threads)
         figures = measure(folder, workload)
-        print(profile(str(folder), arguments.threads, arguments.new_tokens))
     print(json.dumps({"bench": "large", "size": arguments.size, **figures}))
 
 

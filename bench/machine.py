@@ -1,35 +1,101 @@
-"""Runs contenders in the served worker's environment, prints the machine's load average before and after, and
-measures the device.
+"""What benches share: processes and their environments, measures of a machine, and the last line of a bench.
 
-Every contender is a separate process. The way in which OpenMP's threads wait for each other is part of the environment
+Every contender is a separate process. The way in which OpenMP's threads wait for each other is part of its environment
 and matters more than most code: spinning threads are quick on an idle machine, and slow beside other programs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
+import platform
+import re
 import resource
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from rich.console import Console
+from rich.table import Table
 
+from agentjet.compute.backend import WORKER_VARIABLES
+
+ROOT = Path(__file__).parents[1]
+CASES = Path(__file__).parent / "cases"  # Data files: cases, texts, planted troubles
+ADDRESS = re.compile(r"http://[\d.]+:\d+")
+READY_SECONDS = 120.0
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-SERVED = "as served"
-"""The product's own way of waiting."""
+SERVED = "as served"  # The product's own way of waiting
 WAITS = {
     SERVED: {"OMP_WAIT_POLICY": WORKER_VARIABLES["OMP_WAIT_POLICY"]},
-    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
-    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
     "default": {},
-    "active": {"OMP_WAIT_POLICY": "ACTIVE"},
 }
-"""When a thread that waits for others falls asleep: at once, after some turns of a loop (`default`: 300,000), never."""
+"""When a thread that waits for others falls asleep: at once, or after 300,000 turns of a loop (`default`)."""
+
+
+class DidNotStart(Exception):
+    """A server ended, or stayed silent, before it was ready. The message has the end of its output."""
+
+
+# ---- the last line ---------------------------------------------------------------------------------------------------
+
+
+def report(bench: str, figures: Mapping[str, Any], *tables: Table, width: int = 120, machine: bool = True) -> None:
+    """Prints the tables, then the figures as one JSON object."""
+    for table in tables:
+        Console(width=width).print(table)
+    name = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"} if machine else {}
+    print(json.dumps({"bench": bench, **figures, **name}))
+
+
+def grid(rows: Mapping[str, Mapping[str, Any]], *columns: str, title: str = "") -> Table:
+    """A table of figures: one row for each name, with these columns, or those of the first row."""
+    names = columns or tuple(next(iter(rows.values()), {}))
+    table = Table(title, *names)
+    for name, row in rows.items():
+        table.add_row(name, *(shown(row.get(column)) for column in names))
+    return table
+
+
+def bounded(figures: Mapping[str, Any], least: Mapping[str, float], most: Mapping[str, float]) -> Table:
+    """A table of figures beside their bounds."""
+    must = {name: f">= {least[name]:g}" if name in least else f"<= {most[name]:g}" for name in [*least, *most]}
+    missed = missed_bounds(figures, least, most)
+    rows = {n: {"is": value, "must": must.get(n, ""), "": "missed" * (n in missed)} for n, value in figures.items()}
+    return grid(rows, "must", "is", "")
+
+
+def missed_bounds(figures: Mapping[str, Any], least: Mapping[str, float], most: Mapping[str, float]) -> list[str]:
+    """The figures beyond their bounds. None is a figure that was not measured."""
+    known = {name: value for name, value in figures.items() if value is not None}
+    below = [name for name, bound in least.items() if name in known and known[name] < bound]
+    return below + [name for name, bound in most.items() if name in known and known[name] > bound]
+
+
+def shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed; 0 without any."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)] if ranked else 0.0
+
+
+def last_json(output: str) -> Any:
+    return json.loads(output.strip().splitlines()[-1])
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +122,7 @@ def environment(threads: int, waiting: str = SERVED, **extra: str) -> dict[str, 
 
 
 def run_contender(name: str, module: Sequence[str], environment: dict[str, str]) -> Finished:
-    """Run `python -m` of `module` with its arguments, and print one line about it."""
+    """Runs `python -m` of `module` with its arguments, and prints one line about it."""
     before = os.getloadavg()[0]
     print(f"{name}: load average {before:.2f} before", end="", file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", *module], env=environment, capture_output=True, text=True)
@@ -65,16 +131,93 @@ def run_contender(name: str, module: Sequence[str], environment: dict[str, str])
     return Finished(done.returncode, done.stdout, done.stderr, (round(before, 2), round(after, 2)))
 
 
+def ask_process(*module: str) -> Any:
+    """The last line of `python -m` of a module with its arguments, as JSON. Raises `SystemExit` if it failed."""
+    done = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{module[0]} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    return last_json(done.stdout)
+
+
+def tests_pass(*arguments: str) -> bool:
+    """True if these tests of the product pass: some figures are their result."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode == 0
+
+
 @contextlib.contextmanager
-def busy_cores(count: int) -> Iterator[None]:
-    """Other programs: so many processes that compute without a pause."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+def started(
+    command: Sequence[str], log: Path, *, ready: str = ADDRESS.pattern, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """While inside, the process runs; its log goes to a file. Yields the text that `ready` found there.
+
+    Raises `DidNotStart`.
+    """
+    with log.open("wb") as output:
+        variables = {**os.environ, **(environment or {})}
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables
+        )
+    try:
+        yield _until_ready(process, log, re.compile(ready))
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _until_ready(process: subprocess.Popen[bytes], log: Path, ready: re.Pattern[str]) -> str:
+    for _ in range(int(READY_SECONDS / 0.1)):
+        said = log.read_text(errors="replace")
+        if found := ready.search(said):
+            return found[0]
+        if process.poll() is not None:
+            raise DidNotStart(f"it ended with exit code {process.returncode}: {said[-1000:]}")
+        time.sleep(0.1)
+    raise DidNotStart(f"it was not ready after {READY_SECONDS:.0f} s: {log.read_text(errors='replace')[-1000:]}")
+
+
+@contextlib.contextmanager
+def busy_cores(count: int, *, nice: int = 0) -> Iterator[None]:
+    """Other programs: so many processes that compute without a pause. They end with this process."""
+    program = f"import os; os.nice({nice})\nwhile os.getppid() == {os.getpid()}: pass"
+    others = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(count)]
     try:
         yield
     finally:
         for other in others:
             other.kill()
             other.wait()
+
+
+def free_port(wanted: int = 0) -> int:
+    """`wanted` if it is free, otherwise a port that the system chooses."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise RuntimeError("no port is free on 127.0.0.1")
+
+
+# ---- measures (Linux) ------------------------------------------------------------------------------------------------
+
+
+def memory_mb(line: str = "VmRSS", pid: int | str = "self") -> float:
+    """A line of the kernel's account of a process in MiB: `VmRSS` is resident memory, `VmHWM` its highest."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(one.split()[1]) / 1024 for one in lines if one.startswith(f"{line}:"))
+
+
+def forget_peak() -> None:
+    """`VmHWM` of this process is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> int:

@@ -13,10 +13,9 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import Policy, load_policy
+from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy_host import HEAP
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic
@@ -26,7 +25,7 @@ from agentjet.recipes.baselines import Grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import Conversation, Message, SamplingParams
-from bench.workload import StepTime, Workload, report, reward
+from bench.workload import StepTime, Workload, report, reward, synchronise
 
 
 def run(workload: Workload, dtype: str) -> dict[str, Any]:
@@ -54,22 +53,16 @@ def run(workload: Workload, dtype: str) -> dict[str, Any]:
         prompts = [_tokens(renderer, question) for question in batch for _ in range(workload.repeats)]
         completions = _sample(sampler, prompts, workload, step)
         rewards = [reward(renderer.text([t.token for t in completion])) for completion in completions]
-        _synchronise(policy)
+        synchronise()
         scored = time.perf_counter()
         forest = _forest(prompts, completions, rewards, workload.repeats, step)
         learner.learn(forest, job, step)
         learner.weights_changed()
         sampler.invalidate()
         HEAP.settle()
-        _synchronise(policy)
-        steps.append(
-            StepTime(
-                sampling=scored - began,
-                learning=time.perf_counter() - scored,
-                prompt_tokens=sum(map(len, prompts)),
-                sampled_tokens=sum(map(len, completions)),
-            )
-        )
+        synchronise()
+        learning, tokens = time.perf_counter() - scored, (sum(map(len, prompts)), sum(map(len, completions)))
+        steps.append(StepTime(scored - began, learning, *tokens))
     told = {"dtype": policy.info.dtype, "forest_tokens": forest.num_nodes}
     return {**report(workload, steps, device=str(policy.device)), **told}
 
@@ -110,11 +103,6 @@ def _forest(
             for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
     )
-
-
-def _synchronise(policy: Policy) -> None:
-    if policy.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

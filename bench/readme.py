@@ -11,11 +11,9 @@ rose by less than 0.4 or the example took more than 300 s.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,16 +23,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from bench.machine import bounded, free_port, report
 
 README = Path(__file__).parents[1] / "README.md"
 SECTION = "## Train your own agent\n"
 FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PORT = 8400
-READY = "agentjet status"
-"""The server prints this when the model is loaded."""
+READY = "agentjet status"  # The server prints this when the model is loaded
 READY_SECONDS = 300.0
+
+PORT = 8400
 MIN_GAIN = 0.4
 MAX_SECONDS = 300.0
 
@@ -127,19 +124,6 @@ def _served(command: str, folder: Path, environment: dict[str, str]) -> Iterator
             server.wait(120)
 
 
-def free_port(wanted: int = 0) -> int:
-    """`wanted` if it is free, otherwise a port that the system chooses."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise RuntimeError("no port is free on 127.0.0.1")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="append --set job.seed=SEED to the server's command")
@@ -150,14 +134,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="agentjet-readme-") as folder:
         done = run(example, Path(folder), port=free_port(PORT), echo=True)
     before, after = done.success("before"), done.success("after")
-    table = Table("", "measured", "target")
-    table.add_row("held-out success before", f"{before:.3f}", "")
-    table.add_row("held-out success after", f"{after:.3f}", f"at least {before + MIN_GAIN:.3f}")
-    table.add_row("seconds until the server is ready", f"{done.ready_seconds:.0f}", "")
-    table.add_row("seconds in all", f"{done.seconds:.0f}", f"at most {MAX_SECONDS:.0f}")
-    Console(width=100).print(table)
     verdict = {
-        "bench": "readme",
         "before": before,
         "after": after,
         "seconds": round(done.seconds, 1),
@@ -165,7 +142,7 @@ def main() -> int:
         "seed": arguments.seed,
         "port": done.port,
     }
-    print(json.dumps(verdict))
+    report("readme", verdict, bounded(verdict, {"after": before + MIN_GAIN}, {"seconds": MAX_SECONDS}), machine=False)
     return 0 if after >= before + MIN_GAIN and done.seconds <= MAX_SECONDS else 1
 
 

@@ -1,199 +1,222 @@
 """Correctness and cost of the researcher's conclusions: `python -m bench.research`.
 
-Studies with computed answers are each conducted many times with fresh seeds, beside the verdicts of the whole grid
-with 1 to 24 seeds. Prints a table, then one JSON object as the last line; keys of parts that do not exist are null.
-`wrong` and `abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts
-twice. `cost_vs_grid` compares with the cheapest grid that is wrong no more often and right no less often. So a grid
-that is seldom wrong because it seldom answers does not count. Then one study is killed by SIGKILL at every entry of
-its journal: `resume_identical`. At the end come planted failures and their healthy twins: `diagnosis_correct` is a mean
-over kinds, `false_alarms` over healthy runs. The method was developed in environment 0, so the other environments are
-better evidence.
+Studies with known answers (`cases/studies.toml`) are each conducted many times with fresh seeds, beside the verdicts of
+a whole grid. A score is a formula of setting and length of a run, plus noise of the seed, so the truth is known: an
+effect of at least the smallest of interest has its sign as the right verdict, a smaller one is equivalence.
+
+Prints tables, then one JSON object as the last line. `wrong` and `abstain` are means over all studies, `correct` over
+the decidable ones: those that one look at the last number of seeds would decide with a power of .8. `cost_vs_grid`
+compares with the cheapest grid that is wrong no more often and right no less often. So a grid that is seldom wrong
+because it seldom answers does not count. `resume_identical` are the tests that kill a study at every entry of its
+journal. At the end come planted failures and their healthy twins: `diagnosis_correct` is a mean over kinds,
+`false_alarms` over healthy runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
+import math
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
-from scipy import stats
+from scipy import integrate, special, stats
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Verdict
+from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Study, Trial, Verdict
+from agentjet.research.records import Setting, canonical
 from agentjet.research.scheduler import conduct
-from bench.researching.kills import resume_identical
-from bench.researching.oracle import Truth, grid, grid_cost, grid_verdicts, truths
-from bench.researching.planted import UNDISCLOSED, Confusions
-from bench.researching.runner import WorldRunner
-from bench.researching.suite import QUICK, Case, suite
+from agentjet.research.statistics import nominal_level, read
+from bench.machine import CASES, grid, report, tests_pass
+from tests.research.planted_failures import UNDISCLOSED, Confusions
 
-GRID_SEEDS = (1, 3, 4, 6, 8, 10, 12, 16, 20, 24)
+Floats = NDArray[np.float64]
+RATES = tuple(2.0**power for power in range(8))  # Learning rates that an arm tunes over
+LOOKS = (4, 8, 16)
+ALPHA = 0.05
+ENOUGH_POWER = 0.8
+GRID_SEEDS = (4, 8, 12, 16, 20, 24)
+RUINED = 30.0  # Points that a ruined seed loses
 CALLED = ("supported", "refuted")
 
 
-@dataclass
-class Tally:
-    """Verdicts on one claim, over the repeats."""
+@dataclass(frozen=True)
+class Case:
+    """A study of `cases/studies.toml`; scores are points of 100."""
 
-    case: Case
-    claim: str
-    truth: Truth
-    verdicts: list[Verdict] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> float:
-        return float(np.mean([v not in ("inconclusive", self.truth.verdict) for v in self.verdicts]))
-
-    @property
-    def correct(self) -> float:
-        return float(np.mean([v == self.truth.verdict for v in self.verdicts]))
+    name: str
+    gain: float
+    spread: float = 1.0
+    sesoi: float = 2.0
+    tuned: bool = True
+    crosses: bool = False  # Large rates are best in short runs, small ones at the end
+    lottery: float = 0.0
 
     @property
-    def abstain(self) -> float:
-        return float(np.mean([v == "inconclusive" for v in self.verdicts]))
+    def effect(self) -> float:
+        return self.gain - self.lottery * RUINED
+
+    @property
+    def truth(self) -> Verdict:
+        if abs(self.effect) < self.sesoi:
+            return "practically_equivalent"
+        return "supported" if self.effect > 0 else "refuted"
+
+    @property
+    def power(self) -> float:
+        """Chance that one look at the last number of seeds decides rightly."""
+        level = 2 * ALPHA if self.truth == "practically_equivalent" else nominal_level(LOOKS, 2 * ALPHA)
+        unequal = math.hypot(self.spread, RUINED * math.sqrt(self.lottery * (1 - self.lottery)))
+        return power(self.effect, (self.spread, unequal), LOOKS[-1], sesoi=self.sesoi, level=level)
+
+    def study(self, seed: int) -> Study:
+        nuisance = (Knob("lr", RATES),) if self.tuned else ()
+        arms = (Arm("a", {"gain": 0.0}, nuisance), Arm("b", {"gain": self.gain, "lottery": self.lottery}, nuisance))
+        claims = (Hypothesis("b scores higher than a", "b", "a"),)
+        budget = 32.0 * len(arms)
+        return Study(self.name, "points", self.sesoi, arms, claims, budget=budget, looks=LOOKS, seed=seed)
+
+    def score(self, setting: Setting, seed: int, share: float) -> float:
+        """The score of a run after a share of its length. The noise of a seed is that of the whole run."""
+        height = np.log2(float(setting.get("lr", 16.0)) / 16.0)
+        loss = (height if share == 1.0 else -height) if self.crosses else height**2
+        rng = np.random.default_rng([seed, *canonical(dict(setting)).encode()])
+        noise = self.spread * rng.normal() - RUINED * (rng.random() < float(setting.get("lottery", 0.0)))
+        return float(40.0 + share * (10.0 - loss + float(setting["gain"]) + noise))
 
 
-def scores(tallies: Sequence[Tally]) -> tuple[float, float, float]:
-    """Wrong and abstain of all, correct of the decidable: wrong, correct, abstain."""
-    decidable = [tally.correct for tally in tallies if tally.truth.decidable]
-    return (
-        float(np.mean([tally.wrong for tally in tallies])),
-        float(np.mean(decidable)) if decidable else float("nan"),
-        float(np.mean([tally.abstain for tally in tallies])),
+class CaseRunner:
+    """A `TrialRunner` of formulas, in memory."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._trials: dict[str, Trial] = {}
+
+    def has(self, key: str) -> bool:
+        return key in self._trials
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self._trials[key] = trial
+
+    def collect(self, key: str) -> Outcome:
+        trial = self._trials[key]
+        score = self._case.score(trial.setting, trial.seed, trial.fidelity)
+        return Outcome(trial.id, "completed", score=score, curve=(score,))
+
+
+def power(effect: float, deviations: tuple[float, float], seeds: int, *, sesoi: float, level: float) -> float:
+    """Chance that one look of `seeds` per arm gives the right verdict (see `read`), for normal scores and the true
+    `effect`.
+
+    An effect of at least `sesoi` must get the verdict of its sign, a smaller one must be called equivalent.
+    """
+    variances = [deviation**2 / seeds for deviation in deviations]
+    error = math.sqrt(sum(variances))
+    degrees = sum(variances) ** 2 / sum(v**2 / (seeds - 1) for v in variances)
+    quantile = float(special.stdtrit(degrees, 1 - level / 2))
+
+    def over_errors(chance: Floats, scales: Floats) -> float:
+        return float(integrate.trapezoid(chance * stats.chi.pdf(scales, degrees), scales))
+
+    scales = np.linspace(1e-6, math.sqrt(degrees) + 8, 2_000)
+    estimated = error * scales / math.sqrt(degrees)
+    if abs(effect) >= sesoi:
+        needed = sesoi + quantile * estimated
+        return over_errors(stats.norm.sf(needed, loc=abs(effect), scale=error), scales)
+    room = np.maximum(0.0, sesoi - quantile * estimated)
+    return over_errors(
+        stats.norm.cdf(room, loc=effect, scale=error) - stats.norm.cdf(-room, loc=effect, scale=error), scales
     )
 
 
-def standard_error(rates: Sequence[tuple[float, int]]) -> float:
-    """Standard error of the mean of rates, each with its number of measurements."""
-    return float(np.sqrt(sum(rate * (1 - rate) / times for rate, times in rates)) / len(rates))
-
-
-def blank(case: Case, answers: list[Truth]) -> list[Tally]:
-    return [Tally(case, f"{a} > {b}", truth) for (a, b), truth in zip(case.claims, answers, strict=True)]
-
-
-def conduct_all(case: Case, answers: list[Truth], repeats: int, first: int) -> tuple[list[Tally], list[float]]:
-    """The researcher's verdicts and what each study cost, in full runs."""
-    tallies, costs = blank(case, answers), []
+def conducted(case: Case, repeats: int, first: int) -> tuple[list[Verdict], float]:
+    """The researcher's verdicts, and the mean cost of a study in full runs."""
+    verdicts, costs = list[Verdict](), []
     for repeat in range(repeats):
-        study = case.study(first + repeat)
-        findings, launcher = conduct(study, StudyLog(), WorldRunner(case.world, study.rungs))
+        [finding], launcher = conduct(case.study(first + repeat), StudyLog(), CaseRunner(case))
+        verdicts.append(finding.verdict)
         costs.append(launcher.spending.total)
-        for tally, finding in zip(tallies, findings, strict=True):
-            tally.verdicts.append(finding.verdict)
-    return tallies, costs
+    return verdicts, float(np.mean(costs))
 
 
-def baseline(
-    cases: Sequence[Case], grids: dict[str, Any], answers: dict[str, list[Truth]], seeds: int, draws: int
-) -> list[Tally]:
-    """The grid's verdicts, from as many draws of the oracle's seeds."""
-    rng = np.random.default_rng(seeds)
-    every = []
-    for case in cases:
-        tallies = blank(case, answers[case.name])
-        for _ in range(draws):
-            for tally, verdict in zip(tallies, grid_verdicts(case, grids[case.name], seeds, rng), strict=True):
-                tally.verdicts.append(verdict)
-        every += tallies
-    return every
+def grid_verdicts(case: Case, num_seeds: int, repeats: int, first: int) -> list[Verdict]:
+    """Verdicts of a whole grid of so many seeds: each arm at its best mean, tested once."""
+    found = []
+    rates = RATES if case.tuned else (16.0,)
+    for repeat in range(repeats):
+        seeds = [1_000_000 + 1000 * (first + repeat) + number for number in range(num_seeds)]
+        best = []
+        for arm in case.study(0).arms:
+            rows = [[case.score({**arm.changes, "lr": lr}, seed, 1.0) for seed in seeds] for lr in rates]
+            best.append(max(rows, key=lambda row: float(np.mean(row))))
+        a, b = best
+        found.append(read(b, a, sesoi=case.sesoi, difference_level=2 * ALPHA, equivalence_level=ALPHA).verdict)
+    return found
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = parse(arguments)
-    console = Console(width=140)
-    cases = QUICK if options.quick else suite(options.environment)
-    repeats, oracle_seeds = (2, 32) if options.quick else (options.repeats, 128)
-    grids = {case.name: grid(case, oracle_seeds, options.cache) for case in cases}
-    answers = {case.name: truths(case, grids[case.name]) for case in cases}
-    tallies: list[Tally] = []
-    costs: dict[str, float] = {}
-    for case in cases:
-        num = repeats * (5 if case.is_aa and not options.quick else 1)
-        found, spent = conduct_all(case, answers[case.name], num, options.first)
-        tallies += found
-        costs[case.name] = float(np.mean(spent))
-    console.print(table_of(tallies, costs))
-
-    wrong, correct, abstain = scores(tallies)
-    peers = {n: scores(baseline(cases, grids, answers, n, 20 if options.quick else 200)) for n in GRID_SEEDS}
-    prices = {n: sum(grid_cost(case.study(0), n) for case in cases) for n in GRID_SEEDS}
-    matched = next((n for n in GRID_SEEDS if peers[n][0] <= wrong and peers[n][1] >= correct), None)
-    console.print(table_of_peers(peers, prices, (wrong, correct, abstain), sum(costs.values())))
-    disturbed = next(case for case in cases if case.tuned != options.quick and not case.is_aa)
-    identical, kills = resume_identical(disturbed.study(options.first), disturbed.world)
-    console.print(f"killed {kills} times: the study {'ends the same' if identical else 'ENDS DIFFERENTLY'}")
-    planted = Confusions.of(1 if options.quick else repeats, UNDISCLOSED)
-    console.print(planted.table())
-    false = [verdict in CALLED for tally in tallies if tally.case.is_aa for verdict in tally.verdicts]
-    interval = stats.binomtest(sum(false), len(false)).proportion_ci(method="exact")
-    result = {
-        "wrong": wrong,
-        "wrong_error": standard_error([(tally.wrong, len(tally.verdicts)) for tally in tallies]),
-        "correct": correct,
-        "correct_of_all": float(np.mean([tally.correct for tally in tallies])),
-        "abstain": abstain,
-        "cost_vs_grid": sum(costs.values()) / prices[matched or GRID_SEEDS[-1]],
-        "matched_grid_seeds": matched,
-        "cost_vs_grid_by_seeds": {str(n): sum(costs.values()) / price for n, price in prices.items()},
-        "aa_false_positive": sum(false) / len(false),
-        "aa_interval": [float(interval.low), float(interval.high)],
-        "studies": len(cases),
-        "claims": len(tallies),
-        "decidable": sum(tally.truth.decidable for tally in tallies),
-        "repeats": repeats,
-        **planted.summary(),
-        "resume_identical": identical,
-        "kills": kills,
-    }
-    print(json.dumps(result))
-    return result
+def rates(cases: Sequence[Case], verdicts: Sequence[Sequence[Verdict]]) -> tuple[float, float, float]:
+    """Wrong and inconclusive verdicts of all studies, and right ones of the decidable: wrong, correct, abstain."""
+    pairs = list(zip(cases, verdicts, strict=True))
+    wrong = [np.mean([one not in ("inconclusive", case.truth) for one in each]) for case, each in pairs]
+    correct = [np.mean([one == case.truth for one in each]) for case, each in pairs if case.power >= ENOUGH_POWER]
+    return float(np.mean(wrong)), float(np.mean(correct)), float(np.mean([_share(each) for each in verdicts]))
 
 
-def table_of(tallies: Sequence[Tally], costs: dict[str, float]) -> Table:
-    table = Table("study", "claim", "true effect", "right verdict", "decidable", "correct", "wrong", "abstain", "runs")
-    for tally in tallies:
-        truth = tally.truth
-        table.add_row(
-            tally.case.name,
-            tally.claim,
-            f"{truth.effect:+.2f} ± {truth.error:.2f} (of {tally.case.sesoi:g})",
-            truth.verdict,
-            f"{'yes' if truth.decidable else 'no'} ({truth.power:.2f})",
-            *(f"{value:.2f}" for value in (tally.correct, tally.wrong, tally.abstain)),
-            f"{costs[tally.case.name]:.1f}",
-        )
-    return table
+def _share(verdicts: Sequence[Verdict], verdict: Verdict = "inconclusive") -> float:
+    return float(np.mean([one == verdict for one in verdicts]))
 
 
-def table_of_peers(
-    peers: dict[int, tuple[float, float, float]],
-    prices: dict[int, float],
-    ours: tuple[float, float, float],
-    price: float,
-) -> Table:
-    table = Table("protocol", "wrong", "correct of decidable", "abstain", "runs, all studies once")
-    for n, found in peers.items():
-        table.add_row(f"whole grid, {n} seeds", *(f"{value:.3f}" for value in found), f"{prices[n]:.0f}")
-    table.add_row("the researcher", *(f"{value:.3f}" for value in ours), f"{price:.0f}")
-    return table
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20, help="of each study; five times as many of A/A")
     parser.add_argument("--first", type=int, default=1000, help="number of the first repeat: others are other draws")
-    parser.add_argument("--environment", type=int, default=0, help="number of the worlds that the studies are of")
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "agentjet-research-grids")
-    parser.add_argument("--quick", action="store_true", help="three studies twice: does it run")
-    return parser.parse_args(arguments)
+    parser.add_argument("--quick", action="store_true", help="each study twice: does it run")
+    given = parser.parse_args()
+    repeats, console = 2 if given.quick else given.repeats, Console(width=140)
+    cases = [Case(**row) for row in tomllib.loads((CASES / "studies.toml").read_text(encoding="utf-8"))["case"]]
+    ours = [conducted(case, repeats * (1 if case.gain or given.quick else 5), given.first) for case in cases]
+    verdicts, costs = [verdicts for verdicts, _ in ours], [cost for _, cost in ours]
+    rows = {
+        case.name: {
+            "effect": f"{case.effect:+.1f} (of {case.sesoi:g})",
+            "truth": case.truth,
+            "power": case.power,
+            "correct": _share(each, case.truth),
+            "inconclusive": _share(each),
+            "runs": cost,
+        }
+        for case, each, cost in zip(cases, verdicts, costs, strict=True)
+    }
+    wrong, correct, abstain = rates(cases, verdicts)
+    peers = {n: rates(cases, [grid_verdicts(case, n, repeats, given.first) for case in cases]) for n in GRID_SEEDS}
+    prices = {n: float(sum(n * 2 * (len(RATES) if case.tuned else 1) for case in cases)) for n in GRID_SEEDS}
+    heads = ("wrong", "correct of decidable", "inconclusive", "runs of all studies")
+    of_peers = {f"whole grid, {n} seeds": dict(zip(heads, (*peers[n], prices[n]), strict=True)) for n in GRID_SEEDS}
+    of_peers["the researcher"] = dict(zip(heads, (wrong, correct, abstain, sum(costs)), strict=True))
+    matched = next((n for n in GRID_SEEDS if peers[n][0] <= wrong and peers[n][1] >= correct), GRID_SEEDS[-1])
+    planted = Confusions.of(1 if given.quick else repeats, UNDISCLOSED)
+    console.print(planted.table())
+    equal = [verdict in CALLED for case, each in zip(cases, verdicts, strict=True) if not case.gain for verdict in each]
+    interval = stats.binomtest(sum(equal), len(equal)).proportion_ci(method="exact")
+    figures = {
+        "wrong": wrong,
+        "correct": correct,
+        "abstain": abstain,
+        "cost_vs_grid": sum(costs) / prices[matched],
+        "matched_grid_seeds": matched,
+        "cost_vs_grid_by_seeds": {str(n): sum(costs) / price for n, price in prices.items()},
+        "aa_false_positive": sum(equal) / len(equal),
+        "aa_interval": [float(interval.low), float(interval.high)],
+        "studies": len(cases),
+        "decidable": sum(case.power >= ENOUGH_POWER for case in cases),
+        "repeats": repeats,
+        **planted.summary(),
+        "resume_identical": tests_pass("tests/research", "-k", "killed and not campaign"),
+    }
+    report("research", figures, grid(rows), grid(of_peers), width=140, machine=False)
 
 
 if __name__ == "__main__":

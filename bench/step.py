@@ -6,27 +6,20 @@ mode of TRL runs in that environment, too, and in OpenMP's default one, and the 
 
 The last line is one JSON object. `speedup` is the step of TRL's fastest mode over ours, each the median of the counted
 steps. `speedup_shared` is the same beside a program that keeps one core busy, with the mode that was fastest without.
-
-`--waiting` compares instead the ways in which our threads wait for each other, on 1 and 2 threads, beside 0, 1 and 2
-busy cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import importlib.util
-import json
-import os
-import platform
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.machine import SERVED, WAITS, busy_cores, environment, run_contender
+from bench.machine import SERVED, busy_cores, environment, grid, last_json, report, run_contender
 from bench.workload import Workload
 
 OURS = "agentjet, as served"
@@ -42,9 +35,7 @@ CONTENDERS = {
 PACKAGES = ("torch", "transformers", "trl")
 
 
-PEER_WAITS = (SERVED, "default")
-"""The environments that TRL may choose from."""
-MATRIX_THREADS, MATRIX_BUSY = (1, 2), (0, 1, 2)
+PEER_WAITS = (SERVED, "default")  # The environments that TRL may choose from
 
 
 def measure(contender: str, workload: Workload, waiting: str = SERVED) -> dict[str, Any]:
@@ -52,7 +43,7 @@ def measure(contender: str, workload: Workload, waiting: str = SERVED) -> dict[s
     command = [*CONTENDERS[contender], "--workload", workload.to_json()]
     done = run_contender(f"{contender}, waiting {waiting}", command, environment(workload.threads, waiting))
     told = {"waiting": waiting, "load": done.load}
-    return {**told, "failed": done.failed} if done.failed else {**json.loads(done.output.splitlines()[-1]), **told}
+    return {**told, "failed": done.failed} if done.failed else {**last_json(done.output), **told}
 
 
 def measure_peer(contender: str, workload: Workload) -> dict[str, Any]:
@@ -60,18 +51,6 @@ def measure_peer(contender: str, workload: Workload) -> dict[str, Any]:
     runs = [measure(contender, workload, waiting) for waiting in PEER_WAITS]
     best = min(runs, key=lambda run: run.get("step_s", float("inf")))
     return {**best, "step_s_by_waiting": {run["waiting"]: run.get("step_s") for run in runs}}
-
-
-def measure_waits(waits: list[str], workload: Workload) -> list[dict[str, Any]]:
-    """Ours under each way of waiting, on each number of threads, beside each number of busy cores."""
-    found = []
-    for busy in MATRIX_BUSY:
-        with busy_cores(busy):
-            for threads in MATRIX_THREADS:
-                for waiting in waits:
-                    result = measure(OURS, dataclasses.replace(workload, threads=threads), waiting)
-                    found.append({"busy": busy, "threads": threads, **result})
-    return found
 
 
 def summarise(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -91,31 +70,14 @@ def summarise(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, dict[str, Any]]) -> Table:
-    grid = Table("contender", "waiting", "step s", "sampling s", "learning s", "prompt tokens", "sampled", "peak MB")
-    for name, r in results.items():
-        if "failed" in r:
-            grid.add_row(name, r["waiting"], "failed", r["failed"])
-        else:
-            seconds = [f"{r[key]:.2f}" for key in ("step_s", "sampling_s", "learning_s")]
-            counts = [f"{r[key]:.0f}" for key in ("prompt_tokens", "sampled_tokens", "peak_mb")]
-            grid.add_row(name, r["waiting"], *seconds, *counts)
-    return grid
-
-
-def waiting_table(results: list[dict[str, Any]]) -> Table:
-    grid = Table("busy cores", "threads", "waiting", "step s", "sampling s", "learning s")
-    for r in results:
-        times = [f"{r[key]:.2f}" for key in ("step_s", "sampling_s", "learning_s")] if "step_s" in r else [r["failed"]]
-        grid.add_row(str(r["busy"]), str(r["threads"]), r["waiting"], *times)
-    return grid
+COLUMNS = ("waiting", "step_s", "sampling_s", "learning_s", "prompt_tokens", "sampled_tokens", "peak_mb", "failed")
 
 
 def compare(workload: Workload, only: str, *, shared: bool) -> dict[str, Any]:
     """The verdict on all contenders whose names contain `only`."""
     peers = [name for name in CONTENDERS if name != OURS and only in name]
     results = {OURS: measure(OURS, workload), **{name: measure_peer(name, workload) for name in peers}}
-    Console(width=120).print(table(results))
+    Console(width=140).print(grid(results, *COLUMNS))
     verdict = summarise(results)
     beside: dict[str, dict[str, Any]] = {}
     if shared and verdict["speedup"] is not None:
@@ -123,7 +85,7 @@ def compare(workload: Workload, only: str, *, shared: bool) -> dict[str, Any]:
         with busy_cores(1):
             beside = {OURS: measure(OURS, workload), best: measure_peer(best, workload)}
         print("Beside one busy core:")
-        Console(width=120).print(table(beside))
+        Console(width=140).print(grid(beside, *COLUMNS))
         verdict["speedup_shared"] = summarise(beside)["speedup"]
     return {**verdict, "contenders": results, "contenders_shared": beside}
 
@@ -136,29 +98,20 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     parser.add_argument("--only", metavar="WORD", default="", help="contenders whose name contains WORD, and ours")
     parser.add_argument("--without-shared", action="store_true", help="leave out the runs beside a busy core")
-    parser.add_argument(
-        "--waiting", nargs="*", metavar="WAY", choices=list(WAITS), help=f"compare ways of waiting: {', '.join(WAITS)}"
-    )
     return parser.parse_args()
 
 
 def main() -> int:
     chosen = vars(arguments())
-    only, shared, waits = chosen.pop("only"), not chosen.pop("without_shared"), chosen.pop("waiting")
+    only, shared = chosen.pop("only"), not chosen.pop("without_shared")
     workload = Workload(**chosen)
-    machine = {"workload": json.loads(workload.to_json()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    if waits is not None:
-        found = measure_waits(waits or ["passive", "spin 1000", "spin 10000", "active"], workload)
-        Console(width=120).print(waiting_table(found))
-        print(json.dumps({"bench": "step", "waiting": found, **machine}))
-        return 0
     if importlib.util.find_spec("trl") is None:
         print("TRL, the peer of this benchmark, is not installed. Run `make bench`, or", file=sys.stderr)
         print("  .venv/bin/pip install -c constraints.txt -e '.[server,bench]'", file=sys.stderr)
         return 2
     verdict = compare(workload, only, shared=shared)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    print(json.dumps({"bench": "step", **verdict, "versions": versions, **machine}))
+    report("step", {**verdict, "versions": versions, "workload": asdict(workload)})
     return 0 if verdict["speedup"] is not None else 1
 
 

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from agentjet.compute.embedded.model import locate_model
-from bench.workload import StepTime, Workload, report, reward
+from bench.workload import StepTime, Workload, report, reward, synchronise
 
-NEVER = -1
-"""An end token that no vocabulary holds."""
+NEVER = -1  # An end token that no vocabulary holds
 
 
 class TimedTrainer(GRPOTrainer):
@@ -35,7 +34,7 @@ class TimedTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        _synchronise()
+        synchronise()
         self.scored_at = time.perf_counter()
         self.prompt_tokens = int(batch["prompt_mask"].sum())
         self.sampled_tokens = int(batch["completion_mask"].sum())
@@ -55,15 +54,10 @@ class Stopwatch(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         assert self.trainer is not None
-        _synchronise()
-        self.steps.append(
-            StepTime(
-                sampling=self.trainer.scored_at - self._began,
-                learning=time.perf_counter() - self.trainer.scored_at,
-                prompt_tokens=self.trainer.prompt_tokens,
-                sampled_tokens=self.trainer.sampled_tokens,
-            )
-        )
+        synchronise()
+        trainer, now = self.trainer, time.perf_counter()
+        tokens = (trainer.prompt_tokens, trainer.sampled_tokens)
+        self.steps.append(StepTime(trainer.scored_at - self._began, now - trainer.scored_at, *tokens))
 
 
 def run(workload: Workload, generation: str, weights: str) -> dict[str, object]:
@@ -75,12 +69,13 @@ def run(workload: Workload, generation: str, weights: str) -> dict[str, object]:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     batch = workload.num_prompts * workload.repeats
     stopwatch = Stopwatch()
+    chats = [[{"role": "user", "content": question}] for question in workload.questions()]
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = TimedTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=_reward,
-            train_dataset=Dataset.from_list([{"prompt": _chat(question)} for question in workload.questions()]),
+            train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats]),
             args=GRPOConfig(
                 output_dir=output_dir,
                 max_steps=workload.total_steps,
@@ -124,17 +119,8 @@ def _continuous_batching(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _chat(question: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}]
-
-
 def _reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
     return [reward(messages[0]["content"]) for messages in completions]
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def main() -> None:

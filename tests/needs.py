@@ -42,7 +42,7 @@ def has_landlock() -> bool:
 
 
 def has_vllm() -> bool:
-    from bench.scaling.replicas import sampler_python
+    from tests.cluster.local_replica import sampler_python
 
     return sampler_python() is not None
 

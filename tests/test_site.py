@@ -82,6 +82,8 @@ def test_the_computed_tables_of_costs_are_current(module: Any) -> None:
     costs = module("costs")
     page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     assert page.partition(costs.MARK)[2].strip() == costs.tables().strip(), "run `make docs`"
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    assert module("fits").table() in page, "write the output of `python docs/site/fits.py` into the page"
 
 
 def test_linked_files_are_gathered(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,86 @@ The three records are independent. Everything that must be zero is a number here
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sqlite3
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from agentjet.swarm import Journal
-from bench.breaking.records import Books
+
+# ---- the clients' own books: one line of JSON each, on disk before the client goes on --------------------------------
+
+
+class Book:
+    """Append only."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, what: str, episode: str, **more: Any) -> None:
+        line = json.dumps({"what": what, "episode": episode, "at": time.time(), **more}) + "\n"
+        os.write(self._file, line.encode())
+        os.fsync(self._file)
+
+
+@dataclass(slots=True)
+class Books:
+    """The records of all clients together."""
+
+    begun: set[str] = field(default_factory=set)  # Episodes that a client was given
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)  # Answers that reached an agent, by call id
+    failed_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls that ended with an error after the last attempt of the SDK."""
+    scoring: dict[str, list[float | dict[str, float]]] = field(default_factory=dict)
+    """Rewards that an agent returned, whether or not they arrived."""
+    finished: dict[str, float | dict[str, float]] = field(default_factory=dict)  # Rewards that the server acknowledged
+    failed: set[str] = field(default_factory=set)  # Episodes whose agent raised
+    aborted: set[str] = field(default_factory=set)  # Aborts that the server acknowledged
+
+
+def read(folder: Path) -> Books:
+    """All books of a folder. A line that a killed client did not finish is ignored."""
+    books = Books()
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in _lines(path):
+            _enter(books, line)
+    return books
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def _enter(books: Books, line: dict[str, Any]) -> None:
+    episode = line["episode"]
+    match line["what"]:
+        case "begun":
+            books.begun.add(episode)
+        case "call":
+            books.calls[line["call"]] = line
+        case "call failed":
+            books.failed_calls.append(line)
+        case "scoring":
+            books.scoring.setdefault(episode, []).append(line["reward"])
+        case "finished":
+            books.finished[episode] = line["reward"]
+        case "failed":
+            books.failed.add(episode)
+        case "aborted":
+            books.aborted.add(episode)
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +94,13 @@ class Row:
 
     id: str
     group_id: int | None
-    reward: float | dict[str, float] | None
-    """In a run with policies, the reward of each."""
+    reward: float | dict[str, float] | None  # In a run with policies, the reward of each
     num_calls: int | None
     finished: float | None
-    lost_as: str | None
-    """`aborted` or `expired`."""
+    lost_as: str | None  # `aborted` or `expired`
     reason: str | None
     lost: float | None
-    dropped: str
-    """Why a finished episode will not train, else empty."""
+    dropped: str  # Why a finished episode will not train, else empty
     batch: int | None
     learned: int | None
 
@@ -47,35 +113,24 @@ class Audit:
     finished: int
     trained: int
     waiting: int
-    dropped: dict[str, int]
-    """Finished, in a group that was dropped; by reason."""
-    unscored: dict[str, int]
-    """Aborted, expired and live."""
-    lost: list[str]
-    """Acknowledged and not in the journal, or otherwise there."""
+    dropped: dict[str, int]  # Finished, in a group that was dropped; by reason
+    unscored: dict[str, int]  # Aborted, expired and live
+    lost: list[str]  # Acknowledged and not in the journal, or otherwise there
     trained_twice: list[str]
-    failures_scored: list[str]
-    """A reward that no agent returned."""
-    two_effects: list[str]
-    """Keys under which more than one episode was begun, and episodes with more than one key."""
+    failures_scored: list[str]  # A reward that no agent returned
+    two_effects: list[str]  # Keys under which more than one episode was begun, and episodes with more than one key
     batches: int
 
     @classmethod
     def total(cls, audits: Sequence[Audit]) -> Audit:
         """The audit of several runs together."""
-        return cls(
-            begun=sum(one.begun for one in audits),
-            finished=sum(one.finished for one in audits),
-            trained=sum(one.trained for one in audits),
-            waiting=sum(one.waiting for one in audits),
-            dropped=dict(sum((Counter(one.dropped) for one in audits), Counter[str]())),
-            unscored=dict(sum((Counter(one.unscored) for one in audits), Counter[str]())),
-            lost=[line for one in audits for line in one.lost],
-            trained_twice=[line for one in audits for line in one.trained_twice],
-            failures_scored=[line for one in audits for line in one.failures_scored],
-            two_effects=[line for one in audits for line in one.two_effects],
-            batches=sum(one.batches for one in audits),
-        )
+
+        def added(values: list[Any]) -> Any:
+            if isinstance(values[0], dict):
+                return dict(sum(map(Counter, values), Counter[str]()))
+            return sum(values, type(values[0])())
+
+        return cls(**{one.name: added([getattr(audit, one.name) for audit in audits]) for one in fields(cls)})
 
     @property
     def aborted(self) -> int:
@@ -87,18 +142,19 @@ def rows(journal: Path) -> dict[str, Row]:
     """Every episode."""
     with sqlite3.connect(journal) as db:
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-        episodes = [json.loads(body) for (body,) in db.execute("SELECT body FROM episodes ORDER BY seq")]
+        db.row_factory = sqlite3.Row
+        episodes = db.execute("SELECT * FROM episodes ORDER BY seq").fetchall()
     with closing(Journal.open_read_only(journal)) as opened:
         batches = {episode: batch.id for batch in opened.batches(0) for episode in batch.episode_ids}
     return {episode["id"]: _row(episode, batches.get(episode["id"])) for episode in episodes}
 
 
-def _row(episode: Mapping[str, Any], batch: int | None) -> Row:
+def _row(episode: sqlite3.Row, batch: int | None) -> Row:
     finished, lost = episode["status"] == "finished", episode["status"] in ("aborted", "expired")
     return Row(
         id=episode["id"],
         group_id=episode["group_id"],
-        reward=(episode["by_role"] or episode["reward"]) if finished else None,
+        reward=(json.loads(episode["by_role"]) or episode["reward"]) if finished else None,
         num_calls=episode["num_calls"] if finished else None,
         finished=episode["ended"] if finished else None,
         lost_as=episode["status"] if lost else None,
@@ -127,7 +183,7 @@ def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[
         lost=_lost(episodes, books) + _lost_calls(journal, episodes, books),
         trained_twice=_trained_twice(episodes, forests, learned) + _operations_out_of_order(journal),
         failures_scored=[row.id for row in finished if row.reward not in books.scoring.get(row.id, [])]
-        + sorted(set(books.failed) & {row.id for row in finished}),
+        + sorted(books.failed & {row.id for row in finished}),
         two_effects=_two_effects(answers),
         batches=len(learned),
     )
@@ -206,34 +262,3 @@ def _operations_out_of_order(journal: Path) -> list[str]:
 def _two_effects(answers: Mapping[str, set[str]]) -> list[str]:
     keys: Counter[str] = Counter(id for ids in answers.values() for id in ids)
     return [key for key, ids in answers.items() if len(ids) > 1] + [id for id, number in keys.items() if number > 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """An agent that hung: how long after its last sign of life its episode ended, and how long its batch waited."""
-
-    episode: str
-    expired_after: float
-    batch_waited: float
-
-
-def stuck(journal: Path, books: Books, since: float, offset: float) -> list[Stuck]:
-    """The agents that hung after `since` (this machine's clock), while the server's clock was `offset` ahead."""
-    episodes = rows(journal)
-    found = []
-    with sqlite3.connect(journal) as db:
-        for id, hung in books.hung.items():
-            row = episodes.get(id)
-            if hung < since or row is None or row.lost is None:
-                continue
-            last_life = hung + offset
-            mates = [mate for mate in episodes.values() if mate.group_id == row.group_id and mate.batch is not None]
-            composed = None
-            if mates:
-                batch = mates[0].batch
-                (body,) = db.execute("SELECT body FROM batches WHERE id = ?", (batch,)).fetchone()
-                composed = json.loads(body)["composed"]
-                last_reward = max(mate.finished or 0.0 for mate in episodes.values() if mate.batch == batch)
-            waited = 0.0 if composed is None else max(0.0, composed - max(last_reward, last_life))
-            found.append(Stuck(id, row.lost - last_life, waited))
-    return found

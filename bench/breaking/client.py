@@ -23,13 +23,11 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 from agentjet import AsyncSwarm
 from agentjet.client import AsyncEpisode
 from agentjet.errors import AgentJetError, Conflict, Later
-from bench.breaking.records import Book
+from bench.breaking.audit import Book
 
 TRIES = 3
-REWARDS = (0.25, 0.5, 0.75, 1.0)
-"""Never 0: a 0 in the journal was put there by somebody else."""
-Score = float | dict[str, float]
-"""The reward of an episode; in a run with policies that of each."""
+REWARDS = (0.25, 0.5, 0.75, 1.0)  # Never 0: a 0 in the journal was put there by somebody else
+Score = float | dict[str, float]  # The reward of an episode; in a run with policies that of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,7 @@ class ClientSettings:
     seed: str
     group_size: int
     lease_seconds: float
-    max_retries: int = 2
-    """OpenAI's own default."""
+    max_retries: int = 2  # OpenAI's own default
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -176,7 +173,7 @@ class ChaosClient:
 
     async def _hang(self, episode: AsyncEpisode, how: str) -> None:
         """Until long after the lease; `busy` with heartbeats, until the server has had enough of them."""
-        self._book.note("hung", episode.id, how=how)
+        self._book.note("hung", episode.id)
         episode._heartbeats.cancel()  # The whole process hangs, so that its thread sends none.
         until = time.monotonic() + 2 * self._settings.lease_seconds + 1
         while time.monotonic() < until or how == "busy":

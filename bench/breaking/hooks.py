@@ -18,18 +18,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.swarm import Journal
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams
 from bench.breaking.plan import TRANSITIONS
 
-Say = Callable[..., None]
-"""Sends a fact to the bench at once."""
+Say = Callable[..., None]  # Sends a fact to the bench at once
 NO_PAGE_LIMIT = 2**30
-SMALL_FILE = 4096
-"""Bytes that a file may have while writes are refused: every file of a run is longer."""
+SMALL_FILE = 4096  # Bytes that a file may have while writes are refused: every file of a run is longer
 
 
 def die() -> None:
@@ -48,10 +46,8 @@ class Trap:
         self._at = self._when = ""
         self._skip = 0
         self._tears = False
-        self._sprung = False
-        """The row is written: the commit that has it on disk is the end."""
-        self._changes = journal.file.db.total_changes
-        """As of the last commit: some have nothing to write."""
+        self._sprung = False  # The row is written: the commit that has it on disk is the end
+        self._changes = journal.file.db.total_changes  # As of the last commit: some have nothing to write
         for name in TRANSITIONS:
             setattr(journal, name, self._guarded(name, getattr(journal, name)))
         self._commit = journal.file.commit
@@ -104,7 +100,7 @@ class Trap:
         die()
 
 
-class MortalCompute(EmbeddedCompute):
+class MortalCompute(ProcessCompute):
     """The workers. One is killed a moment after it was given something to do."""
 
     say: Say
@@ -115,8 +111,7 @@ class MortalCompute(EmbeddedCompute):
         self._delay = 0.0
         self._times = 0
         self._signal = signal.SIGKILL
-        self._newest: Counter[str] = Counter()
-        """The newest batch of each run, counted from 1."""
+        self._newest: Counter[str] = Counter()  # The newest batch of each run, counted from 1
         self._saves_fail = False
 
     def arm(self, verb: str = "", delay: float = 0.0, times: int = 1, hangs: bool = False, run: str = "") -> None:
@@ -147,9 +142,13 @@ class MortalCompute(EmbeddedCompute):
         self.say(killed="worker", pid=pid, at=verb)
         os.kill(pid, self._signal)
 
+    def pid(self, policy: PolicyId) -> int | None:
+        """Returns the process id of a policy's worker while it runs."""
+        return next((int(one.place.split()[-1]) for one in self.processes(policy) if one.place), None)
+
     def _has_others_first(self, policy: PolicyId) -> bool:
-        channel = self._hosts[policy]._channel
-        waiting = [one.policy for one in channel.pending.values() if one.op != "sample"] if channel is not None else []
+        pending = [one for peer in self._policies[policy].ranks._peers for one in peer.pending.values()]
+        waiting = [one.policy for one in pending if one.op != "sample"]
         return policy in waiting and waiting[0] != policy
 
     async def add(self, policy: PolicyId, model: ModelConfig, **named: Any) -> ModelInfo:

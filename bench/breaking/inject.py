@@ -11,18 +11,15 @@ import os
 import signal
 import time
 
-from bench.breaking.patience import kill_under_a_waiting_client
 from bench.breaking.plan import RUNS, WIRE, Fault
 from bench.breaking.scene import Scene
 from bench.breaking.victims import ServerEnded
 
-MOMENT_SECONDS = 25.0
-"""The longest wait for a moment."""
+MOMENT_SECONDS = 25.0  # The longest wait for a moment
 HANG_UPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6) * 4
 """Seconds into a call for several completions: when some are recorded and others not depends on the machine."""
 HANG_UP_SECONDS = 1.5
-POISON = 2
-"""A batch is skipped after so many workers failed on it (`gateway.engine.MAX_CRASHES`)."""
+POISON = 2  # A batch is skipped after so many workers failed on it (`gateway.engine.MAX_CRASHES`)
 
 
 async def inject(scene: Scene, fault: Fault) -> bool:
@@ -34,8 +31,6 @@ async def inject(scene: Scene, fault: Fault) -> bool:
         return await _at_transition(scene, fault)
     if kind == "gateway killed at a random time":
         return await _gateway(scene, fault)
-    if kind == "gateway killed under a waiting client":
-        return await kill_under_a_waiting_client(scene, MOMENT_SECONDS)
     if kind in ("worker killed", "worker hangs"):
         return await _worker(scene, fault)
     if kind == "worker killed twice by one batch":
@@ -111,11 +106,11 @@ async def _worker(scene: Scene, fault: Fault) -> bool:
         await server.order("worker", verb=fault.at, delay=fault.amount, hangs=fault.kind == "worker hangs")
         if fault.at == "start" and _kill_worker(scene):  # One starts because another one died.
             scene.tally.faults[fault.kind] += 1
-        hit = _Hits(scene, facts)
-        if not await server.until(lambda: hit.number > 0, MOMENT_SECONDS):
+        if not await server.until(lambda: bool(_hits(scene, facts)), MOMENT_SECONDS):
             await server.order("worker")
             return False
-        facts, killed = hit.last()
+        hit = _hits(scene, facts)[-1]
+        facts, killed = hit, server.said[hit]["time"]
     statuses = await server.sampling(facts)
     seconds = scene.tally.worker_s if fault.kind == "worker killed" else scene.tally.hung_s
     seconds.append(time.monotonic() - killed)
@@ -134,32 +129,20 @@ def _kill_worker(scene: Scene) -> bool:
     return True
 
 
-class _Hits:
-    """Workers that were killed by order, as the server reported after its first `since` facts."""
-
-    def __init__(self, scene: Scene, since: int) -> None:
-        self._said = scene.server.said
-        self._since = since
-
-    @property
-    def number(self) -> int:
-        return sum(fact.get("killed") == "worker" for fact in self._said[self._since :])
-
-    def last(self) -> tuple[int, float]:
-        """Its place among the facts, and when."""
-        place = max(i for i, fact in enumerate(self._said) if fact.get("killed") == "worker")
-        return place, self._said[place]["time"]
+def _hits(scene: Scene, since: int) -> list[int]:
+    """Workers that were killed by order: their places among the facts, after the first `since` facts."""
+    said = scene.server.said
+    return [place for place in range(since, len(said)) if said[place].get("killed") == "worker"]
 
 
 async def _poison(scene: Scene) -> bool:
     """The same batch takes two workers with it: the gateway sets it aside, counted, and trains on."""
     server, facts = scene.server, len(scene.server.said)
     await server.order("worker", verb="learn newest", times=POISON, run=scene.dice.choice(list(RUNS)))
-    hit = _Hits(scene, facts)
-    if not await server.until(lambda: hit.number >= POISON, 2 * MOMENT_SECONDS):
+    if not await server.until(lambda: len(_hits(scene, facts)) >= POISON, 2 * MOMENT_SECONDS):
         await server.order("worker")
         return False
-    await server.learned(await server.sampling(hit.last()[0]))
+    await server.learned(await server.sampling(_hits(scene, facts)[-1]))
     scene.tally.faults["worker killed"] += POISON - 1
     return True
 

@@ -17,7 +17,7 @@ RUNS: dict[str, tuple[str, ...]] = {"default": ("policy",), TEAM: ("planner", "c
 """The runs of the server, and their policies. All policies have the same worker."""
 WHOLE = 150
 TRANSITIONS = (
-    "put_state",
+    "count",
     "put_episode",
     "put_group",
     "add_call",
@@ -34,12 +34,10 @@ TRANSITIONS = (
 """Methods of the journal that write while the server runs; `commit` has them on disk."""
 MOMENTS = ("before", "after", "committed")
 """Moments of a transition: before its row is written, after that, and on disk but not yet reported."""
-RARE = ("remove_batches", "add_undelivered")
-"""Transitions that must be provoked; short runs leave them out."""
+RARE = ("remove_batches", "add_undelivered")  # Transitions that must be provoked; short runs leave them out
 WORKER_VERBS = ("sample", "forward_backward", "accumulated", "optim_step", "publish", "save", "start", "any")
 """The work of a worker at the moment it is killed; `any`: at a random time."""
-HANGING_VERBS = ("sample", "forward_backward")
-"""The work of a worker at the moment it is stopped (SIGSTOP)."""
+HANGING_VERBS = ("sample", "forward_backward")  # The work of a worker at the moment it is stopped (SIGSTOP)
 REQUESTS = ("begin", "finish", "chat", "abort")
 WIRE = ("request lost", "answer lost", "answer cut", "request twice", "hung up")
 DISKS = ("journal full", "writes refused", "checkpoint full")
@@ -53,15 +51,13 @@ class Fault:
     at: str = ""
     when: str = ""
     amount: float = 0.0
-    skip: int = 0
-    """Number of chances that are passed over first."""
+    skip: int = 0  # Number of chances that are passed over first
 
 
 SHARES = {
     "gateway killed at a transition": 47,
     "gateway killed at a random time": 12,
     "gateway killed, WAL tail torn": 12,
-    "gateway killed under a waiting client": 4,
     "worker killed": 30,
     "worker killed twice by one batch": 1,
     "worker hangs": 5,

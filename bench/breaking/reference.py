@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.chosen import ChosenCompute
-from agentjet.compute.cluster.backend import ClusterCompute
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.types import Op, PolicyId
@@ -32,8 +30,8 @@ async def undisturbed(
     settings: dict[str, Any], forests: Path, folder: Path, policy: PolicyId, num_batches: int
 ) -> Path:
     """Learn the kept batches of a policy in order, alone in a worker or cluster; returns the exported policy."""
-    config = _config(settings, folder)
-    compute = ChosenCompute({"embedded": EmbeddedCompute(config), "cluster": ClusterCompute(config)})
+    config = ServeConfig.model_validate({**settings, "server": {"data_dir": str(folder)}})
+    compute = ProcessCompute(config)
     try:
         await compute.add(policy, config.model, settings=config.compute)
         op = Op.of(policy, 0)
@@ -51,7 +49,3 @@ async def undisturbed(
 def equal_weights(one: Path, other: Path) -> bool:
     """Bit by bit."""
     return (one / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
-
-
-def _config(settings: dict[str, Any], data_dir: Path) -> ServeConfig:
-    return ServeConfig.model_validate({**settings, "server": {"data_dir": str(data_dir)}})

@@ -12,7 +12,6 @@ from pathlib import Path
 from bench.breaking.client import ClientSettings
 from bench.breaking.plan import Fault
 from bench.breaking.victims import PATIENCE, Client, GivenUp, Server, ServerEnded, path_of
-from bench.breaking.wal import tear
 from bench.breaking.wire import Wire
 
 MAX_UNEXPECTED = 5
@@ -22,23 +21,16 @@ MAX_UNEXPECTED = 5
 class Tally:
     """The counts of a run."""
 
-    faults: Counter[str] = field(default_factory=Counter)
-    """That happened, by kind."""
+    faults: Counter[str] = field(default_factory=Counter)  # That happened, by kind
     moments: set[tuple[str, str]] = field(default_factory=set)
     """Transitions, and moments of them, at which the gateway died."""
     torn: Counter[str] = field(default_factory=Counter)
-    missed: list[Fault] = field(default_factory=list)
-    """Faults whose moment did not come."""
-    unexpected: list[str] = field(default_factory=list)
-    """Servers that ended without being killed."""
-    gave_up: list[str] = field(default_factory=list)
-    """Clients that waited politely and did not outlive a restart."""
-    gateway_s: list[float] = field(default_factory=list)
-    """From the death of a gateway to the first answer of the next."""
+    missed: list[Fault] = field(default_factory=list)  # Faults whose moment did not come
+    unexpected: list[str] = field(default_factory=list)  # Servers that ended without being killed
+    gateway_s: list[float] = field(default_factory=list)  # From the death of a gateway to the first answer of the next
     worker_s: list[float] = field(default_factory=list)
     """From the death of a worker to the state in which the next one samples."""
-    hung_s: list[float] = field(default_factory=list)
-    """The same of a worker that was stopped."""
+    hung_s: list[float] = field(default_factory=list)  # The same of a worker that was stopped
 
 
 class Scene:
@@ -160,3 +152,38 @@ def make_clients(
         )
         for i, run in enumerate(runs)
     ]
+
+
+# ---- a torn tail: SQLite's write-ahead log after a power cut in the middle of a commit -------------------------------
+# Only the last commit is torn, which was not yet reported: the part in which the log differs from its earlier copy.
+
+
+def tear(wal: Path, before: Path, dice: random.Random) -> str:
+    """Damage the log beyond what was acknowledged; returns how. The old log is at `before`, which is removed."""
+    new, old = wal.read_bytes(), before.read_bytes()
+    before.unlink()
+    first, last = _difference(new, old)
+    at = dice.randrange(first, last)
+    how = dice.choice(("cut off", "zeros", "noise", "old pages"))
+    if how == "cut off":
+        torn = new[:at]
+    elif how == "zeros":
+        torn = new[:at] + bytes(last - at) + new[last:]
+    elif how == "noise":
+        torn = new[:at] + dice.randbytes(last - at) + new[last:]
+    else:  # Some pages reached the disk, one in the middle did not.
+        stop = min(last, at + 4096)
+        torn = new[:at] + old.ljust(len(new), b"\0")[at:stop] + new[stop:]
+    wal.write_bytes(torn)
+    return how
+
+
+def _difference(new: bytes, old: bytes) -> tuple[int, int]:
+    """Where the new log differs from the old: from the first byte to after the last."""
+    old = old.ljust(len(new), b"\0")[: len(new)]
+    differing = [i for i in range(0, len(new), 4096) if new[i : i + 4096] != old[i : i + 4096]]
+    assert differing, "a commit wrote nothing"
+    first, last = differing[0], min(len(new), differing[-1] + 4096)
+    while new[first] == old[first]:
+        first += 1
+    return first, last

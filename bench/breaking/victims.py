@@ -23,21 +23,17 @@ from agentjet.protocol import StatusResponse
 from agentjet.types import DEFAULT_RUN
 from bench.breaking.client import ClientSettings
 from bench.breaking.plan import RUNS, TEAM
-from bench.readme import free_port
+from bench.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.02
-PATIENCE = 300.0
-"""Seconds any one thing may take before the run is given up."""
+PATIENCE = 300.0  # Seconds any one thing may take before the run is given up
 LOG_LINES = 15
-WORKER_TIMEOUT = 4.0
-"""Seconds without a sign of work after which the server kills a worker."""
-MOST_LIVE = 8
-"""Live episodes that a client may have: more than the bench's own clients need."""
+WORKER_TIMEOUT = 4.0  # Seconds without a sign of work after which the server kills a worker
+MOST_LIVE = 8  # Live episodes that a client may have: more than the bench's own clients need
 
 
-Statuses = dict[str, StatusResponse]
-"""By run."""
+Statuses = dict[str, StatusResponse]  # By run
 
 
 def path_of(run: str) -> str:
@@ -67,8 +63,7 @@ class Server:
         self.port = free_port()
         self.data_dir = folder / "data"
         self.log = folder / "server.log"
-        self.said: list[dict[str, Any]] = []
-        """Every fact that the server reported, over all its processes."""
+        self.said: list[dict[str, Any]] = []  # Every fact that the server reported, over all its processes
         server = {
             "data_dir": str(self.data_dir),
             "port": self.port,

@@ -26,8 +26,7 @@ PATHS = {
 KEY = re.compile(rb"\r\nidempotency-key: *(\S+)", re.IGNORECASE)
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 CONNECTION = re.compile(rb"\r\nconnection:[^\r]*", re.IGNORECASE)
-WIDE = b'"n":8'
-"""In the body of a request for several completions: some are recorded well before the last."""
+WIDE = b'"n":8'  # In the body of a request for several completions: some are recorded well before the last
 
 
 @dataclass(slots=True)

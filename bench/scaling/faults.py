@@ -1,16 +1,23 @@
 """Faults of a whole cluster: nothing is lost, trained twice or of a wrong version: `python -m bench.scaling.faults`.
 
 A real server, two real ranks with a tiny model, fake replicas (real processes over TCP whose tokens can be checked),
-and real clients with OpenAI's SDK. First the processes are those of this machine, then those of a Ray cluster of two
-raylets. Faults come one after the other, in an order drawn from a seed. Every kill is SIGKILL:
+and real clients with OpenAI's SDK. Faults come one after the other, in an order drawn from a seed. Every kill is
+SIGKILL:
 
 * replicas while they sample, start or adopt a version; one is stopped (SIGSTOP), one claims weights it did not load;
-* ranks in each request, and while replicas adopt; raylets; the conductor;
+* ranks in each request, and while replicas adopt;
 * the gateway at random times, in the middle of a publish, and at transitions of its journal.
 
-Afterwards the journal is compared with the clients' own books. Every token that was learned, and every token that the
-journal still has, must be one of its version in its context. An undisturbed cluster learns the same batches: its
+Afterwards the journal is compared with the clients' own books. Every token that was learned must be one of its version
+in its context. An undisturbed cluster learns the same batches: its
 weights must be equal bit by bit. Prints the figures as JSON; `bench.scale` has them in its table.
+
+`calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
+repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `calls_stale` are those of
+episodes that the server ended because their tokens were older than `max_staleness`. `lost` are acknowledged
+episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
+seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
+no replica was left; then a new one must start.
 """
 
 from __future__ import annotations
@@ -21,8 +28,8 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,37 +39,29 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from agentjet.compute.cluster.replica import PIECE_SECONDS
 from agentjet.protocol import StatusResponse
 from agentjet.swarm.groups import STALE
 from agentjet.types import DEFAULT_RUN, PolicyId
 from bench.breaking import reference
-from bench.breaking.audit import Audit, audit, rows
+from bench.breaking.audit import Audit, Books, audit, read, rows
 from bench.breaking.plan import RUNS
-from bench.breaking.records import Books, read
 from bench.breaking.scene import Scene, make_clients
 from bench.breaking.victims import GivenUp, Server, ServerEnded, Statuses
 from bench.breaking.wire import Wire
-from bench.chaos import finish
-from bench.gatewaying.report import percentile
-from bench.scaling.raylets import Raylets, raylets
-from bench.scaling.tokens import check_calls, check_forests
-from tests.cluster.fake_replica import COMMAND, Hooks
+from bench.chaos import break_things, finish
+from bench.machine import CASES, percentile
+from tests.cluster.fake_replica import COMMAND, Hooks, logprob
 
 ONE_RUN = {DEFAULT_RUN: RUNS[DEFAULT_RUN]}
 NUM_CLIENTS, GROUP_SIZE = 2, 3
 LEASE_SECONDS = 60.0
-MAX_RETRIES = 12
-"""The SDK repeats a call for about a minute."""
-MOMENT_SECONDS = 120.0
-"""The longest wait for a moment."""
+MAX_RETRIES = 12  # The SDK repeats a call for about a minute
+MOMENT_SECONDS = 120.0  # The longest wait for a moment
 POLL_SECONDS = 0.02
-NOTICE_SECONDS = 10.0
-"""Time for a client to notice that its stream was cut."""
-MAX_TRIES = 3
-ALL = 9
-"""More than there are replicas."""
+NOTICE_SECONDS = 10.0  # Time for a client to notice that its stream was cut
 HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1, piece_seconds=PIECE_SECONDS)
 """Completions last longer than the gateway is late on a busy machine."""
 JOB = {
@@ -85,62 +84,21 @@ class Fault:
 
     kind: str
     at: str = ""
-    delay: float = 0.0
-    """The longest delay; the seed decides."""
+    delay: float = 0.0  # The longest delay; the seed decides
     count: int = 1
     stops: bool = False
-    next_replica: str = ""
-    """The replica that starts next dies at this point of its code, or `lies`."""
-    transition: str = ""
-    """The gateway dies when its journal commits this transition."""
+    next_replica: str = ""  # The replica that starts next dies at this point of its code, or `lies`
+    transition: str = ""  # The gateway dies when its journal commits this transition
 
 
-ON_THIS_MACHINE: tuple[tuple[int, Fault], ...] = (
-    (33, Fault("replica", delay=0.5)),
-    (4, Fault("replica", delay=0.5, count=2)),
-    (4, Fault("replica", delay=0.5, count=ALL)),
-    (8, Fault("replica", at="adopt", delay=0.1)),
-    (2, Fault("replica", at="adopt", delay=0.1, count=ALL)),
-    (2, Fault("replica", stops=True)),
-    (2, Fault("replica", next_replica="load")),
-    (2, Fault("replica", next_replica="paused")),
-    (2, Fault("replica", next_replica="adopted")),
-    (2, Fault("replica", next_replica="lies")),
-    (2, Fault("rank", at="forward_backward", delay=0.03)),
-    (1, Fault("rank", at="optim_step")),
-    (2, Fault("rank", at="publish")),
-    (2, Fault("rank", at="adopt", delay=0.1)),
-    (1, Fault("rank", at="save")),
-    (2, Fault("gateway", delay=1.0)),
-    (1, Fault("gateway", at="publish")),
-    (2, Fault("gateway", at="adopt", delay=0.1)),
-    (1, Fault("gateway", transition="add_batch")),
-    (1, Fault("gateway", transition="put_operation")),
-    (1, Fault("gateway", transition="add_step")),
-)
-COLOCATED = (
-    *ON_THIS_MACHINE,
-    (4, Fault("replica", at="forward_backward", delay=0.05)),
-    (2, Fault("replica", at="forward_backward", delay=0.05, count=ALL)),
-    (2, Fault("replica", next_replica="suspend")),
-    (2, Fault("replica", next_replica="suspended")),
-)
-ON_RAYLETS: tuple[tuple[int, Fault], ...] = (
-    (10, Fault("replica", delay=0.5)),
-    (2, Fault("replica", at="adopt", delay=0.1)),
-    (1, Fault("rank", at="forward_backward", delay=0.03)),
-    (1, Fault("rank", at="adopt", delay=0.1)),
-    (5, Fault("raylet", delay=1.0)),
-    (1, Fault("raylet", at="forward_backward", delay=0.03)),
-    (2, Fault("raylet", at="adopt", delay=0.1)),
-    (2, Fault("conductor", delay=1.0)),
-    (1, Fault("conductor", at="forward_backward", delay=0.03)),
-    (1, Fault("conductor", at="adopt", delay=0.1)),
-    (1, Fault("gateway", delay=1.0)),
-)
+FAULTS: dict[str, list[tuple[int, Fault]]] = {
+    part: [(times, Fault(**fault)) for times, fault in rows]
+    for part, rows in json.loads((CASES / "cluster.json").read_text(encoding="utf-8")).items()
+}
+"""By part: how many of each fault a whole run has. `count` 9 is more than there are replicas."""
 
 
-def plan(part: tuple[tuple[int, Fault], ...], share: float, dice: random.Random) -> list[Fault]:
+def plan(part: Sequence[tuple[int, Fault]], share: float, dice: random.Random) -> list[Fault]:
     """Returns `share` of the faults of a part, in order. The seed rounds up or down."""
     faults = [fault for times, fault in part for _ in range(int(times * share + dice.random()))]
     dice.shuffle(faults)
@@ -150,11 +108,9 @@ def plan(part: tuple[tuple[int, Fault], ...], share: float, dice: random.Random)
 class Stage:
     """The cluster in which faults happen, and what they did."""
 
-    def __init__(self, scene: Scene, raylets: Raylets | None = None) -> None:
+    def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.raylets = raylets
-        self._since: Statuses | None = None
-        """The statuses at the last fault after which a batch must be learned."""
+        self._since: Statuses | None = None  # The statuses at the last fault after which a batch must be learned
 
     @property
     def server(self) -> Server:
@@ -193,9 +149,6 @@ class Stage:
             await server.order("trap", at=fault.transition, when="committed")
         else:
             order = {"kind": fault.kind, "at": fault.at, "delay": fault.delay * self.scene.dice.random()}
-            if fault.kind == "raylet":
-                assert self.raylets is not None
-                order["raylet"] = self.raylets.victim
             await server.order("kill", count=fault.count, stops=fault.stops, **order)
         if not await server.until(lambda: any("killed" in fact for fact in server.said[said:]), MOMENT_SECONDS):
             await server.order("trap" if fault.transition else "kill")
@@ -203,8 +156,6 @@ class Stage:
         if fault.kind == "gateway":
             await server.dead(MOMENT_SECONDS)
             await self.scene.bring_back()
-        elif fault.kind == "raylet" and self.raylets is not None:
-            await self.raylets.join()
         if fault.kind != "replica" or fault.next_replica or fault.at:
             self._since = statuses
         return True
@@ -213,11 +164,8 @@ class Stage:
         """Give the replica that starts next a fault of its own."""
         version = status.policy_version
         fault = {"lies": tuple(range(version + 1, version + 4))} if point == "lies" else {"die": point}
-        self._write_hooks(Hooks(**{**asdict(HOOKS), **fault}))
-
-    def _write_hooks(self, hooks: Hooks) -> None:
         path = self.scene.folder / "part.json"
-        path.write_text(hooks.environment()[Hooks.VARIABLE])
+        path.write_text(Hooks(**{**asdict(HOOKS), **fault}).environment()[Hooks.VARIABLE])
         path.rename(self.scene.folder / "next.json")
 
 
@@ -237,93 +185,63 @@ def make_sampler_python(folder: Path) -> Path:
     return path
 
 
+@dataclass
 class Run:
     """A run of faults, from its empty folder to its figures."""
 
-    def __init__(
-        self,
-        folder: Path,
-        seed: int,
-        here: Sequence[Fault],
-        on_raylets: Sequence[Fault],
-        minutes: float = math.inf,
-        *,
-        colocated: bool = False,
-    ) -> None:
-        """`here` are the faults on this machine, and `on_raylets` those on a Ray cluster; without any, no Ray.
-
-        Half of the `minutes` are for each; faults for which no time is left are missed.
-        """
-        self._folder = folder
-        self._seed = seed
-        self._here = here
-        self._on_raylets = on_raylets
-        self._seconds = 60 * minutes / 2
-        self._colocated = colocated
-        self.missed: list[Fault] = []
-        self._gave_up = ""
-        self._stops: list[float] = []
-        """Unix seconds at which the server was told to end."""
+    folder: Path
+    seed: int
+    faults: Sequence[Fault]
+    minutes: float = math.inf  # After so many, the other faults are missed
+    colocated: bool = False  # Ranks and replicas compute in turns
+    gave_up: str = ""
 
     @classmethod
     def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf, *, colocated: bool = False) -> Run:
-        """A run of `share` of all faults. `colocated`: ranks and replicas compute in turns, and no Ray."""
+        """A run of `share` of all faults."""
         dice = random.Random(seed)
-        here, on_raylets = (COLOCATED, ()) if colocated else (ON_THIS_MACHINE, ON_RAYLETS)
-        faults = plan(here, share, dice), plan(on_raylets, share, dice)
-        return cls(folder, seed, *faults, minutes, colocated=colocated)
+        part = FAULTS["on_this_machine"] + (FAULTS["colocated"] if colocated else [])
+        return cls(folder, seed, plan(part, share, dice), minutes, colocated=colocated)
 
-    def settings(self, address: str = "") -> dict[str, Any]:
-        python = make_sampler_python(self._folder)
+    def settings(self) -> dict[str, Any]:
+        python = make_sampler_python(self.folder)
         samplers = min(3, os.cpu_count() or 1)  # A cluster of one machine has one core for each.
-        compute = {
-            "backend": "cluster",
-            "ranks": 2,
-            "samplers": samplers,
-            "sampler_python": str(python),
-            "address": address,
-        }
-        compute["colocated"] = self._colocated
-        model = {"name": str(self._folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
+        compute = {"backend": "cluster", "ranks": 2, "samplers": samplers, "sampler_python": str(python)}
+        compute["colocated"] = self.colocated
+        model = {"name": str(self.folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
         server = {"worker_timeout": 20.0, "call_timeout": 300.0}
         sampler = {"max_concurrent": 8, "cache_tokens": 8192}
-        job = {**JOB, "max_staleness": 0} if self._colocated else JOB
+        job = {**JOB, "max_staleness": 0} if self.colocated else JOB
         return {"model": model, "compute": compute, "sampler": sampler, "job": job, "server": server}
 
     async def figures(self) -> dict[str, Any]:
-        began, folder = time.monotonic(), self._folder
-        (policy,), exported, calls = ONE_RUN[DEFAULT_RUN], Path(), (0, 0)
+        began, folder = time.monotonic(), self.folder
+        (policy,), exported = ONE_RUN[DEFAULT_RUN], Path()
         (folder / "forests" / DEFAULT_RUN).mkdir(parents=True)
         reference.make_model(folder / "model")
         settings = self.settings()
         server = Server(folder, settings, ONE_RUN)
         wire = Wire(server.port)
         await wire.open()
-        scene = Scene(folder, server, wire, random.Random(self._seed), [])
+        scene = Scene(folder, server, wire, random.Random(self.seed), [])
         try:
             await server.start()
             await server.until(lambda: (server.data_dir / "admin-token").exists())
             scene.clients += make_clients(
                 *(folder, NUM_CLIENTS, wire, server),
-                seed=self._seed,
+                seed=self.seed,
                 group_size=GROUP_SIZE,
                 lease=LEASE_SECONDS,
                 max_retries=MAX_RETRIES,
             )
             for client in scene.clients:
                 await client.start()
-            await self._break(Stage(scene), self._here)
-            async with contextlib.AsyncExitStack() as stack:
-                if self._on_raylets:
-                    nodes = await stack.enter_async_context(raylets())
-                    await self._change_address(scene, nodes.address)
-                    await self._break(Stage(scene, nodes), self._on_raylets)
-                await server.learned(await server.up(), 2)
-                await asyncio.gather(*(client.stop(within=60.0) for client in scene.clients))
-                calls = await check_calls(server, read(scene.books(DEFAULT_RUN)))
-                exported = (await finish(scene))[DEFAULT_RUN][policy]
+            await break_things(scene, self.faults, Stage(scene).inject, seconds=60 * self.minutes)
+            await server.learned(await server.up(), 2)
+            await asyncio.gather(*(client.stop(within=60.0) for client in scene.clients))
+            exported = (await finish(scene))[DEFAULT_RUN][policy]
         except GivenUp as error:
-            self._gave_up = str(error)
+            self.gave_up = str(error)
         finally:
             await scene.close()
         books = read(scene.books(DEFAULT_RUN))
@@ -331,12 +249,12 @@ class Run:
         journal = server.folder_of(DEFAULT_RUN) / "journal.sqlite"
         found = audit(journal, books, forests, wire.answers[DEFAULT_RUN])
         stale = {row.id for row in rows(journal).values() if (row.reason or "").startswith(STALE)}
-        learned = check_forests(forests, policy)
+        checked = check_forests(forests, policy)
         alone = await reference.undisturbed(
             settings, forests, folder / "undisturbed", PolicyId(DEFAULT_RUN, policy), found.batches
         )
-        equal = not self._gave_up and reference.equal_weights(exported, alone)
-        report = self._report(scene, found, [learned, calls], equal, time.monotonic() - began)
+        equal = not self.gave_up and reference.equal_weights(exported, alone)
+        report = self._report(scene, found, checked, equal, time.monotonic() - began)
         return report | self._failed_calls(scene, books, stale)
 
     def _failed_calls(self, scene: Scene, books: Books, stale: Collection[str]) -> dict[str, Any]:
@@ -356,7 +274,7 @@ class Run:
         }
 
     def _report(
-        self, scene: Scene, found: Audit, checked: list[tuple[int, int]], equal: bool, seconds: float
+        self, scene: Scene, found: Audit, checked: tuple[int, int], equal: bool, seconds: float
     ) -> dict[str, Any]:
         said = scene.server.said
         failovers = [fact["failover"] for fact in said if fact.get("survives")]
@@ -365,14 +283,14 @@ class Run:
             "faults": scene.tally.faults.total(),
             "by_kind": dict(sorted(scene.tally.faults.items())),
             "publishes_cut": sum(bool(fact.get("cut")) or fact.get("at") == "publish" for fact in said),
-            "missed": len(self.missed),
-            "gave_up": self._gave_up,
+            "missed": len(scene.tally.missed),
+            "gave_up": self.gave_up,
             "lost": len(found.lost),
             "trained_twice": len(found.trained_twice),
             "failures_scored": len(found.failures_scored),
             "two_effects": len(found.two_effects),
-            "tokens_checked": sum(one for one, _ in checked),
-            "wrong_versions": sum(int(wrong) for _, wrong in checked),
+            "tokens_checked": checked[0],
+            "wrong_versions": checked[1],
             "weights_equal": equal,
             "failover_s": round(percentile(failovers, 95), 3),
             "failover_max_s": round(max(failovers, default=0.0), 3),
@@ -389,61 +307,45 @@ class Run:
     def _downs(self, server: Server) -> list[tuple[float, float]]:
         """Returns when no gateway ran, in Unix seconds, with some seconds for clients to notice."""
         offset = time.time() - time.monotonic()
-        ends = self._stops + [offset + fact["time"] for fact in server.said if fact.get("killed") == "gateway"]
+        ends = [offset + fact["time"] for fact in server.said if fact.get("killed") == "gateway"]
         starts = [offset + fact["time"] for fact in server.said if "gateway" in fact]
         return [(end, min((one for one in starts if one > end), default=end) + NOTICE_SECONDS) for end in ends]
 
-    async def _break(self, stage: Stage, faults: Sequence[Fault]) -> None:
-        """Fault after fault; one whose moment did not come is tried again at the end."""
-        backlog, began = [(fault, 1) for fault in faults], time.monotonic()
-        tally = stage.scene.tally.faults
-        while backlog:
-            fault, tries = backlog.pop(0)
-            if time.monotonic() - began > self._seconds:
-                self.missed.append(fault)
-                continue
-            print(f"{time.monotonic() - began:6.1f} s {tally.total():4} {fault}", file=sys.stderr, flush=True)
-            try:
-                happened = await stage.inject(fault)
-            except ServerEnded:  # Noted, and started again, before the next one.
-                happened = False
-            if happened:
-                tally[fault.kind] += 1
-            elif tries < MAX_TRIES and time.monotonic() - began < self._seconds:
-                backlog.append((fault, tries + 1))
-            else:
-                self.missed.append(fault)
 
-    async def _change_address(self, scene: Scene, address: str) -> None:
-        """Ctrl-C; the next server has its processes on a Ray cluster."""
-        self._stops.append(time.time())
-        await scene.server.stop()
-        path = self._folder / "settings.json"
-        changed = json.loads(path.read_text())
-        changed["compute"]["address"] = address
-        path.write_text(json.dumps(changed))
-        await scene.bring_back()
+# ---- tokens of fake replicas: each must be one of its version in its context -----------------------------------------
 
 
-def figures(share: float = 1.0, seed: int = 0) -> dict[str, Any]:
-    """Returns the faults tried and what they did; `share` is that of the faults of a whole run.
+def wrong_tokens(tokens: Any, contexts: Any, logprobs: Any, versions: Any) -> int:
+    """Returns the number of tokens whose log-probability is not that of their version in their context (bytes)."""
+    found = (
+        abs(reported - logprob(context, int(token), int(version))) > 1e-5
+        for token, context, reported, version in zip(tokens, contexts, logprobs, versions, strict=True)
+    )
+    return sum(found)
 
-    `calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
-    repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `calls_stale` are those of
-    episodes that the server ended because their tokens were older than `max_staleness`. `lost` are acknowledged
-    episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
-    seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
-    no replica was left; then a new one must start.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(Run.drawn(Path(folder).resolve(), share, seed).figures())
+
+def check_forests(folder: Path, policy: str) -> tuple[int, int]:
+    """Returns the tokens that were learned, and those of a wrong version."""
+    checked = wrong = 0
+    for path in sorted(folder.glob("*.pickle")):
+        forest = pickle.loads(path.read_bytes())["batches"][policy].forest
+        contexts: list[bytes] = []
+        for parent in forest.parent:  # Parents stand before their children.
+            before = contexts[parent] + np.int32(forest.tokens[parent]).tobytes() if parent >= 0 else b""
+            contexts.append(before)
+        nodes = forest.node
+        checked += len(nodes)
+        wrong += wrong_tokens(
+            forest.tokens[nodes], [contexts[node] for node in nodes], forest["logprob"], forest["version"]
+        )
+    return checked, wrong
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="share of the faults of a whole run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--colocated", action="store_true", help="ranks and replicas compute in turns; without Ray")
+    parser.add_argument("--colocated", action="store_true", help="ranks and replicas compute in turns")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time for faults, on a busy machine")
     parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
     given = parser.parse_args()

@@ -26,7 +26,6 @@ from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.rank_group import Sharding
-from bench.scaling.spawn import spawn
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (
     AFTER,
@@ -40,6 +39,7 @@ from tests.cluster.rank_cases import (
     policy_of,
     state_of,
 )
+from tests.cluster.spawn import spawn
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
 from tests.compute.conftest import make_policy

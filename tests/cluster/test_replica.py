@@ -26,7 +26,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentjet.compute.cluster.probe import probe_failure
+from agentjet.compute.cluster.weights import probe_failure
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
@@ -34,16 +34,16 @@ from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCach
 from agentjet.rendering import Renderer
 from agentjet.timeline.support import decode_set, encode_set
 from agentjet.types import Constraint, Conversation, Message, ModelInfo, SamplingParams
-from bench.scaling.replicas import (
+from tests.cluster.local_replica import (
     POLICY,
     Completed,
     LocalReplica,
     Wanted,
     raw_logprobs,
+    running,
     sampler_python,
     without_weight,
 )
-from bench.scaling.samplers import running
 from tests.tiny import make_model
 
 PYTHON = sampler_python()

@@ -23,7 +23,7 @@ from agentjet.compute.cluster.weights import ARCHITECTURES, publishes_adapter
 from agentjet.compute.embedded.model import load_policy
 from agentjet.config import ComputeConfig, LoraConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
-from bench.scaling.replicas import LocalReplica, Wanted, sampler_python
+from tests.cluster.local_replica import LocalReplica, Wanted, sampler_python
 from tests.cluster.test_replica import CONTEXT, TOLERANCE, World, check, prompt
 from tests.tiny import make_model
 

@@ -25,9 +25,7 @@ from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError
 from agentjet.gateway import Runs
 from agentjet.types import PolicyId, Sampled, SamplingParams
-from bench.breaking.damage import NEWEST, REFUSED, Damage
-from bench.breaking.recovery import LocalWorker, Undisturbed, judge
-from bench.breaking.reference import WEIGHTS
+from tests.compute.checkpoint_damage import EXPORTED, NEWEST, REFUSED, Damage, LocalWorker, Undisturbed, judge
 from tests.fakes import Clock, Running, ScriptedCompute, saying
 from tests.tiny import make_model_info
 
@@ -87,7 +85,7 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
         return compute
 
     compute = asyncio.run(run())
-    return Undisturbed(config, NUM_BATCHES, (data_dir / "exports" / "last" / WEIGHTS).read_bytes()), compute
+    return Undisturbed(config, NUM_BATCHES, (data_dir / "exports" / "last" / EXPORTED).read_bytes()), compute
 
 
 def test_there_are_as_many_kinds_of_damage_as_were_promised() -> None:

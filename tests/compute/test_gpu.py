@@ -216,5 +216,5 @@ def test_in_miniature_every_piece_runs_on_a_cpu(tmp_path: Path) -> None:
     assert " passed" in runs["tests"] and "failed" not in runs["tests"]
     assert runs["large"]["sampled_tokens_s"] > 0 and runs["large"]["peak_gb"] > 0
     assert runs["sampler"]["workloads"]["8"]["ratio"] > 0
-    assert runs["ours"]["device"] == "cpu" and runs["merge"]["grad_rel_err_fp64"] < 1e-9
+    assert runs["ours"]["device"] == "cpu" and runs["merge"]["recompute"] >= 1
     assert runs["demo"]["steps"] == 1

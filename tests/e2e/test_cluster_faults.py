@@ -27,7 +27,7 @@ WHILE_SUSPENDED = (
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_cluster_keeps_every_promise(tmp_path: Path, colocated: bool) -> None:
     faults = (*FAULTS, *WHILE_SUSPENDED) if colocated else FAULTS
-    found = asyncio.run(Run(tmp_path, 0, faults, (), colocated=colocated).figures())
+    found = asyncio.run(Run(tmp_path, 0, faults, colocated=colocated).figures())
     assert (found["faults"], found["missed"]) == (len(faults), 0), found
     zero = ("calls_failed", "lost", "trained_twice", "failures_scored", "two_effects", "wrong_versions")
     assert {key: found[key] for key in zero} == dict.fromkeys(zero, 0), found

@@ -32,7 +32,7 @@ JOB: dict[str, Any] = {
     "side_calls": [{"name": "title", "system": "You are a title generator*", "train": False}],
 }
 LONG_JOB: dict[str, Any] = {"batch_size": 5, "group_size": 4, "max_tokens": 256, "lease_seconds": 600}
-"""As in `bench.face.history`, which wrote the data dir."""
+"""As in `tests.locks.long_run`, which wrote the data dir."""
 JOBS = {"small": JOB, "long": LONG_JOB, "rolled": JOB | {"checkpoint_every": 1}, "branched": JOB}
 """Settings of the servers, by data dir."""
 EARLIER = "earlier"

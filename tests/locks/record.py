@@ -25,10 +25,10 @@ from agentjet import Episode, Swarm, Task
 from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.server.auth import SECRET_FILES
 from agentjet.types import JOURNAL
-from bench.face import history
 from examples.arithmetic.agent import FEEDBACK, QUESTION, ask, training_tasks
 from tests.compute.test_locks import machine
 from tests.e2e.server import Server
+from tests.locks import long_run as history
 from tests.locks import test_reading, transcripts
 from tests.locks.answers import forms, write
 from tests.locks.data_dirs import (

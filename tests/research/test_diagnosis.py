@@ -23,9 +23,8 @@ from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
 from agentjet.research.run_record import holds_since
 from agentjet.research.scheduler import conduct
-from bench.researching.failing import STEPS, Plant
-from bench.researching.kills import Doomed
-from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Side, said, single
+from tests.research.planted_failures import HEALTHY, KINDS, STEPS, FailingRunner, Plant, Side, said, single
+from tests.research.world import Doomed
 
 pytestmark = pytest.mark.thorough
 
@@ -208,7 +207,7 @@ def test_a_study_killed_at_every_entry_is_diagnosed_the_same(tmp_path: Path) -> 
         child = os.fork()
         if child == 0:
             try:
-                conduct(STUDY, Doomed(stormy / "journal", number), Kept(plant, stormy))
+                conduct(STUDY, Doomed(stormy / "journal", number, "after"), Kept(plant, stormy))
             finally:
                 os._exit(1)  # not killed: the parent will see
         _, status = os.waitpid(child, 0)

@@ -22,7 +22,7 @@ from agentjet.research.statistics import (
     unseen_interval,
     welch,
 )
-from bench.researching.oracle import power
+from bench.research import power
 
 pytestmark = pytest.mark.thorough
 

@@ -123,7 +123,7 @@ def _agent(
     score, is_function = reward_source(reward)
     version = program.version(code_version_of(score) if is_function else "")
     options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
-    command = Command(program.resolved(program.here), score, **options)
+    command = Command(program.moved({}), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
     check_commands(command, tasks)

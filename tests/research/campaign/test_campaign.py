@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,6 @@ from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Trial
-from bench.campaigning.hostile import as_proposed
-from bench.campaigning.storms import Doomed
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 
 QUESTION = Question("why does it stay low?", Budget(runs=60.0))
@@ -259,6 +258,26 @@ def test_a_proposer_that_is_away_does_not_stop_the_campaign(tmp_path: Path, caps
     assert done["accepted"] == ["longer answers"]
     assert any("no answer in 60 s" in str(entry.content) for entry in entries if entry.kind == "intent")
     assert {*capsys.readouterr().out.splitlines()} == {"asking model, which may take minutes"}
+
+
+def as_proposed(answer: object) -> Intervention | str:
+    """The intervention of a model's answer, or the reason why it is none."""
+    try:
+        return Intervention.from_json(answer)
+    except (ConfigError, ValueError) as error:
+        return str(error)
+
+
+class Doomed(Notebook):
+    """Kills its process as soon as the entry with its number is on disk."""
+
+    number = 0
+
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
+        made = super().entry(kind, content, because, key=key)
+        if made.number == self.number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 9, 12])

@@ -1,1 +1,0 @@
-"""Planted subjects in NumPy, and the campaigns that must mend them: `python -m bench.campaign`."""

@@ -1,1 +1,0 @@
-"""The parts of `bench.policies`: long runs, adapters in one worker, isolation, a team."""

@@ -1,1 +1,0 @@
-"""Studies with known answers, on a world fast enough to compute them."""
