@@ -390,7 +390,7 @@ def test_files_that_change_while_they_are_copied(folder: Path, tmp_path: Path) -
     copy, listing = code.copy(tmp_path / "copy")
     assert ((copy / "a.txt").read_text(), (copy / "b.txt").read_text()) == ("three", "four")
     assert listing.linked == {folder / "restless.txt": "changed 20 times during one load"}
-    assert listing.stamp == code.stamp()
+    assert listing.stamp == code.listing().stamp
 
 
 def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Path, folder: Path) -> None:
