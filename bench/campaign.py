@@ -26,7 +26,7 @@ from typing import Any
 
 import agentjet.research
 from agentjet.cli import example, load_example
-from agentjet.cli.research.execution import local_slots
+from agentjet.cli.research import local_slots
 from agentjet.research.campaign.campaign import Campaign, Question
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook

@@ -31,7 +31,7 @@ from agentjet.research.records import Setting, canonical
 from agentjet.research.scheduler import conduct
 from agentjet.research.statistics import nominal_level, read
 from bench.machine import CASES, grid, report, tests_pass
-from bench.researching.planted_failures import UNDISCLOSED, Confusions
+from tests.research.planted_failures import UNDISCLOSED, Confusions
 
 Floats = NDArray[np.float64]
 RATES = tuple(2.0**power for power in range(8))  # Learning rates that an arm tunes over

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentjet.compute.grammars import Grammars
 from agentjet.compute.protocol import LossSpec, Outputs
+from agentjet.compute.token_choice import Grammars
 from agentjet.errors import ComputeError
 from agentjet.timeline import Forest
 from agentjet.types import Op, SamplingParams

@@ -435,14 +435,15 @@ class Running:
     async def say(self, episode_id: str, text: str = "hello", *, role: str = "", **request: Any) -> Call:
         """Ask once, in a conversation of one user message, and return the recorded call."""
         conversation = Conversation((Message("user", text),))
-        chunks = [chunk async for chunk in self.gateway.call(episode_id, role, CallRequest(conversation, **request))]
+        asked = CallRequest(conversation, **request)
+        chunks = [chunk async for chunk in self.gateway.calls.answer(episode_id, role, asked)]
         assert chunks[-1].call is not None
         return chunks[-1].call
 
     def stream(self, episode_id: str, text: str = "hello", **request: Any) -> AsyncGenerator[CallChunk]:
         """The chunks of a streamed call."""
         conversation = Conversation((Message("user", text),))
-        return self.gateway.call(episode_id, "", CallRequest(conversation, stream=True, **request))
+        return self.gateway.calls.answer(episode_id, "", CallRequest(conversation, stream=True, **request))
 
     async def episode(
         self,
@@ -466,7 +467,7 @@ class Running:
         version = self.gateway.swarm.policy_version
         await self.fill_batch(**request)
         await self.until(
-            lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.engine.state == "sampling"
+            lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.phase.state == "sampling"
         )
 
     async def fill_batch(self, **request: Any) -> list[str]:
@@ -511,7 +512,7 @@ async def running(
     try:
         await runs.start()
         if wait_ready:
-            await runs.default.ready()
+            await runs.default.engine.wait_until_up()
         yield Running(runs, runs.default, compute, clock, stopwatch)
     finally:
         for event in (compute.may_start, compute.may_learn, compute.may_sample):

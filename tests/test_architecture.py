@@ -7,6 +7,7 @@
 4. The gateway uses every method of the compute protocol.
 5. No file is longer than 900 lines, and no file is called utils.
 6. A child process imports nothing from the present working directory.
+7. Only the server, its clients and the table of statuses know HTTP statuses.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.errors import InvalidRequest, OperationConflict, RequestError, ServerFailed, Unavailable, Unprocessable
+from agentjet.protocol.base import STATUSES, refusal_of, status_of
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "agentjet"
 MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
 """Operations that the gateway asks for through `operations.learn`."""
+HTTP = {"protocol", "server", "client", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -170,6 +175,29 @@ def test_only_the_conductor_imports_ray() -> None:
     assert importers == {"conductor.py"}
 
 
+def test_refusals_below_the_server_have_a_class_and_no_status() -> None:
+    statuses = set(STATUSES.values()) - {500}  # 500 is a round number of other things, too
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in source_files()
+        if package_of(path) not in HTTP
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in statuses
+    ]
+    assert not found, f"raise the class that `protocol.STATUSES` maps to the status: {found}"
+
+
+@pytest.mark.parametrize("kind", STATUSES)
+def test_a_client_raises_the_class_that_the_server_answered(kind: type[RequestError]) -> None:
+    assert refusal_of(STATUSES[kind]) is kind
+
+
+def test_every_refusal_has_the_status_of_its_nearest_class() -> None:
+    refused = Unavailable("no", retry_after=1.0), OperationConflict("no"), Unprocessable("no")
+    assert [status_of(error) for error in refused] == [503, 409, 422]
+    assert (refusal_of(418), refusal_of(501)) == (InvalidRequest, ServerFailed)
+
+
 def test_every_file_belongs_to_a_package() -> None:
     assert {package_of(path) for path in source_files()} <= {*PACKAGES, "cli"}
 
@@ -249,7 +277,7 @@ def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
     methods = [node for protocol in protocols for node in protocol.body]
     verbs = {node.name for node in methods if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     asked = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "gateway").glob("*.py"))
-    assert verbs - PRIMITIVES == set(re.findall(r"_compute\.(\w+)", asked))
+    assert verbs - PRIMITIVES == set(re.findall(r"(?<!agentjet\.)compute\.(\w+)", asked))
 
 
 def test_the_files_named_in_the_architecture_exist() -> None:

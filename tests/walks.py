@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from agentjet.compute.grammars import Grammars
+from agentjet.compute.token_choice import Grammars
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.types import ModelInfo
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "agentjet"
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = 120
-REGISTRIES = {"agentjet.cli.main", "agentjet.cli.research", "agentjet.recipes.registry", "agentjet.trackers.sink"}
+REGISTRIES = {"agentjet.cli.main", "agentjet.recipes.registry", "agentjet.trackers.sink"}
 """Modules whose imports are a table: commands, recipes, trackers."""
 GENERATED_PAGES = {"settings.md", "compatibility.md"}
 MORE_IS_BETTER = {"comments", "coverage"}

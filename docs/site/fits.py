@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentjet.cli.doctor import GB
+from agentjet.cli.machine import GB
 from agentjet.compute.cluster.memory import (
     REPLICA_USABLE,
     USABLE,

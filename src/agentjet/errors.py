@@ -1,5 +1,7 @@
 """The exception tree: `ConfigError`, `RequestError`, `ComputeError`, `CheckpointError`, `TrackerError`, `Unreachable`.
 
+A refusal does not know HTTP: `protocol.STATUSES` has the status of each class.
+
 Messages to users name the setting or parameter, its value and the way out. An exception inside an agent is not part of
 this tree: it aborts that agent's episode and is counted.
 """
@@ -37,25 +39,29 @@ def _encodable(text: str) -> str:
 class RequestError(AgentJetError):
     """A refused request.
 
-    `message` is one sentence for people. `code` and the HTTP `status` are stable and for programs. `param` is the name
-    of the wrong field, or None.
+    `message` is one sentence for people. `code` is stable and for programs. `param` is the name of the wrong field, or
+    None.
     """
 
-    status: int = 400
     code: str = "invalid_request"
 
-    def __init__(
-        self, message: str, *, code: str | None = None, status: int | None = None, param: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         self.message = _encodable(message)
         self.param = None if param is None else _encodable(param)
         super().__init__(self.message)
         self.code = code or self.code
-        self.status = status or self.status
 
 
 class InvalidRequest(RequestError):
-    """The request is malformed or impossible: 400 or 422."""
+    """The request is malformed or impossible."""
+
+
+class Unprocessable(InvalidRequest):
+    """A well-formed request of the control API has a value that cannot be honoured."""
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path does not take this method."""
 
 
 class ContextOverflow(InvalidRequest):
@@ -81,25 +87,25 @@ class ContextOverflow(InvalidRequest):
 class Unauthorized(RequestError):
     """No key, a wrong key or an expired key."""
 
-    status, code = 401, "unauthorized"
+    code = "unauthorized"
 
 
 class Forbidden(RequestError):
     """A valid key, but not for this."""
 
-    status, code = 403, "forbidden"
+    code = "forbidden"
 
 
 class NotFound(RequestError):
     """The requested object does not exist."""
 
-    status, code = 404, "not_found"
+    code = "not_found"
 
 
 class Conflict(RequestError):
     """The present state does not allow the request."""
 
-    status, code = 409, "conflict"
+    code = "conflict"
 
 
 class OperationConflict(Conflict):
@@ -111,17 +117,33 @@ class OperationConflict(Conflict):
 class TooLarge(RequestError):
     """The request is larger than the server accepts."""
 
-    status, code = 413, "too_large"
+    code = "too_large"
 
 
 class Later(RequestError):
-    """The request cannot be served now: retry after `retry_after` seconds. 429 or 503."""
+    """The request cannot be served now: retry after `retry_after` seconds."""
 
-    status, code = 429, "later"
+    code = "later"
 
-    def __init__(self, message: str, *, retry_after: float, code: str | None = None, status: int | None = None) -> None:
-        super().__init__(message, code=code, status=status)
+    def __init__(self, message: str, *, retry_after: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
         self.retry_after = retry_after
+
+
+class Unavailable(Later):
+    """The server, or a part that the request needs, cannot serve any such request now."""
+
+
+class ServerFailed(RequestError):
+    """The server failed to serve a valid request. A repeated request would probably fail, too."""
+
+
+class UpstreamFailed(ServerFailed):
+    """Another server, which this one asked for the answer, failed."""
+
+
+class StorageFailed(ServerFailed):
+    """The server could not write the files that the request needs."""
 
 
 class ComputeError(AgentJetError):

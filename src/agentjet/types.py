@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from agentjet.errors import InvalidRequest, nearest_name
+from agentjet.errors import InvalidRequest, Unprocessable, nearest_name
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
@@ -68,7 +68,7 @@ class Task:
 class Reward:
     """The result of an episode: a number, optionally one per agent role and per call, metrics to chart, and a text.
 
-    Numbers become floats: those of NumPy and torch are numbers, and True is 1. Raises `InvalidRequest` (422) naming the
+    Numbers become floats: those of NumPy and torch are numbers, and True is 1. Raises `Unprocessable` naming the
     value that is not a finite number.
     """
 
@@ -101,7 +101,7 @@ class Reward:
 
 
 def checked_number(value: Any, name: str) -> float:
-    """The number as a float. Raises `InvalidRequest` (422) for text, and for a number that is not finite."""
+    """The number as a float. Raises `Unprocessable` for text, and for a number that is not finite."""
     try:
         if isinstance(value, str | bytes) or len(getattr(value, "shape", ())):  # float() reads text, and arrays of one
             raise TypeError
@@ -142,7 +142,7 @@ def _checked_text(text: object) -> str:
 
 
 def invalid_reward(message: str, param: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_reward", status=422, param=param)
+    return Unprocessable(message, code="invalid_reward", param=param)
 
 
 def shown(value: object) -> str:

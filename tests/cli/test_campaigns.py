@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.research.campaign import line_of
+from agentjet.cli.research import line_of
 from agentjet.research.campaign.campaign import Question
 from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import DAY, Notebook

@@ -25,7 +25,7 @@ from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
-from agentjet.gateway.checkpoints import BEST
+from agentjet.gateway.run_policies import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
 from agentjet.types import PolicyId
 from tests.cli.test_commands import at, run
@@ -69,13 +69,13 @@ async def trained(data_dir: Path, batches: int, **job: Any) -> None:
 async def test_a_tagged_checkpoint_outlives_rotation(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as up:
         await up.batch()
-        [named] = await up.gateway.versions.tag("good", 1)
+        [named] = up.gateway.versions.tag("good", 1)
         assert named.tags == ["good"]
         for _ in range(4):
             await up.batch()
         assert versions(up) == [1, 4, 5]
         assert up.gateway.swarm.store.state.durable_version == 4, "a tag holds back no pruning"
-        await up.gateway.versions.untag("good")
+        up.gateway.versions.untag("good")
         await up.batch()
         assert versions(up) == [5, 6]
     async with running(tmp_path / "d") as up:
@@ -89,7 +89,7 @@ async def test_a_damaged_tags_file_removes_nothing(tmp_path: Path, caplog: pytes
         await up.batch()
         assert versions(up) == [1, 2] and "no checkpoint is removed: " in caplog.text
         with pytest.raises(CheckpointError, match=r"tags\.json is damaged .* or remove the file"):
-            await up.gateway.versions.tag("good", 1)
+            up.gateway.versions.tag("good", 1)
 
 
 def test_tags_on_the_command_line(served: Served) -> None:
@@ -131,7 +131,7 @@ async def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
             await up.batch()
             await evaluate(up, score)
         await up.gateway.versions.save()
-        listed = await up.gateway.versions.checkpoints()
+        listed = up.gateway.versions.checkpoints()
         assert [(info.policy_version, info.tags, info.score) for info in listed] == [(2, ["best"], 0.8), (4, [], 0.5)]
         await up.batch()
         await evaluate(up, 0.9)
@@ -216,7 +216,7 @@ async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1)
         assert up.gateway.swarm.queries.status_counts()["trained"] == 4
-        await up.gateway.versions.tag("start", 1)
+        up.gateway.versions.tag("start", 1)
     assert roll_back(data, "start")[0].policy_version == 7
 
 
@@ -423,7 +423,7 @@ async def test_the_policies_of_a_run_go_back_and_branch_together(tmp_path: Path)
     async with running(data, job=job) as up:
         await up.runs.put("team", RunSettings(policies=TEAM))
         team = up.of_run("team")
-        await team.gateway.ready()
+        await team.gateway.engine.wait_until_up()
         for _ in range(2):
             await up.batch()
             await team.batch()
@@ -455,7 +455,7 @@ async def test_the_policies_of_a_run_go_back_and_branch_together(tmp_path: Path)
         assert {policy: up.compute.policies[PolicyId(policy=policy)].weights for policy in TEAM} == weights
         assert up.gateway.status().branched_from == f"{data}/runs/team@1"
     async with running(data, job=job) as up:
-        await up.of_run("team").gateway.ready()
+        await up.of_run("team").gateway.engine.wait_until_up()
         assert {policy: up.compute.policies[PolicyId("team", policy)].weights for policy in TEAM} == weights
         await up.of_run("team").batch()
     with pytest.raises(ConfigError, match="created with the policies coder, planner; the settings have no named"):

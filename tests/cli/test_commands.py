@@ -12,10 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli import printable
-from agentjet.cli.data_dir import check_data_dir
-from agentjet.cli.episodes import episode_lines
+from agentjet.cli.episodes import BY_AGENT, BY_POLICY, ORPHAN, episode_lines
 from agentjet.cli.main import app, main
-from agentjet.cli.overlays import BY_AGENT, BY_POLICY, ORPHAN
+from agentjet.cli.server_process import check_data_dir
 from agentjet.client import Swarm
 from agentjet.errors import (
     ConfigError,

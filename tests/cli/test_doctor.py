@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentjet.cli.cluster import STAMP, make_environment, sampler_packages
-from agentjet.cli.doctor import GB, Hardware, find_folder, report
+from agentjet.cli.machine import GB, STAMP, Hardware, find_folder, make_environment, report, sampler_packages
 from agentjet.cli.main import app
 from agentjet.compute.cluster.launcher import visible_gpu_memory, visible_gpus
 from agentjet.config import ServeConfig, parse_config
@@ -50,7 +49,7 @@ def settings(model: Path, **compute: object) -> ServeConfig:
 
 
 def lines(config: ServeConfig, machine: Hardware) -> str:
-    return "\n".join(f"{finding.verdict} {finding.text}" for finding in report(config, machine))
+    return "\n".join(f"{verdict} {text}" for verdict, text in report(config, machine))
 
 
 def test_what_fits(model: Path) -> None:
@@ -192,7 +191,7 @@ def test_the_bundled_model_is_on_this_machine(model: Path, tmp_path: Path, monke
     config = parse_config({"server": {"port": 0, "data_dir": str(model)}})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     for spec, expected in ((object(), "ok policy: smollm2-135m is in the installed"), (None, "is not on this machine")):
-        monkeypatch.setattr("agentjet.cli.doctor.find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr("agentjet.cli.machine.find_spec", lambda name, spec=spec: spec)
         assert expected in lines(config, LAPTOP)
 
 
@@ -277,7 +276,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
-    assert not loaded("agentjet.cli.doctor", memory := "agentjet.compute.cluster.memory")[memory] & {
+    assert not loaded("agentjet.cli.machine", memory := "agentjet.compute.cluster.memory")[memory] & {
         "torch",
         "ray",
         "transformers",

@@ -17,13 +17,13 @@ from agentjet.compute.merging import base_of
 from agentjet.config.loader import read_toml
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import Tags
-from agentjet.gateway.engine import _token_ids
+from agentjet.gateway.run_policies import _token_ids
 from agentjet.research.campaign.coding_agent import reasons
 from agentjet.research.campaign.llm import anthropic_blocks
 from agentjet.research.campaign.subject_file import read_subject
 from agentjet.research.journal import StudyFolder
 from agentjet.research.plan import read_space
-from agentjet.trackers.sinks import JsonlSink, Run
+from agentjet.trackers import Run, open_tracker
 from tests.cli.test_doctor import LAPTOP, lines, settings
 
 JSON = "[" * 100_000
@@ -42,7 +42,7 @@ RUN = Run("a-run", "one", {})
         ("subject.toml", TOML, read_subject),
         ("study.json", JSON, lambda path: StudyFolder(path.parent).study()),
         ("config.json", JSON, lambda path: model_size(path.parent)),
-        ("metrics.jsonl", f"{JSON}\n", lambda path: JsonlSink(str(path)).begin(RUN)),
+        ("metrics.jsonl", f"{JSON}\n", lambda path: open_tracker(f"jsonl:{path}").open(RUN).__enter__()),
         ("model.safetensors", HEADER, parameters_in),
         ("model.safetensors", "short", parameters_in),
         ("model.safetensors", "not a header at all", parameters_in),

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from agentjet.cli import progress as shown
-from agentjet.cli.progress import ProgressLine, progress, work_of
+import agentjet.cli as shown
+from agentjet.cli import ProgressLine, progress, work_of
 from agentjet.client import Swarm
 from tests.fakes import Clock
 from tests.server.serving import TOKEN, Served
@@ -90,6 +90,6 @@ def test_the_work_of_a_server(served: Served) -> None:
     with Swarm(served.url, TOKEN) as swarm:
         doing = work_of(swarm)
         assert doing() == ""
-        with served.run.gateway.activity.work("export", "exporting version 0"):
+        with served.run.gateway.telemetry.activity.work("export", "exporting version 0"):
             served.run.stopwatch.advance(5)
             assert doing() == "the engine, exporting version 0: 5 s so far"

@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from agentjet import Swarm
 from agentjet.cli.main import app
-from agentjet.cli.research.execution import LocalServerSlot, carry_out, console
-from agentjet.cli.research.study import summary
+from agentjet.cli.research import LocalServerSlot, carry_out, console, summary
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
 from agentjet.research.models import Diagnosis

@@ -31,7 +31,7 @@ def test_a_line_for_each_policy_and_for_each_step_of_every_run(
             printer = asyncio.create_task(server_process._print_runs(up.runs))
             await up.runs.put("team", RunSettings(policies=TEAM))
             team = up.of_run("team")
-            await team.gateway.ready()
+            await team.gateway.engine.wait_until_up()
             await asyncio.sleep(2 * server_process.NEW_RUN_SECONDS)
             server_process._greet(up.gateway, "http://here", tmp_path / "d")
             server_process._greet(team.gateway, "http://here", tmp_path / "d")

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.track import FileSource, ServerSource
+from agentjet.cli.runs import steps_of_folder, steps_of_server
 from agentjet.client import Swarm
 from agentjet.errors import ConfigError, Unauthorized, Unreachable
-from agentjet.trackers import Run
+from agentjet.trackers.sinks import id_of_run
 from tests.server.serving import VIEWER, Served, in_thread, serving
 
 
@@ -44,14 +44,14 @@ def test_a_server_and_its_files_give_the_same_steps(tmp_path: Path) -> None:
         assert shown.splitlines()[-1].endswith("a.jsonl has all steps up to 4") and "written up to step 3" in shown
         beside = track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'beside.jsonl'}")
         with Swarm(served.url, VIEWER) as swarm:
-            live = ServerSource(swarm)
-            run = Run.of(live.steps(0, 1)[0], "", live.settings())
+            live = steps_of_server(swarm)
+            run_id, settings = id_of_run(live.steps(0, 1)[0]), live.settings()
             assert live.progress() == (4, 0)
-        assert run.name in beside
+        assert f"agentjet-{run_id}" in beside
     track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'after.jsonl'}")
-    files = FileSource(tmp_path / "data" / "runs" / "default", "default")
-    assert Run.of(files.steps(0, 1)[0], "", {}).id == run.id and files.progress() == (4, 0)
-    assert files.settings()["job.group_size"] == run.settings["job.group_size"]
+    files = steps_of_folder(tmp_path / "data" / "runs" / "default", "default")
+    assert id_of_run(files.steps(0, 1)[0]) == run_id and files.progress() == (4, 0)
+    assert files.settings()["job.group_size"] == settings["job.group_size"]
     held = [rows(tmp_path / f"{name}.jsonl") for name in ("a", "beside", "after")]
     assert [row["step"] for row in held[0]] == [1, 2, 3, 4] and held[0] == held[1] == held[2]
 

@@ -19,9 +19,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.status import status_lines
-from agentjet.cli.watch import Lines, event_line, follow
-from agentjet.cli.watch_screen import Snapshot, picture, screen
+from agentjet.cli.runs import status_lines
+from agentjet.cli.watch import Lines, Snapshot, event_line, follow, picture, screen
 from agentjet.client import AsyncSwarm
 from agentjet.errors import Unreachable
 from agentjet.protocol import (

@@ -12,7 +12,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Swarm
 from agentjet.client.connection import DEFAULT_URL, load_settings
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, RequestError, Unauthorized, Unreachable
-from agentjet.protocol import Problem
+from agentjet.protocol import Problem, status_of
 from agentjet.types import Reward
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -175,7 +175,7 @@ def test_a_wrong_reward_is_never_sent(server: FakeServer, reward: Any) -> None:
         episode = await connect(server).begin("t")
         with pytest.raises(InvalidRequest, match=r"reward|metrics") as refused:
             await episode.finish(reward)
-        assert refused.value.status == 422
+        assert status_of(refused.value) == 422
         assert episode.status == "live"
 
     asyncio.run(scenario())
@@ -187,7 +187,7 @@ def test_an_answer_that_is_no_problem_body_still_becomes_an_error() -> None:
     swarm = AsyncSwarm(URL, TOKEN, transport=transport)
     with pytest.raises(RequestError, match="oops") as failed:
         asyncio.run(swarm.status())
-    assert (failed.value.status, failed.value.code) == (500, "server_error")
+    assert (status_of(failed.value), failed.value.code) == (500, "server_error")
 
 
 def test_leaving_an_episode_without_a_reward_aborts_it() -> None:

@@ -135,7 +135,7 @@ def beating() -> Iterator[Heartbeats]:
         ([Unreachable("away"), Unreachable("away")], False),
         ([OSError(24, "Too many open files"), RuntimeError("unexpected")], False),
         ([NotFound("There is no episode 'ep_1' in this run.")], True),
-        ([Unreachable("away"), Conflict("expired", code="episode_expired", status=409)], True),
+        ([Unreachable("away"), Conflict("expired", code="episode_expired")], True),
     ],
 )
 def test_heartbeats_end_with_the_servers_knowledge_of_the_episode(errors: list[Exception], has_ended: bool) -> None:

@@ -542,7 +542,7 @@ def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.C
     assert [change.kind for change in report.code_changes] == ["loaded", "rolled back"]
     back = report.code_changes[1]
     assert (back.before, back.to) == (bad, good)
-    assert "its first 4 episodes all failed, the last with InvalidRequest: reward is None" in back.why
+    assert "its first 4 episodes all failed, the last with Unprocessable: reward is None" in back.why
     assert report.by_code_version[bad].num_finished == 0
     assert set(report.rewards) == {0.25} and len(report.rewards) == 4
     assert f"ROLLED BACK to code {good}" in capsys.readouterr().out

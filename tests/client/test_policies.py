@@ -13,7 +13,7 @@ from agentjet.client.command import environment
 from agentjet.client.episode import checked_reward, finish_body
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport, rows
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import CallView, EpisodeTree
+from agentjet.protocol import CallView, EpisodeTree, status_of
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -63,7 +63,7 @@ def test_rewards_of_a_run_with_policies(returned: Any, reward: Reward) -> None:
 def test_rewards_that_are_refused(returned: Any, param: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence) as raised:
         checked_reward(returned, POLICIES)
-    assert (raised.value.code, raised.value.param, raised.value.status) == ("invalid_reward", param, 422)
+    assert (raised.value.code, raised.value.param, status_of(raised.value)) == ("invalid_reward", param, 422)
 
 
 def test_a_run_without_named_policies_takes_no_reward_by_policy() -> None:

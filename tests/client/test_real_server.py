@@ -151,7 +151,7 @@ def test_only_the_admin_token_configures_and_stops(tmp_path: Path) -> None:
             with pytest.raises(Conflict, match="offline"):
                 await swarm.train(agent, TASKS, steps=1, progress=False)
             await admin.start()
-            await served.run.gateway.ready()
+            await served.run.gateway.engine.wait_until_up()
             assert (await swarm.status()).state == "sampling"
 
     asyncio.run(scenario())

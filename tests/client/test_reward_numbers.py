@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from agentjet.client.episode import checked_reward, finish_body
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import FinishRequest
+from agentjet.protocol import FinishRequest, status_of
 from agentjet.types import Reward
 
 
@@ -78,7 +78,7 @@ def test_a_wrong_number_is_refused_where_the_reward_is_made(place: str, wrong: A
         InvalidRequest, match=rf"^{re.escape(place)} is .*: (it must be a finite|an agent returns)"
     ) as no:
         PLACES[place](wrong)
-    assert (no.value.code, no.value.param, no.value.status) == ("invalid_reward", place, 422)
+    assert (no.value.code, no.value.param, status_of(no.value)) == ("invalid_reward", place, 422)
 
 
 @pytest.mark.parametrize(

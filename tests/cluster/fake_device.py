@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 
-from agentjet.compute.cluster.learner import RankLearner, Sharding, _own_part
 from agentjet.compute.embedded import learner as embedded
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import summed
+from agentjet.compute.embedded.rank_group import Sharding
 from agentjet.config import OptimizerConfig
 
 DEVICE = "fake"
@@ -111,13 +111,6 @@ class Steps(PolicyLearner):
     def _norm(self, tensors: Any) -> Any:
         return Norm(super()._norm(tensors))
 
-    def _fingerprint(self, weights: Any, known: Any) -> int:
-        for kind in (True, False):
-            parts = [_own_part(w) if kind else w for w in weights if isinstance(w, DTensor) == kind]
-            if parts:
-                summed(torch.stack([summed(part) for part in parts]))
-        return 0
-
     def make_step(self) -> None:
         for _ in range(2):
             hidden = self.logprobs(None)
@@ -130,8 +123,12 @@ class Steps(PolicyLearner):
         self.weights_changed()
 
 
-class RankSteps(Steps, RankLearner):
-    pass
+def fingerprint(weights: Any, ranks: Any, known: Any) -> int:
+    for kind in (True, False):
+        parts = [w.to_local() if kind else w for w in weights if isinstance(w, DTensor) == kind]
+        if parts:
+            summed(torch.stack([summed(part) for part in parts]))
+    return 0
 
 
 def check(dtype: torch.dtype, sharding: Sharding | None, mesh: DeviceMesh, *, has_frozen: bool) -> None:
@@ -151,7 +148,7 @@ def check(dtype: torch.dtype, sharding: Sharding | None, mesh: DeviceMesh, *, ha
         learner: Steps = Steps(policy)
     else:
         group: Any = SimpleNamespace(mesh=mesh, rank=0, num_ranks=2)
-        learner = RankSteps(policy, group, sharding)
+        learner = Steps(policy, group, sharding)
     learner.make_step()
     learner.restore(learner.new_state())
     whole = {name: torch.empty(m.shape, dtype=m.dtype) for name, m in learner._masters.items()}
@@ -166,7 +163,7 @@ def check(dtype: torch.dtype, sharding: Sharding | None, mesh: DeviceMesh, *, ha
         assert p.device.type == ("cpu" if in_layer else DEVICE), name
     for name, master in learner._masters.items():
         for tensor in (master, *learner._optimizer.state[master].values()):
-            assert (_own_part(tensor) if isinstance(tensor, DTensor) else tensor).device.type == "cpu", name
+            assert (tensor.to_local() if isinstance(tensor, DTensor) else tensor).device.type == "cpu", name
 
 
 def main() -> None:
@@ -174,6 +171,7 @@ def main() -> None:
     torch.accelerator.current_stream = Stream
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh(DEVICE, (2,))
+    embedded.fingerprint = fingerprint
     clip = embedded.clip_grads_with_norm_
     embedded.clip_grads_with_norm_ = lambda masters, largest, norm: clip(masters, largest, norm.tensor)
     with FakeTensorMode():

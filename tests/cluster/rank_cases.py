@@ -14,18 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentjet.compute.cluster import checkpoint
-from agentjet.compute.cluster.group import RankGroup
-from agentjet.compute.cluster.learner import RankLearner, Sharding
-from agentjet.compute.cluster.rank import RankPolicyHost
+from agentjet.compute.cluster.rank import publish
 from agentjet.compute.cluster.weights import WeightsServer
+from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError, RecipeError
 from tests.compute.baseline import Double
+from tests.compute.conftest import make_policy
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.compute.test_operations import Failing
 
@@ -45,16 +44,13 @@ FAILURES: list[Case] = [("full bfloat16", "gathered"), ("full", "sharded")]
 
 def policy_of(kind: str, folder: Path) -> Policy:
     """The model in `folder`, moved away from version 0, so that the reference differs from it."""
-    config = ModelConfig(
-        name=str(folder),
-        device="cpu",
+    policy = make_policy(
+        folder,
         dtype="bfloat16" if "bfloat16" in kind else "float32",
-        threads=1,
         activation_checkpointing=kind.endswith(RECOMPUTED),
         offload_optimizer=kind.endswith(OFFLOADED),
-        lora=LoraConfig(rank=4 if kind.startswith("lora") else 0),
+        rank=4 if kind.startswith("lora") else 0,
     )
-    policy = load_policy(config)
     if kind == "double":
         policy.model.double()
     generator = torch.Generator().manual_seed(3)
@@ -90,7 +86,7 @@ def gradients_of_ranks(group: RankGroup, models: dict[str, Path], cases: dict[Ca
     found = {}
     for (kind, sharding), batches in cases.items():
         with Double() if kind == "double" else nullcontext():
-            found[kind, sharding] = gradients(RankLearner(policy_of(kind, models[kind]), group, sharding), batches)
+            found[kind, sharding] = gradients(PolicyLearner(policy_of(kind, models[kind]), group, sharding), batches)
     return found if group.rank == 0 else None
 
 
@@ -132,23 +128,24 @@ def save_and_replay(group: RankGroup, models: dict[str, Path], folder: Path, cas
     found: dict[Case, dict[str, Any]] = {}
     for kind, sharding in cases:
         place = folder / f"{kind}-{sharding}"
-        learner = RankLearner(policy_of(kind, models[kind]), group, sharding)
+        learner = PolicyLearner(policy_of(kind, models[kind]), group, sharding)
         saved = learn(learner, BEFORE)
-        stamp = checkpoint.save(place / "step_000002", learner, group, {"policy_version": 2, "operation": 8})
+        stamp = checkpoint.save(place / "step_000002", learner, {"policy_version": 2, "operation": 8})
         undisturbed = learn(learner, AFTER)
-        checkpoint.export(place / "export", learner, group, adapter=False)
+        checkpoint.export(place / "export", learner, adapter=False)
         if learner.policy.has_adapters:
-            checkpoint.export(place / "adapter", learner, group, adapter=True)
+            checkpoint.export(place / "adapter", learner, adapter=True)
         weights = {name: tensor.float().numpy().copy() for name, tensor in learner.whole_weights().items()}
         other = kind.removesuffix(OFFLOADED) if kind.endswith(OFFLOADED) else kind + OFFLOADED
-        revived = RankLearner(policy_of(other, models[kind]), group, sharding)
-        state = checkpoint.load(place / "step_000002", revived, group)
+        revived = PolicyLearner(policy_of(other, models[kind]), group, sharding)
+        state = checkpoint.load(place / "step_000002", revived)
         found[kind, sharding] = {
             "saved": saved,
             "digest": stamp,
             "state": state,
             "undisturbed": digest(undisturbed),
             "restored": digest(state_of(revived)),
+            "fingerprint": revived.fingerprint,
             "replayed": digest(learn(revived, AFTER)),
             "weights": weights,
             "after": undisturbed,
@@ -161,17 +158,17 @@ def load_and_save(
 ) -> Any:
     """Load a checkpoint, learn, and save another one; returns what was restored, and the state at the end."""
     kind, sharding = case
-    learner = RankLearner(policy_of(kind, models[kind]), group, sharding)
-    checkpoint.load(path, learner, group)
+    learner = PolicyLearner(policy_of(kind, models[kind]), group, sharding)
+    checkpoint.load(path, learner)
     restored = state_of(learner)
     after = learn(learner, batches) if batches else restored
-    checkpoint.save(target, learner, group, {"policy_version": 3, "operation": 12})
+    checkpoint.save(target, learner, {"policy_version": 3, "operation": 12})
     return (restored, after) if group.rank == 0 else None
 
 
 def refuse(group: RankGroup, models: dict[str, Path], folder: Path) -> list[str]:
     """The errors of a rank, which can go on after each."""
-    learner = RankLearner(policy_of("full", models["full"]), group, "sharded")
+    learner = PolicyLearner(policy_of("full", models["full"]), group, "sharded")
     errors: list[str] = []
 
     def attempt(action: Callable[[], Any]) -> None:
@@ -181,15 +178,15 @@ def refuse(group: RankGroup, models: dict[str, Path], folder: Path) -> list[str]
             errors.append(str(error))
 
     (folder / "file").write_text("not a folder")
-    attempt(lambda: checkpoint.save(folder / "file" / "step", learner, group, {}))
-    attempt(lambda: checkpoint.load(folder / "nothing", learner, group))
+    attempt(lambda: checkpoint.save(folder / "file" / "step", learner, {}))
+    attempt(lambda: checkpoint.load(folder / "nothing", learner))
     path = folder / "step_000000"
-    checkpoint.save(path, learner, group, {"policy_version": 0})
-    attempt(lambda: checkpoint.load(path if group.rank == 0 else folder / "of another machine", learner, group))
+    checkpoint.save(path, learner, {"policy_version": 0})
+    attempt(lambda: checkpoint.load(path if group.rank == 0 else folder / "of another machine", learner))
     if group.rank == 0:
         (path / "trainer" / ".metadata").write_text("damaged")
     group.gather(None)
-    attempt(lambda: checkpoint.load(path, learner, group))
+    attempt(lambda: checkpoint.load(path, learner))
     return errors
 
 
@@ -200,7 +197,7 @@ def fail(group: RankGroup, models: dict[str, Path], cases: list[Case]) -> dict[C
     found: dict[Case, dict[str, tuple[str, str]]] = {}
     for kind, sharding in cases:
         for where in ("", "second call", "not finite", "next_state"):
-            learner, error = RankLearner(policy_of(kind, models[kind]), group, sharding), ""
+            learner, error = PolicyLearner(policy_of(kind, models[kind]), group, sharding), ""
             learner.forward_backward(first, LossSpec.of(job))
             Failing.where, Failing.calls = where, 0
             try:
@@ -218,8 +215,8 @@ def fail(group: RankGroup, models: dict[str, Path], cases: list[Case]) -> dict[C
 def publish_adapter(group: RankGroup, model: Path) -> Any:
     """Publish `policy_of("lora")`; returns the publication and the weights in its file, by name."""
     server = WeightsServer("127.0.0.1", b"secret") if group.rank == 0 else None
-    learner = RankLearner(policy_of("lora", model), group, "sharded")
-    publication = RankPolicyHost(learner, group, server, has_hot_adapter=True).publish(1)
+    learner = PolicyLearner(policy_of("lora", model), group, "sharded")
+    publication = publish(learner, server, 1, is_hot=True)
     if server is None or publication is None:
         return None
     weights = {name: tensor.numpy() for name, tensor in load_file(publication.path).items()}

@@ -52,7 +52,8 @@ def _run(
 ) -> None:
     import torch
 
-    from agentjet.compute.cluster.group import RankGroup, join
+    from agentjet.compute.cluster.group import join
+    from agentjet.compute.embedded.rank_group import RankGroup
     from agentjet.compute.embedded.worker import make_deterministic
 
     torch.set_num_threads(1)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster.learner import Sharding
 from agentjet.compute.cluster.memory import (
     Learning,
     activation_bytes,
@@ -20,6 +19,7 @@ from agentjet.compute.cluster.memory import (
     replica_need,
     size_from_config,
 )
+from agentjet.compute.embedded.rank_group import Sharding
 from agentjet.errors import ConfigError
 
 LLAMA_8B = {

@@ -22,12 +22,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.cluster.learner import Sharding
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.token_sampling import score
-from agentjet.config import ModelConfig
+from agentjet.compute.embedded.rank_group import Sharding
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (
     AFTER,
@@ -44,6 +42,7 @@ from tests.cluster.rank_cases import (
 from tests.cluster.spawn import spawn
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
+from tests.compute.conftest import make_policy
 from tests.compute.test_locks import RECIPES
 from tests.tiny import make_model
 
@@ -148,7 +147,8 @@ def check_replay(kind: str, folder: Path, found: Any, models: dict[str, Path]) -
 def check_embedded(kind: str, folder: Path, found: Any, models: dict[str, Path]) -> None:
     """The embedded backend reads the checkpoint of ranks."""
     learner = PolicyLearner(policy_of(kind, models[kind]))
-    assert checkpoint.load(folder / "step_000002", learner.policy, learner)["policy_version"] == 2
+    assert checkpoint.load(folder / "step_000002", learner)["policy_version"] == 2
+    assert learner.fingerprint == found["fingerprint"], "a replay on the other backend would look like another one"
     restored = state_of(learner)
     assert restored.keys() == found["saved"].keys()
     for name, expected in found["saved"].items():
@@ -165,7 +165,7 @@ def vector(arrays: dict[str, np.ndarray], key: str) -> np.ndarray:
 def check_export(kind: str, folder: Path, found: Any, models: dict[str, Path]) -> None:
     """The exported folder and the published weights are the policy, adapters folded in."""
     dtype = "bfloat16" if "bfloat16" in kind else "float32"
-    exported = load_policy(ModelConfig(name=str(folder / "export"), device="cpu", dtype=dtype, threads=1))
+    exported = make_policy(folder / "export", dtype=dtype)
     for name, p in exported.model.named_parameters():
         assert np.array_equal(p.detach().float().numpy(), found["weights"][name]), name
     if kind.startswith("full"):
@@ -194,7 +194,7 @@ def test_a_checkpoint_reshards(counts: tuple[int, ...], models: dict[str, Path],
     learner = PolicyLearner(policy_of("full", models["full"]))
     saved = learn(learner, BEFORE)
     path = tmp_path / "embedded"
-    checkpoint.save(path, learner.policy, learner, {"policy_version": 2, "operation": 8})
+    checkpoint.save(path, learner, {"policy_version": 2, "operation": 8})
     for count in counts:
         target = tmp_path / f"of {count}"
         restored, _ = spawn(count, rank_cases.load_and_save, models, case, path, target, ())[0]

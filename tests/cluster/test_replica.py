@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from agentjet.compute.cluster.probe import probe_failure
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.grammars import Grammars, Guide
-from agentjet.compute.truncation import restrict
+from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache, WorkerDied
 from agentjet.rendering import Renderer

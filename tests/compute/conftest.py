@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.config import LoraConfig, ModelConfig
-from agentjet.timeline.forest import Row, call_row
+from agentjet.compute.embedded.sampler import ModelSampler, NewToken
+from agentjet.config import ModelConfig
+from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.types import SamplingParams
 from tests.compute import forked_workers
+from tests.compute.architectures import make_architecture
 from tests.tiny import make_model
 
 torch.set_num_threads(1)
@@ -26,11 +32,28 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def make_policy(folder: Path, *, dtype: str = "float32", rank: int = 0, offload: bool = False) -> Policy:
-    lora = LoraConfig(rank=rank)
-    return load_policy(
-        ModelConfig(name=str(folder), device="cpu", dtype=dtype, threads=1, offload_optimizer=offload, lora=lora)
-    )
+@pytest.fixture(scope="session")
+def folder_of(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of an architecture, made once. `tiny` is the model of most tests."""
+    parent = tmp_path_factory.mktemp("architectures")
+    return cache(lambda kind: tiny_folder if kind == "tiny" else make_architecture(parent / kind, kind))
+
+
+def model_config(folder: Path, *, rank: int = 0, **changes: Any) -> ModelConfig:
+    settings = {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1, "lora": {"rank": rank}}
+    return ModelConfig.model_validate(settings | changes)
+
+
+def make_policy(folder: Path, **changes: Any) -> Policy:
+    """The policy of a `model_config` with these changes."""
+    return load_policy(model_config(folder, **changes))
+
+
+def make_endless(folder: Path, **changes: Any) -> Policy:
+    """A policy whose completions end at `max_tokens`."""
+    policy = make_policy(folder, **changes)
+    policy.end_tokens = frozenset()
+    return policy
 
 
 def with_random_adapter(policy: Policy, seed: int) -> Policy:
@@ -55,18 +78,25 @@ def policy(tiny_folder: Path) -> Policy:
     return make_policy(tiny_folder)
 
 
-def run(
-    sampler: ModelSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
-) -> dict[int, tuple[list[int], list[float]]]:
-    """Submit all, step to the end; tokens and log-probabilities by request."""
-    out: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
-    for id, (prompt, params) in requests.items():
-        sampler.submit(id, prompt, params)
+Requests = Mapping[int, tuple[np.ndarray, SamplingParams] | tuple[np.ndarray, SamplingParams, Policy]]
+"""Prompt, parameters and policy by id, of the sampler's own policy by default."""
+
+
+def complete(sampler: ModelSampler, requests: Requests) -> dict[int, list[NewToken]]:
+    """Submit all, step to the end; all that was sampled by request."""
+    found: dict[int, list[NewToken]] = {id: [] for id in requests}
+    for id, request in requests.items():
+        sampler.submit(id, *request)
     while not sampler.is_idle:
         for new in sampler.step():
-            out[new.id][0].append(new.token)
-            out[new.id][1].append(new.logprob)
-    return out
+            found[new.id].append(new)
+    return found
+
+
+def run(sampler: ModelSampler, requests: Requests) -> dict[int, tuple[list[int], list[float]]]:
+    """The tokens and log-probabilities of `complete`."""
+    found = complete(sampler, requests)
+    return {id: ([new.token for new in all], [new.logprob for new in all]) for id, all in found.items()}
 
 
 def tokens(seed: int, length: int) -> np.ndarray:
@@ -108,3 +138,22 @@ def sampled_rows(
             )
             histories[key] = np.concatenate([full, tokens(1000 + turn, 4)])
     return rows
+
+
+def bytes_kept(learner: PolicyLearner, forests: Sequence[Forest]) -> int:
+    """Storage that the backward passes over all these forests need, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in learner.policy.model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = [learner._pass.hidden(forest)[0] for forest in forests]
+    assert all(h.requires_grad for h in hidden)
+    return sum(kept.values())

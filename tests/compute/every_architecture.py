@@ -36,17 +36,8 @@ SIZES = {
 LARGEST = {name: size for size, names in SIZES.items() for name in names.split()}
 """Largest value of a number in a config, by its name."""
 LAYERS = [
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "depth",
-    "num_decoder_layers",
-    "num_encoder_layers",
-    "layers",
-    "num_blocks",
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth"),
+    *("num_decoder_layers", "num_encoder_layers", "layers", "num_blocks"),
 ]
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 MROPE = {"mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0, "rope_type": "default", "rope_theta": 10000.0}

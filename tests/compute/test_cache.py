@@ -18,14 +18,12 @@ from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.embedded.policy import CacheShape, Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.types import SamplingParams
-from tests.compute.conftest import make_policy, run, tokens
+from tests.compute.conftest import make_endless, run, tokens
 
 
 @pytest.fixture(scope="module")
 def policy(tiny_folder: Path) -> Policy:
-    policy = make_policy(tiny_folder)
-    policy.end_tokens = frozenset()
-    return policy
+    return make_endless(tiny_folder)
 
 
 def make_cache(num_blocks: int) -> KeyValueCache:

@@ -75,7 +75,7 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
         runs = Runs(config, compute)
         try:
             await runs.start()
-            await runs.default.ready()
+            await runs.default.engine.wait_until_up()
             running = Running(runs, runs.default, words, Clock(), Clock())
             for _ in range(NUM_BATCHES):
                 await running.batch()
@@ -108,10 +108,10 @@ def test_damage_that_leaves_no_way_to_the_same_weights_is_refused(ended: Ended, 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 1, "policy_version": 1, "adapters": false}'])
 def test_a_checkpoint_of_another_format_is_refused(policy: Policy, tmp_path: Path, text: str) -> None:
     good, learner = tmp_path / "step_000001", PolicyLearner(policy)
-    checkpoint.save(good, policy, learner, {"policy_version": 1, "metrics": {}})
+    checkpoint.save(good, learner, {"policy_version": 1, "metrics": {}})
     (good / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.load(good, policy, learner)
+        checkpoint.load(good, learner)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

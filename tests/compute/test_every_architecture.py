@@ -13,56 +13,21 @@ from safetensors.torch import load_file
 
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.config import LoraConfig, ModelConfig
+from agentjet.config import LoraConfig
 from agentjet.errors import ConfigError
 from agentjet.types import SamplingParams
+from tests.compute.conftest import model_config
 from tests.compute.every_architecture import make_any, model_types
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow]
 
 NOT_SMALL = {
-    "bamba",
-    "blt",
-    "cohere_compass_text",
-    "cohere_compass",
-    "dbrx",
-    "dots1",
-    "dots3_note",
-    "dots3_note_text",
-    "gemma3n",
-    "gemma3n_text",
-    "gemma4_assistant",
-    "gemma4_unified_assistant",
-    "musicgen",
-    "musicgen_melody",
-    "nemotron",
-    "qwen4_exp",
-    "qwen4_exp_text",
-    "reformer",
-    "zamba",
-    "zamba2",
-    "chameleon",
-    "deepseek_ocr2",
-    "diffusion_gemma",
-    "emu3",
-    "ernie4_5_vl_moe",
-    "fast_vlm",
-    "florence2",
-    "evolla",
-    "glm5_next",
-    "granite4_vision",
-    "granite_docling",
-    "hunyuan_vl",
-    "inkling2",
-    "janus",
-    "molmo2",
-    "muse_spark",
-    "nemotron_h_omni",
-    "muse_glimmer",
-    "perception_lm",
-    "paligemma",
-    "step3p7",
-    "shieldgemma2",
+    *("bamba", "blt", "cohere_compass_text", "cohere_compass", "dbrx", "dots1", "dots3_note", "dots3_note_text"),
+    *("gemma3n", "gemma3n_text", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
+    *("nemotron", "qwen4_exp", "qwen4_exp_text", "reformer", "zamba", "zamba2", "chameleon", "deepseek_ocr2"),
+    *("diffusion_gemma", "emu3", "ernie4_5_vl_moe", "fast_vlm", "florence2", "evolla", "glm5_next"),
+    *("granite4_vision", "granite_docling", "hunyuan_vl", "inkling2", "janus", "molmo2", "muse_spark"),
+    *("nemotron_h_omni", "muse_glimmer", "perception_lm", "paligemma", "step3p7", "shieldgemma2"),
 }
 """Model types whose config `every_architecture` cannot make small, or that need a library that is not installed."""
 HEAD = "its logits are not the product of its last hidden states and its output embeddings"
@@ -70,25 +35,9 @@ PICTURES = "cannot be trained: .*(pixel|image|flattened_patches|bbox|input_ids o
 REFUSED = {
     **dict.fromkeys(
         [
-            "bert",
-            "big_bird",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "inkling_text",
-            "inkling_mm_model",
-            "megatron-bert",
-            "modernbert-decoder",
-            "prophetnet",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roformer",
-            "roc_bert",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
+            *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "inkling_text"),
+            *("inkling_mm_model", "megatron-bert", "modernbert-decoder", "prophetnet", "rembert", "roberta"),
+            *("roberta-prelayernorm", "roformer", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
         ],
         HEAD,
     ),
@@ -113,7 +62,7 @@ CASES = [case for case in model_types() if case[1] not in NOT_SMALL]
 @pytest.mark.parametrize(("auto", "model_type"), CASES, ids=lambda value: value.removeprefix("AutoModelFor"))
 def test_it_loads_or_says_why(tmp_path: Path, auto: str, model_type: str) -> None:
     folder = make_any(tmp_path / "model", auto, model_type)
-    config = ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1)
+    config = model_config(folder)
     if model_type in REFUSED or (model_type, auto) == ("mllama", "AutoModelForCausalLM"):
         reason = REFUSED.get(model_type, "is not a causal language model")
         with pytest.raises(ConfigError) as refused:

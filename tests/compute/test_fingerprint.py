@@ -17,13 +17,19 @@ from torch import nn
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy, fingerprint
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.rank_group import RankGroup
+from agentjet.compute.embedded.rank_group import fingerprint as fingerprint_of
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import make_policy, sampled_rows
 from tests.tiny import make_model
 
 BOTH, NEITHER = {"weights/learner": 1.0, "weights/sampler": 1.0}, {"weights/learner": 0.0, "weights/sampler": 0.0}
+
+
+def fingerprint(weights: list[torch.Tensor]) -> int:
+    return fingerprint_of(weights, RankGroup(), {})
 
 
 def job(lr: float = 1e-3) -> JobConfig:
@@ -42,27 +48,27 @@ def batch(policy: Policy, advantage: float | None = None) -> Forest:
 def test_a_bit_that_changes_shows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     other = torch.ones(7, 2)
     weights = torch.randn(shape).to(dtype)
-    before = fingerprint([other, weights], {})
-    assert fingerprint([other.clone(), weights.clone()], {}) == before
+    before = fingerprint([other, weights])
+    assert fingerprint([other.clone(), weights.clone()]) == before
     if weights.dim() == 2:
-        assert fingerprint([weights.t()], {}) == fingerprint([weights.t().contiguous()], {}) != before
+        assert fingerprint([weights.t()]) == fingerprint([weights.t().contiguous()]) != before
     bits = weights.view({4: torch.int32, 2: torch.int16}[weights.element_size()]).reshape(-1)
     for place in range(len(bits)):
         for bit in (0, 7, 14):
             bits[place] ^= 1 << bit
-            assert fingerprint([other, weights], {}) != before, (place, bit)
+            assert fingerprint([other, weights]) != before, (place, bit)
             bits[place] ^= 1 << bit
-    assert fingerprint([other, weights], {}) == before
+    assert fingerprint([other, weights]) == before
 
 
 def test_opposite_changes_of_two_rows_or_two_tensors_do_not_cancel() -> None:
     one, two = torch.zeros(2, 4), torch.zeros(2, 4)
     bits = [tensor.view(torch.int32) for tensor in (one, two)]
-    before = fingerprint([one, two], {})
+    before = fingerprint([one, two])
     bits[0][0, 0], bits[0][1, 0] = 5, -5
-    assert fingerprint([one, two], {}) != before
+    assert fingerprint([one, two]) != before
     bits[0][1, 0], bits[1][0, 0] = 0, -5
-    assert fingerprint([one, two], {}) != before
+    assert fingerprint([one, two]) != before
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -75,9 +81,9 @@ def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank
     assert learner.weights_changed() == NEITHER, "a gradient that is no number changes nothing"
     learner.learn(batch(policy), job(), 1)
     assert learner.weights_changed() == BOTH
-    checkpoint.save(tmp_path / "step_000002", policy, learner, {"policy_version": 2})
+    checkpoint.save(tmp_path / "step_000002", learner, {"policy_version": 2})
     learner.learn(batch(policy), job(), 2)
-    checkpoint.load(tmp_path / "step_000002", policy, learner)
+    checkpoint.load(tmp_path / "step_000002", learner)
     assert learner.weights_changed() == NEITHER
 
 

@@ -1,10 +1,13 @@
-"""The CUDA plan: its tile table agrees with the forest's mask, and its attention with that of `ForestPlan`.
+"""The plans of CUDA: `FlexPlan`'s tile table agrees with the forest's mask, and its attention with `ForestPlan`'s.
 
-In eager mode `flex_attention` evaluates the mask and ignores the table, so the table has a test without attention.
-Compiled for a CPU it uses the table, in the forward pass only. Tests that need a CUDA device run where one exists.
+A sampler under `PagedPlan` samples as under the plan of a CPU. In eager mode `flex_attention` evaluates the mask and
+ignores the tables, so the tile table has a test without attention. Compiled for a CPU it uses them, in the forward pass
+only. Tests that need a CUDA device run where one exists.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,17 +15,25 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentjet.compute.embedded.forest_attention import (
+from agentjet.compute.embedded import attention
+from agentjet.compute.embedded.attention import (
     TILE,
+    DecodeGraphs,
     FlexPlan,
     ForestPlan,
+    PagedPlan,
     compiled_flex,
+    flat_forward,
     forest_plan,
     interval_mask,
     tile_mask,
 )
+from agentjet.compute.embedded.cache import CacheRow, KeyValueCache
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.timeline.forest import Forest, build_forest, call_row
-from tests.compute.conftest import tokens
+from agentjet.types import SamplingParams
+from tests.compute.conftest import run, tokens
 
 CPU = torch.device("cpu")
 cuda = pytest.mark.needs("cuda")
@@ -107,3 +118,53 @@ def test_on_cuda_output_and_gradients_are_those_of_the_forest_plan() -> None:
         found.append([tensor.cpu() for tensor in (out.detach(), *(tensor.grad for tensor in inputs))])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+SIZE = 8
+
+
+class WithoutGraphs(DecodeGraphs):
+    """Computes the steps of one token a row under their plan, with padding."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self.steps = 0
+        self._plan = PagedPlan(cache, SIZE, SIZE, cache.keys.shape[1])
+
+    def hidden(self, policy: Policy, rows: Sequence[CacheRow]) -> Tensor:
+        self.steps += 1
+        self._plan.fill([(row, 1) for row in rows])
+        return flat_forward(policy.decoder, self._plan.tokens, self._plan.positions, self._plan)[: len(rows)]
+
+    def forget(self, policy: Policy) -> None:
+        pass
+
+
+def requests() -> dict[int, tuple[np.ndarray, SamplingParams]]:
+    """Lengths around a block and a tile, and a prefix that three of them share until they differ."""
+    lengths = (5, 100, 128, 131, 260)
+    found = {i: (tokens(i, n), SamplingParams(max_tokens=6, seed=i)) for i, n in enumerate(lengths)}
+    shared = tokens(9, 140)
+    return found | {10 + i: (shared, SamplingParams(max_tokens=6, seed=i)) for i in range(3)}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=[pytest.mark.thorough, pytest.mark.needs("compiler")])]
+)
+def test_it_samples_what_the_plan_of_a_cpu_samples(
+    policy: Policy, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(ModelSampler(policy, SIZE, 4096), requests())
+    sampler = ModelSampler(policy, SIZE, 4096)
+    sampler._cache._free = sampler._cache._free[::2]  # a heap still: the blocks of a row are not neighbours
+    for stored in (sampler._cache.keys, sampler._cache.values):
+        stored.zero_()  # In eager mode all blocks are read, not only those that were taken.
+    graphs = WithoutGraphs(sampler._cache)
+    sampler._graphs = graphs
+    if compiled:
+        monkeypatch.setattr(attention, "_paged_attention", torch.compile(attention._paged_attention))
+    found = run(sampler, requests())
+    assert graphs.steps >= 5
+    for id, (chosen, logprobs) in wanted.items():
+        assert found[id][0] == chosen
+        assert found[id][1] == pytest.approx(logprobs, abs=1e-5)

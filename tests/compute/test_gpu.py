@@ -25,17 +25,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.cluster import checkpoint as rank_checkpoint
-from agentjet.compute.cluster.group import RankGroup
-from agentjet.compute.cluster.learner import RankLearner, Sharding
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.embedded.worker import make_deterministic
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig
+from agentjet.compute.token_choice import sample_tokens
+from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
@@ -70,11 +67,7 @@ def on_device(
     folder: Path, device: str = DEVICE, rank: int = 0, dtype: str = "float32", offload: bool = False
 ) -> Policy:
     lora = {"rank": rank, "alpha": 8}
-    return load_policy(
-        ModelConfig.model_validate(
-            {"name": str(folder), "device": device, "dtype": dtype, "offload_optimizer": offload, "lora": lora}
-        )
-    )
+    return make_policy(folder, device=device, dtype=dtype, offload_optimizer=offload, threads=0, lora=lora)
 
 
 def learned(policy: Policy, rows: list[Row], saved: Path | None = None) -> torch.Tensor:
@@ -82,11 +75,11 @@ def learned(policy: Policy, rows: list[Row], saved: Path | None = None) -> torch
     learner = PolicyLearner(policy)
     for version in range(2):
         if version == 0 and saved is not None and saved.exists():
-            checkpoint.load(saved, policy, learner)
+            checkpoint.load(saved, learner)
             continue
         learner.learn(build_forest(rows), JOB, version)
         if version == 0 and saved is not None:
-            checkpoint.save(saved, policy, learner, {"policy_version": 1})
+            checkpoint.save(saved, learner, {"policy_version": 1})
     assert {master.device.type for master in learner.masters()} == {
         "cpu" if policy.offloads_optimizer else policy.device.type
     }
@@ -141,13 +134,13 @@ def test_a_rank_that_offloads_gives_the_weights_of_one_that_does_not(tmp_path: P
     group = RankGroup(0, 1, torch.device(DEVICE))
 
     def change(offload: bool, saved: Path) -> torch.Tensor:
-        learner = RankLearner(on_device(folder, dtype="bfloat16", offload=offload), group, sharding)
+        learner = PolicyLearner(on_device(folder, dtype="bfloat16", offload=offload), group, sharding)
         before = {name: tensor.float().cpu().clone() for name, tensor in learner.whole_weights().items()}
         if saved.exists():
-            rank_checkpoint.load(saved, learner, group)
+            checkpoint.load(saved, learner)
         else:
             learner.learn(build_forest(rows), JOB, 0)
-            rank_checkpoint.save(saved, learner, group, {"policy_version": 1})
+            checkpoint.save(saved, learner, {"policy_version": 1})
         learner.learn(build_forest(rows), JOB, 1)
         after = learner.whole_weights()
         return torch.cat([(after[name].float().cpu() - tensor).flatten() for name, tensor in before.items()])

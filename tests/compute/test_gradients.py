@@ -19,8 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
@@ -38,7 +36,7 @@ from tests.compute.baseline import (
     learner_gradient,
     relative,
 )
-from tests.compute.conftest import make_policy, tokens
+from tests.compute.conftest import bytes_kept, make_policy, tokens
 
 LOSSES = ("clip", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
@@ -233,25 +231,5 @@ def test_a_forest_keeps_less_for_its_backward_pass_than_its_rows(tiny_folder: Pa
             call_row(s.astype(np.int32), np.zeros(4, np.float32), np.zeros(4, np.int32), 1.0, 1.0, i)
             for i, s in enumerate(sequences)
         ]
-        forest = _bytes_kept(learner, policy, [rows])
-        alone = _bytes_kept(learner, policy, [[row] for row in rows])
-        assert forest <= 1.01 * alone, name
-
-
-def _bytes_kept(learner: PolicyLearner, policy: Policy, passes: Sequence[Sequence[Row]]) -> int:
-    """Storage that the backward pass of all these passes needs, weights apart."""
-    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = [learner._pass.hidden(build_forest(rows))[0] for rows in passes]
-    assert all(h.requires_grad for h in hidden)
-    return sum(kept.values())
+        forest, *alone = (build_forest(own) for own in (rows, *([row] for row in rows)))
+        assert bytes_kept(learner, [forest]) <= 1.01 * bytes_kept(learner, alone), name

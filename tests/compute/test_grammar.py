@@ -24,10 +24,9 @@ from agentjet.compute.channel import Answer, WorkerRequest, read
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.token_sampling import sample_tokens
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.grammars import MAX_GRAMMARS, Grammars
-from agentjet.config import JobConfig, ModelConfig, SamplerConfig
+from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
+from agentjet.config import JobConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import write_grammar
@@ -36,7 +35,7 @@ from agentjet.timeline.support import EVERYTHING, decode_set, encode_set
 from agentjet.types import Constraint, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import row_logprobs
-from tests.compute.conftest import make_policy, sampler_of, tokens
+from tests.compute.conftest import complete, make_policy, model_config, sampler_of, tokens
 
 SCHEMA = {
     "type": "object",
@@ -61,19 +60,6 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def json_grammar(policy: Policy) -> str:
     return write_grammar(Constraint(schema=SCHEMA), (), Renderer(policy.info).style)
-
-
-def complete(
-    sampler: ModelSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
-) -> dict[int, list[NewToken]]:
-    """All that was sampled, by request."""
-    found: dict[int, list[NewToken]] = {id: [] for id in requests}
-    for id, (prompt, params) in requests.items():
-        sampler.submit(id, prompt, params)
-    while not sampler.is_idle:
-        for new in sampler.step():
-            found[new.id].append(new)
-    return found
 
 
 def as_row(prompt: np.ndarray, sampled: Sequence[NewToken], temperature: float = 1.0, sequence: int = 0) -> Row:
@@ -251,8 +237,7 @@ class Slow:
         self.add()
 
     def add(self) -> None:
-        model = ModelConfig(name=str(self.folder), device="cpu", dtype="float32", threads=1)
-        self.worker.handle("add", POLICY, model, SamplerConfig(cache_tokens=4096, max_concurrent=8))
+        self.worker.handle("add", POLICY, model_config(self.folder), SamplerConfig(cache_tokens=4096, max_concurrent=8))
         self.worker.policies[POLICY].policy.end_tokens = frozenset()
 
     def ask(self, id: int, grammar: str = "", max_tokens: int = 40) -> None:

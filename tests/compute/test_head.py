@@ -2,7 +2,7 @@
 
 1. losses, metrics and the weights after three batches are those of a head for every target, in float64 to 1e-12;
 2. a row of logits is computed for each distinct (position, temperature, set), however targets are cut into chunks;
-3. the same batches give the same weights, bit by bit.
+3. scores of given tokens are those of a plain pass, and what the sampler reports.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,15 +19,16 @@ from torch import Tensor
 
 from agentjet.compute.embedded import distributions
 from agentjet.compute.embedded import learner as learner_module
-from agentjet.compute.embedded.distributions import Chunk
+from agentjet.compute.embedded.distributions import HEAD_POSITIONS, Chunk, score
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import decode_set, encode_set
+from agentjet.types import SamplingParams
 from tests.compute.baseline import Double, relative
-from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.conftest import make_policy, run, sampled_rows, sampler_of, tokens
 
 
 def head_of_every_target(
@@ -121,11 +123,6 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
         computed.clear()
 
 
-def test_the_same_batches_give_the_same_weights_bit_by_bit(tiny_folder: Path) -> None:
-    job = JobConfig(optimizer=OptimizerConfig(lr=1e-3))
-    assert torch.equal(learned(tiny_folder, job)[0], learned(tiny_folder, job)[0])
-
-
 def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
     policy = make_policy(tiny_folder)
     prompt = tokens(1, 5)
@@ -136,3 +133,30 @@ def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
     PolicyLearner(policy).logprobs(build_forest([other]))
     with pytest.raises(AssertionError, match="is not in its set"):
         PolicyLearner(policy).logprobs(build_forest([other, row]))
+
+
+def test_scores_are_those_of_a_plain_pass(policy: Policy) -> None:
+    text = tokens(3, HEAD_POSITIONS + 40)
+    with torch.inference_mode(), policy.attention("eager"):
+        logits = cast(Any, policy.model)(input_ids=torch.from_numpy(text.astype(np.int64))[None]).logits[0].float()
+    wanted = logits.log_softmax(-1)
+    scores = score(policy, text, 3)
+    assert len(scores) == len(text) - 1
+    for at, one in enumerate(scores):
+        assert one.logprob == pytest.approx(float(wanted[at, text[at + 1]]), abs=1e-4)
+        values, ids = wanted[at].topk(3)
+        assert [id for id, _ in one.likeliest] == ids.tolist()
+        assert [value for _, value in one.likeliest] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_scores_of_sampled_tokens_are_what_was_reported(policy: Policy) -> None:
+    prompt = tokens(4, 12)
+    sampled, reported = run(sampler_of(policy), {0: (prompt, SamplingParams(max_tokens=8, seed=1))})[0]
+    scores = score(policy, np.concatenate([prompt, np.asarray(sampled, np.int32)]), 0)
+    assert [one.logprob for one in scores[-len(sampled) :]] == pytest.approx(reported, abs=1e-4)
+    assert all(one.likeliest == () for one in scores)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "mistral"])
+def test_a_text_of_one_token_has_no_scores(folder_of: Callable[[str], Path], kind: str) -> None:
+    assert score(make_policy(folder_of(kind)), tokens(1, 1), 2) == []

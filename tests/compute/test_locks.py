@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import make_deterministic
-from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import encode_set
 from tests.compute.architectures import make_architecture
+from tests.compute.conftest import make_policy
 from tests.tiny import make_model, tokenizer
 
 LOCKS = Path(__file__).with_name("locks.json")
@@ -202,15 +202,7 @@ def settings(number: int) -> JobConfig:
 
 def policy_of(kind: str, folder: Path) -> Policy:
     make = make_architecture(folder, "mamba") if kind == "rows" else make_model(folder)
-    return load_policy(
-        ModelConfig(
-            name=str(make),
-            device="cpu",
-            dtype="bfloat16" if kind == "bfloat16" else "float32",
-            threads=1,
-            lora=LoraConfig(rank=4 if kind == "lora" else 0),
-        )
-    )
+    return make_policy(make, dtype="bfloat16" if kind == "bfloat16" else "float32", rank=4 if kind == "lora" else 0)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.merging import WeightShares, base_of, merge, merge_folders
-from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
+from tests.compute.conftest import make_policy
 from tests.tiny import make_model
 
 CHANGES = [[0.1, 0.2, 0, 0, 0, 0.05], [0.3, 0, 0.4, 0, 0, 0], [0, 0, 0, 0.6, 0, 0.15]]
@@ -43,8 +42,7 @@ def test_a_model_without_unique_weights() -> None:
 
 def test_folders_of_an_adapter_and_of_a_model(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "base")
-    config = ModelConfig(name=str(folder), device="cpu", dtype="float32")
-    whole, adapted = load_policy(config), load_policy(config.model_copy(update={"lora": LoraConfig(rank=2)}))
+    whole, adapted = make_policy(folder), make_policy(folder, rank=2)
     before = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
     name = next(name for name in before if "layers.0" in name and "q_proj" in name)
     with torch.no_grad():
@@ -57,7 +55,7 @@ def test_folders_of_an_adapter_and_of_a_model(tmp_path: Path) -> None:
     places = [str(tmp_path / "whole"), str(tmp_path / "adapter")]
     done = CliRunner().invoke(app, ["merge", str(tmp_path / "out"), *places])
     assert done.exit_code == 0, done.output
-    merged = load_policy(ModelConfig(name=str(tmp_path / "out"), device="cpu", dtype="float32")).model.state_dict()
+    merged = make_policy(tmp_path / "out").model.state_dict()
     changed = [name for name in before if not torch.equal(before[name], merged[name])]
     assert changed == sorted([name, name.replace("layers.0", "layers.1")])
     assert torch.allclose(merged[name][0], before[name][0] + 0.5)

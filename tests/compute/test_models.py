@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Cache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from agentjet.compute.embedded.model import BaseModel, load_policy
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.merging import merge_folders
-from agentjet.config import LoraConfig, ModelConfig
+from agentjet.config import LoraConfig
 from agentjet.errors import ConfigError
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import build_forest
@@ -34,33 +33,50 @@ from agentjet.types import SamplingParams
 from tests import tiny
 from tests.compute.architectures import BRANCHING, MORE, ROWS, WRAPPERS, make_architecture
 from tests.compute.baseline import Baseline, Double, episodes, learner_gradient, policy_gradient, relative
-from tests.compute.conftest import with_random_adapter
+from tests.compute.conftest import make_policy, model_config, with_random_adapter
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def load(folder: Path, *, rank: int = 0) -> Policy:
-    settings = {"name": str(folder), "device": "cpu", "dtype": "float32", "lora": {"rank": rank}}
-    return load_policy(ModelConfig.model_validate(settings))
+REASONS = {
+    "mistral": "layers of kind sliding_attention of 8 in a context of 512",
+    "gemma3_window": "layers of kind sliding_attention of 8 in a context of 512",
+    "gemma2": "attention with softcap",
+    "gpt_oss": "attention with s_aux",
+    "mamba": "layers of kind linear_attention",
+    "lfm2": "layers of kind conv",
+    "qwen3_next": "layers of kind linear_attention",
+    "falcon_h1": "layers of kind hybrid",
+    "bamba": "layers of kind linear_attention",
+    "llama4": "layers of kind chunked_attention of 8192 in a context of 512",
+    "recurrent_gemma": "layers of kind linear_attention, sliding_attention of 8 in a context of 512",
+    "qwen3_5": "layers of kind linear_attention",
+    "llama4_vl": "layers of kind chunked_attention of 8192 in a context of 512",
+}
+"""Why a model does not share prefixes. Soft caps and sinks show in a trial only."""
 
 
 @pytest.mark.parametrize("kind", [*BRANCHING, *MORE, *WRAPPERS, *ROWS])
 def test_the_table_says_what_a_model_gets(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_architecture(tmp_path / kind, kind)
     with caplog.at_level(logging.WARNING, "agentjet"):
-        policy = load(folder, rank=2)
+        policy = make_policy(folder, rank=2)
     name = type(policy.model.get_base_model()).__name__  # type: ignore[operator]
     sharing = "yes" if policy.info.shares_prefixes else "no"
     adapters = "all but `out_proj`" if kind in ("mamba", "falcon_h1") else "all"
     if "routed experts get no adapter" in caplog.text:
         adapters = "all but experts"
+    lines = [r.getMessage() for r in caplog.records if "prefixes are not shared" in r.getMessage()]
+    assert [REASONS[kind] in line and line.endswith("): one row per timeline") for line in lines] == [True] * (
+        kind in REASONS
+    )
     assert f"| {kind} | `{name}` | {sharing} | {adapters} |" in PAGE.read_text(encoding="utf-8")
     assert all("lora_" in name and "vision" not in name for name in policy.trainable())
     assert policy.info.end_tokens == (tiny.SPECIAL.index("<|im_end|>"),)
 
 
 def test_a_wrapper_learns_its_language_model_only(tmp_path: Path) -> None:
-    policy = load(make_architecture(tmp_path / "model", "qwen3_vl"))
+    policy = make_policy(make_architecture(tmp_path / "model", "qwen3_vl"))
     trained = set(policy.trainable())
     assert {name for name, _ in policy.model.named_parameters() if "visual" in name}.isdisjoint(trained)
     rows = episodes(policy)
@@ -94,14 +110,14 @@ def whole(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
 def test_an_exported_wrapper_is_whole(tmp_path: Path, kind: str, rank: int) -> None:
     folder = make_architecture(tmp_path / "model", kind)
     (folder / "preprocessor_config.json").write_text("{}")
-    load(folder, rank=rank).save(tmp_path / "export", merged=True)
+    make_policy(folder, rank=rank).save(tmp_path / "export", merged=True)
     (before, own), (after, exported) = whole(folder), whole(tmp_path / "export")
     assert exported == own
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     kept = {path.name for path in (tmp_path / "export").iterdir()}
     assert {"preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= kept
     if rank:
-        load(folder, rank=rank).save(tmp_path / "adapter", merged=False)
+        make_policy(folder, rank=rank).save(tmp_path / "adapter", merged=False)
         merge_folders(tmp_path / "merged", [tmp_path / "adapter"], base=str(folder))
     else:
         merge_folders(tmp_path / "merged", [tmp_path / "export"], base=str(folder))
@@ -115,7 +131,7 @@ def test_the_config_names_the_class(tmp_path: Path, named: str | None) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"architectures": named and [named]}
     (folder / "config.json").write_text(json.dumps(config))
     wanted = "Qwen3_5ForCausalLM" if named == "Qwen3_5ForCausalLM" else "Qwen3_5ForConditionalGeneration"
-    assert type(load(folder).model).__name__ == wanted
+    assert type(make_policy(folder).model).__name__ == wanted
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -133,14 +149,14 @@ def test_an_export_keeps_tensors_that_the_class_does_not_read(tmp_path: Path, sh
         save_file(more, folder / "more.safetensors", metadata={"format": "pt"})
         files = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(more, "more.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    policy = load(folder)
+    policy = make_policy(folder)
     with torch.no_grad():
         next(iter(policy.trainable().values())).add_(1)
     policy.save(tmp_path / "export", merged=True)
     after, _ = whole(tmp_path / "export")
     assert after.keys() == {*tensors, "mtp.fc.weight"}
     assert torch.equal(after["mtp.fc.weight"], more["mtp.fc.weight"])
-    again = load(tmp_path / "export").trainable()
+    again = make_policy(tmp_path / "export").trainable()
     assert all(torch.equal(p, again[name]) for name, p in policy.trainable().items())
 
 
@@ -160,13 +176,7 @@ def test_an_export_keeps_tensors_that_the_class_does_not_read(tmp_path: Path, sh
 def test_an_adapter_samples_learns_and_is_exported_or_refused(
     tmp_path: Path, modules: str, tied: bool, refused: str
 ) -> None:
-    base = BaseModel(
-        ModelConfig(
-            name=str(make_architecture(tmp_path / "model", "llama", tie_word_embeddings=tied)),
-            device="cpu",
-            dtype="float32",
-        )
-    )
+    base = BaseModel(model_config(make_architecture(tmp_path / "model", "llama", tie_word_embeddings=tied)))
     lora = LoraConfig(rank=2, target_modules=modules)
     if refused:
         with pytest.raises(ConfigError, match=refused):
@@ -179,7 +189,7 @@ def test_an_adapter_samples_learns_and_is_exported_or_refused(
     gradient = learner_gradient(policy, build_forest(episodes(policy)), policy_gradient(), None)
     assert float(gradient.abs().sum()) > 0
     policy.save(tmp_path / "export", merged=True)
-    exported = load(tmp_path / "export")
+    exported = make_policy(tmp_path / "export")
     ids = torch.arange(5, 15)[None]
     with policy.attention("eager"), exported.attention("eager"), torch.no_grad():
         ours, theirs = (p.model(input_ids=ids).logits for p in (policy, exported))
@@ -191,7 +201,7 @@ def test_an_adapter_that_text_does_not_reach_is_refused(tmp_path: Path) -> None:
     folder = make_architecture(tmp_path / "model", "qwen3_vl")
     lora = LoraConfig(rank=2, target_modules="qkv")
     with pytest.raises(ConfigError, match=r"target_modules = 'qkv': the model does not .*; use 'all-linear', or name"):
-        load_policy(ModelConfig(name=str(folder), device="cpu", lora=lora))
+        make_policy(folder, lora=lora)
 
 
 @pytest.mark.parametrize("error", [TypeError("forward() lacks pixel_values"), AttributeError("no last_hidden_state")])
@@ -205,23 +215,7 @@ def test_a_model_whose_code_fails_is_refused_with_the_reason(
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(ConfigError, match=rf"\(llama\) cannot be trained: .*{error.args[0][-12:]}; use another model"):
-        load(folder)
-
-
-def test_a_cache_that_fails_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy = load(make_architecture(tmp_path / "model", "recurrent_gemma"))
-
-    def lost(*_: Any) -> int:
-        raise ValueError("only LinearAttention layers")
-
-    monkeypatch.setattr(Cache, "get_seq_length", lost)
-    with caplog.at_level(logging.WARNING, "agentjet"):
-        sampler = ModelSampler(policy, 64, 8192)
-    assert "no usable cache between tokens (ValueError: only LinearAttention layers)" in caplog.text
-    sampler.submit(1, np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=3, temperature=1.0, seed=1), policy)
-    assert [sampler.step()[0].logprob < 0 for _ in range(3)] == [True] * 3
+        make_policy(folder)
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,30 +227,30 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
     for tokenizer_class, second in (("PreTrainedTokenizerFast", " a"), ("LlamaTokenizer", "a")):
         config = json.dumps({"tokenizer_class": tokenizer_class, **names})
         (folder / "tokenizer_config.json").write_text(config)
-        vocabulary = Vocabulary(load(folder).info.tokenizer_path)
+        vocabulary = Vocabulary(make_policy(folder).info.tokenizer_path)
         assert vocabulary.add_prefix("a", first=True) == " a"
         assert vocabulary.add_prefix("a", first=False) == second
         (tmp_path / "cache").rename(tmp_path / second)
     (tmp_path / "cache").touch()
     with pytest.raises(ConfigError, match="cache/agentjet cannot be written: set XDG_CACHE_HOME to another place"):
-        load(folder)
+        make_policy(folder)
 
 
 def test_a_model_with_named_templates_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_architecture(tmp_path / "model", "llama")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}<tool_call>")
-    policy = load(folder)
+    policy = make_policy(folder)
     assert policy.info.tool_format == "hermes"
     policy.save(tmp_path / "export", merged=True)
-    assert load(tmp_path / "export").info == dataclasses.replace(policy.info, name=str(tmp_path / "export"))
+    assert make_policy(tmp_path / "export").info == dataclasses.replace(policy.info, name=str(tmp_path / "export"))
     shutil.rmtree(folder / "additional_chat_templates")
     with caplog.at_level(logging.WARNING, "agentjet"):
-        load(folder)
+        make_policy(folder)
     assert "its chat template has no tools in a known format" in caplog.text
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ConfigError, match="type 'vit', which is not a causal language model: use"):
-        load(tmp_path)
+        make_policy(tmp_path)

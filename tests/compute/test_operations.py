@@ -15,6 +15,7 @@ import asyncio
 import io
 import queue
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,19 +26,21 @@ import torch
 from agentjet.compute.channel import LargeRequest, Part, WorkerRequest, encode, requests
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.worker import Worker, WorkerPolicyHost
+from agentjet.compute.embedded.policy_host import PolicyHost
+from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
+from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.registry import make_recipe
-from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.baseline import Double, row_logprobs
-from tests.compute.conftest import make_policy, sampled_rows, tokens
-from tests.compute.test_locks import digest, other_facts
+from tests.compute.conftest import make_policy, model_config, sampled_rows, tokens
+from tests.compute.test_locks import digest
+from tests.recipes.batches import advantages, make_batch
 
 POLICY = PolicyId()
 
@@ -114,30 +117,6 @@ def test_a_later_step_of_a_batch_needs_its_first_one(policy: Policy) -> None:
         learner.forward_backward(batch, LossSpec.of(job, 1))
 
 
-def facts(**changes: Any) -> Facts:
-    """Two groups of two episodes; the planner speaks in all, the critic in all but the last."""
-    values: dict[str, Any] = {
-        "groups": np.array([0, 0, 1, 1], np.int32),
-        "rewards": np.array([1.0, 0.0, 3.0, 5.0]),
-        "roles": ("planner", "critic"),
-        "role_rewards": np.full((4, 2), np.nan),
-        "spoke": np.array([[True, True], [True, True], [True, True], [True, False]]),
-        "call_episode": np.array([0, 0, 1, 1, 2, 2, 3], np.int32),
-        "call_role": np.array([0, 1, 0, 1, 0, 1, 0], np.int32),
-        "call_turn": np.zeros(7, np.int32),
-        **other_facts(4, 7),
-    }
-    return Facts(**{**values, **changes})
-
-
-def seven_calls() -> Forest:
-    rows = [
-        Row(tokens(i, 6), slice(4, 6), {"logprob": -5.0, "version": 0, "sequence": i, "call": i, "temperature": 1.0})
-        for i in range(7)
-    ]
-    return build_forest(rows)
-
-
 @pytest.mark.parametrize(
     ("by_role", "named", "expected"),
     [
@@ -150,12 +129,15 @@ def seven_calls() -> Forest:
 def test_advantages_compare_groups_and_roles(
     by_role: bool, named: dict[tuple[int, int], float], expected: list[float]
 ) -> None:
+    """Two groups of two episodes; the planner speaks in all, the critic in all but the last."""
     role_rewards = np.full((4, 2), np.nan)
     for at, reward in named.items():
         role_rewards[at] = reward
-    recipe = make_recipe({"name": "dr_grpo", "by_role": by_role})
-    batch = TrainingBatch(0, seven_calls(), facts(role_rewards=role_rewards))
-    assert recipe.columns(batch, {})[0]["advantage"].tolist() == np.repeat(expected, 2).tolist()
+    batch = make_batch([[1, 0], [3, 5]], calls=[[2, 2], [2, 2], [2, 2], [2]])
+    roles = np.array([0, 1, 0, 1, 0, 1, 0], np.int32)
+    spoke = np.array([[True, True]] * 3 + [[True, False]])
+    own = {"roles": ("planner", "critic"), "role_rewards": role_rewards, "spoke": spoke, "call_role": roles}
+    assert advantages(replace(batch, facts=replace(batch.facts, **own)), "dr_grpo", by_role=by_role) == expected
 
 
 def test_a_target_need_not_have_been_sampled(tiny_folder: Path) -> None:
@@ -189,14 +171,9 @@ def test_a_row_with_targets_of_several_calls_is_their_forest(policy: Policy) -> 
 
 
 def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, tmp_path: Path) -> None:
-    config = ServeConfig.model_validate(
-        {"model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1}}
-    )
-    worker = Worker(io.BytesIO())
-    worker.handle("add", POLICY, config.model, config.sampler)
+    worker, hosted = hosted_policy(tiny_folder)
     worker.handle("sample", POLICY, 1, tokens(1, 5), SamplingParams(max_tokens=50, temperature=3.0))
     assert worker._next_request(0.0) is None, "time for a step of the sampler"
-    hosted = worker.policies[POLICY]
     batch = TrainingBatch(0, build_forest(sampled_rows(hosted.policy)))
     hosted.load_batch(batch)
     hosted.forward_backward(Op.of(POLICY, 0), batch.id, LossSpec.of(JobConfig()))
@@ -217,12 +194,9 @@ JOB = JobConfig(
 )
 
 
-def hosted_policy(folder: Path) -> tuple[Worker, WorkerPolicyHost]:
-    config = ServeConfig.model_validate(
-        {"model": {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}}
-    )
+def hosted_policy(folder: Path) -> tuple[Worker, PolicyHost]:
     worker = Worker(io.BytesIO())
-    worker.handle("add", POLICY, config.model, config.sampler)
+    worker.handle("add", POLICY, model_config(folder), SamplerConfig())
     return worker, worker.policies[POLICY]
 
 

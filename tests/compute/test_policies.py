@@ -21,6 +21,7 @@ import pickle
 import signal
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,21 +40,20 @@ from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
-from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, Sampled, SamplingParams
 from tests.compute.architectures import make_architecture
-from tests.compute.conftest import make_policy, sampled_rows, tokens, with_random_adapter
-from tests.compute.test_locks import digest, other_facts
+from tests.compute.conftest import make_policy, model_config, run, sampled_rows, tokens, with_random_adapter
+from tests.compute.test_locks import digest
+from tests.recipes.batches import make_batch
 from tests.tiny import make_model
 
 A, B = PolicyId("default", "a"), PolicyId("other", "b")
 OTHERS = (B, PolicyId("other", "c"), PolicyId("third"))
 
 
-def model_of(folder: Path, rank: int = 4, **changes: Any) -> ModelConfig:
-    settings = {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1, "lora": {"rank": rank}}
-    return ModelConfig.model_validate({**settings, **changes})
+model_of = partial(model_config, rank=4)
 
 
 def add(worker: Worker, policy: PolicyId, model: ModelConfig) -> None:
@@ -72,17 +72,7 @@ def train(worker: Worker, policy: PolicyId, version: int, batch: TrainingBatch, 
     worker.handle("publish", policy, version + 1)
 
 
-def completions(
-    sampler: ModelSampler, requests: dict[int, tuple[Policy, np.ndarray]]
-) -> dict[int, tuple[list[int], list[float]]]:
-    found: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
-    for id, (policy, prompt) in requests.items():
-        sampler.submit(id, prompt, SamplingParams(max_tokens=6, seed=id), policy)
-    while not sampler.is_idle:
-        for new in sampler.step():
-            found[new.id][0].append(new.token)
-            found[new.id][1].append(new.logprob)
-    return found
+SIX = SamplingParams(max_tokens=6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -118,16 +108,16 @@ def test_a_mixed_batch_samples_as_each_policy_alone(tmp_path: Path, kind: str) -
     policies = [with_random_adapter(base.adapted(LoraConfig(rank=rank)), rank) for rank in (2, 4, 3)]
     policies.append(with_random_adapter(base.adapted(LoraConfig(rank=2, target_modules="lm_head")), 5))
     prompts = [tokens(1, 30), tokens(2, 9)]
-    requests = {i: (policies[i % 4], prompts[i // 4 % 2]) for i in range(16)}
+    requests = {i: (prompts[i // 4 % 2], SamplingParams(max_tokens=6, seed=i), policies[i % 4]) for i in range(16)}
     mixed = ModelSampler(base.policy, 64, 8192)
-    found = completions(mixed, requests)
+    found = run(mixed, requests)
     if kind == "llama":
         assert [bool(policy.mixable_layers) for policy in policies] == [True, True, True, False]
     computed = 0
     for policy in policies:
         alone = ModelSampler(base.policy, 64, 8192)
-        own = {id: request for id, request in requests.items() if request[0] is policy}
-        for id, (chosen, logprobs) in completions(alone, own).items():
+        own = {id: request for id, request in requests.items() if request[2] is policy}
+        for id, (chosen, logprobs) in run(alone, own).items():
             assert found[id][0] == chosen
             assert found[id][1] == pytest.approx(logprobs, abs=2e-4)
         computed += alone.num_computed
@@ -138,11 +128,12 @@ def test_a_mixed_batch_samples_as_each_policy_alone(tmp_path: Path, kind: str) -
 def test_a_diverged_adapter_fails_alone(tiny_folder: Path) -> None:
     base = BaseModel(model_of(tiny_folder))
     good, bad = (with_random_adapter(base.adapted(LoraConfig(rank=4)), seed) for seed in (1, 2))
-    expected = completions(ModelSampler(base.policy, 8, 4096), {1: (good, tokens(1, 9))})
+    prompt = tokens(1, 9)
+    expected = run(ModelSampler(base.policy, 8, 4096), {1: (prompt, SIX, good)})
     next(iter(bad.trainable().values())).data.fill_(torch.inf)
     list(bad.trainable().values())[-1].data.fill_(torch.nan)
     sampler = ModelSampler(base.policy, 8, 4096)
-    found = completions(sampler, {1: (good, tokens(1, 9)), 2: (bad, tokens(1, 9))})
+    found = run(sampler, {1: (prompt, SIX, good), 2: (prompt, SIX, bad)})
     assert found[1][0] == expected[1][0] and found[1][1] == pytest.approx(expected[1][1], abs=1e-4)
     assert len(found[2][0]) == 1 and not np.isfinite(found[2][1]).any()
 
@@ -251,8 +242,7 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
         add(worker, A, refused)
     worker.handle("remove", A)
     alive = [one for one in gc.get_objects() if isinstance(one, BaseModel) and id(one) not in of_other_tests]
-    assert len(alive) == 1, "a failed `add` leaves nothing behind"
-    del alive
+    assert not alive, "a failed `add` leaves nothing behind"
     add(worker, A, model_of(other))
 
 
@@ -272,19 +262,7 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, reci
     worker = Worker(io.BytesIO())
     add(worker, A, model_of(tiny_folder))
     weights = {name: weight.clone() for name, weight in worker.policies[A].policy.trainable().items()}
-    none = np.zeros(0, np.int32)
-    facts = Facts(
-        groups=np.zeros(2, np.int32),
-        rewards=np.array([1.0, 0.0]),
-        roles=(),
-        role_rewards=np.zeros((2, 0)),
-        spoke=np.zeros((2, 0), bool),
-        call_episode=none,
-        call_role=none,
-        call_turn=none,
-        **other_facts(2, 0),
-    )
-    batch = TrainingBatch(0, build_forest([]), facts)
+    batch = make_batch([[1.0, 0.0]], calls=[[], []])
     train(worker, A, 0, batch, JobConfig.model_validate({"recipe": recipe}))
     after = worker.policies[A].policy.trainable()
     assert all(torch.equal(weight, after[name]) for name, weight in weights.items())

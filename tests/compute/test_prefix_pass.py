@@ -3,12 +3,15 @@
 1. for every budget, gradient and log-probabilities equal those of the forest in one piece, in float64;
 2. only the last given node and short runs are computed twice;
 3. a pass without gradients does not affect the next one;
-4. a pass with gradients keeps no tensor alive: the memory of a batch is freed without the garbage collector.
+4. a pass with gradients keeps no tensor alive: the memory of a batch is freed without the garbage collector;
+5. activation checkpointing gives the same gradients bit by bit, also row by row, and keeps a fraction of the
+   activations (with ranks: `tests/cluster/test_ranks.py`).
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentjet.compute.embedded.attention import ForestPlan
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.passes import PrefixPass
 from agentjet.compute.embedded.policy import Policy
 from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, call_row
-from tests.compute.conftest import make_policy, tokens
+from tests.cluster.rank_cases import gradients, policy_of
+from tests.compute.conftest import bytes_kept, make_policy, tokens
+from tests.compute.test_locks import recorded_batch, training_batch
 
 WHOLE = 10_000
 
@@ -126,3 +133,27 @@ def test_a_kept_piece_is_one_path_and_lives_until_the_last_piece_below_it(double
         if piece.is_kept:
             assert np.array_equal(piece.parent, np.arange(-1, piece.num_nodes - 1))
             stack.append(piece.num_cached + piece.num_nodes)
+
+
+CHUNKED = 9
+"""A batch of `test_locks` in several micro-batches, with a reference."""
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "rows"])
+def test_recomputed_activations_give_equal_gradients(kind: str, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("mamba" if kind == "rows" else "tiny")
+    plain, recomputed = (
+        gradients(PolicyLearner(policy_of(name, folder)), (CHUNKED,)) for name in (kind, f"{kind} recomputed")
+    )
+    assert plain[1] == recomputed[1]
+    for step, gradient in plain[0].items():
+        assert gradient.any() and np.array_equal(gradient, recomputed[0][step]), step
+    assert not [one for one in gc.get_objects() if isinstance(one, ForestPlan)]
+
+
+def test_activations_to_recompute_are_not_kept(tiny_folder: Path) -> None:
+    forest = training_batch(recorded_batch(0), 0).forest
+    recomputed, kept = (
+        bytes_kept(PolicyLearner(policy_of(kind, tiny_folder)), [forest]) for kind in ("full recomputed", "full")
+    )
+    assert recomputed < 0.2 * kept

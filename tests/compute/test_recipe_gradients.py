@@ -2,13 +2,14 @@
 
 The recipe makes its columns from the facts of a batch. The baseline takes these as numbers, and computes
 log-probabilities, losses, weights and gradients without code of `recipes/` and of the learner. `test_gradients` has
-more of three losses: architectures, aggregations, float32.
+more of three losses: architectures, aggregations, float32. `sft` and `dpo` are compared with their losses over whole
+batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,13 +21,15 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig
 from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.recipes.recipe import Recipe
 from agentjet.recipes.registry import built_in, find, make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.forest import Forest, build_forest
+from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import Double, Weights, another_reference, episodes, relative, row_logprobs
-from tests.compute.conftest import make_policy
+from tests.compute.conftest import make_policy, tokens
 from tests.compute.formulas import FORMULAS
+from tests.recipes.batches import make_batch
 
 EPISODES, ROLES = 6, 2
 PLAIN = {
@@ -61,46 +64,45 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         rows = [row.with_columns(call=number) for number, row in enumerate(episodes(policy))]
         forest = build_forest(rows)
         forest = forest.with_columns(number=np.arange(forest.num_targets))
-        sequence_C = [row["sequence"] for row in rows]
-        facts = facts_of(np.array(sequence_C))
         with torch.no_grad():
             of_reference = torch.cat([row_logprobs(policy, row, reference) for row in rows])
         logp = torch.cat([row_logprobs(policy, row) for row in rows])
-        yield Case(policy, TrainingBatch(0, forest, facts), reference, logp, of_reference)
+        yield Case(policy, TrainingBatch(0, forest, facts_of()), reference, logp, of_reference)
 
 
-def facts_of(sequence_C: np.ndarray) -> Facts:
-    """Rewards of two groups of three episodes of two roles, as `episodes` numbers its sequences."""
+def facts_of() -> Facts:
+    """Rewards of two groups of three episodes of two roles, in the order of the calls of `episodes`."""
     rng = np.random.default_rng(1)
-    turns = [int(np.sum(sequence_C[:call] == sequence)) for call, sequence in enumerate(sequence_C)]
-    return Facts(
-        groups=(np.arange(EPISODES) // 3).astype(np.int32),
-        rewards=rng.normal(size=EPISODES),
+    made = make_batch(
+        rng.normal(size=(2, 3)).tolist(), calls=[[1, 1, 1]] * EPISODES, turn_rewards=rng.normal(size=(6, 3))
+    )
+    return replace(
+        made.facts,
         roles=("", "other"),
         role_rewards=np.full((EPISODES, ROLES), np.nan),
         spoke=np.ones((EPISODES, ROLES), bool),
-        call_episode=(sequence_C % EPISODES).astype(np.int32),
-        call_role=(sequence_C // EPISODES).astype(np.int32),
-        call_turn=np.array(turns, np.int32),
-        call_rewards=rng.normal(size=len(sequence_C)),
-        call_truncated=np.zeros(len(sequence_C), bool),
+        call_role=np.array([0, 0, 1] * EPISODES, np.int32),
+        call_turn=np.array([0, 1, 0] * EPISODES, np.int32),
         tasks=tuple(("", f"t{episode // 3}") for episode in range(EPISODES)),
-        seconds=np.ones(EPISODES),
-        metrics={},
-        code_versions=("",) * EPISODES,
     )
 
 
-def learner_gradient(case: Case, recipe: PolicyGradient, micro_batch_tokens: int) -> tuple[Forest, Tensor]:
-    """The forest with the recipe's columns, and the flat gradient of the learner."""
-    learner = PolicyLearner(case.policy)
-    learner._reference = case.reference
+def learner_gradient(
+    policy: Policy, batch: TrainingBatch, recipe: Recipe, reference: Weights, micro_batch_tokens: int
+) -> tuple[Forest, Tensor, dict[str, float]]:
+    """The forest with the recipe's columns, the flat gradient of the learner, and its metrics."""
+    learner = PolicyLearner(policy)
+    learner._reference = reference
     loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=micro_batch_tokens))
-    forest = learner._prepare(case.batch, loss).forest
-    learner.forward_backward(case.batch, loss)
-    gradient = torch.cat([master.grad.flatten() for master in learner.masters()])
+    forest = learner._prepare(batch, loss).forest
+    metrics = dict(learner.forward_backward(batch, loss).metrics)
+    gradient = flat(master.grad for master in learner.masters())
     learner._optimizer.zero_grad()
-    return forest, gradient
+    return forest, gradient, metrics
+
+
+def flat(gradients: Iterable[Tensor | None]) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in gradients if one is not None])
 
 
 def baseline_gradient(case: Case, recipe: PolicyGradient, forest: Forest) -> Tensor:
@@ -117,8 +119,7 @@ def baseline_gradient(case: Case, recipe: PolicyGradient, forest: Forest) -> Ten
         gap = columns.get("reference", case.of_reference[kept]) - logp  # As a column it is rounded to float32.
         losses = losses + recipe.kl_coef * (gap.exp() - gap - 1)
     total = (losses * weights(recipe.loss.aggregation, sequence)).sum()
-    gradients = torch.autograd.grad(total, list(case.policy.trainable().values()), retain_graph=True)
-    return torch.cat([gradient.flatten() for gradient in gradients])
+    return flat(torch.autograd.grad(total, list(case.policy.trainable().values()), retain_graph=True))
 
 
 def weights(aggregation: str, sequence: Tensor) -> Tensor:
@@ -144,8 +145,74 @@ def test_gradients(case: Case, loss: str, kl: float) -> None:
     recipe = make_recipe({"name": LOSSES[loss], "epochs": 1, "mini_batches": 1, "kl_coef": kl, **own})
     assert isinstance(recipe, PolicyGradient) and recipe.loss.name == loss
     with Double():
-        forest, ours = learner_gradient(case, recipe, 100_000)
+        forest, ours, _ = learner_gradient(case.policy, case.batch, recipe, case.reference, 100_000)
         truth = baseline_gradient(case, recipe, forest)
-        _, cut = learner_gradient(case, recipe, 50)
+        _, cut, _ = learner_gradient(case.policy, case.batch, recipe, case.reference, 50)
         assert float(truth.norm()) > 0 and truth.dtype == torch.float64
         assert max(relative(ours, truth), relative(cut, truth)) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"name": "stepwise_grpo", "keep": 0.5},
+        {"name": "gigpo"},
+        {"name": "dense_turn_credit"},
+        {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "correction": "tis", "correction_level": "sequence"},
+    ],
+    ids=lambda parameters: parameters["name"],
+)
+def test_recipes_whose_columns_need_facts_have_a_gradient(case: Case, parameters: dict[str, object]) -> None:
+    recipe = make_recipe(parameters)
+    with Double():
+        _, gradient, metrics = learner_gradient(case.policy, case.batch, recipe, case.reference, 100_000)
+    assert np.isfinite(list(metrics.values())).all() and float(gradient.norm()) > 0
+
+
+GROUPS = [[1.0, 0.2, 0.9], [0.0, 1.0]]
+SIZE = 4
+PAIRS = {"best_worst": [(0, 1), (4, 3)], "all": [(0, 1), (0, 2), (2, 1), (4, 3)]}
+
+
+def made_rows() -> list[Row]:
+    """An answer to its group's prompt for each episode, without log-probabilities, as demonstrations have it."""
+    groups = [group for group, rewards in enumerate(GROUPS) for _ in rewards]
+    unknown, versions = np.full(SIZE, np.nan, np.float32), np.zeros(SIZE, np.int32)
+    return [
+        call_row(np.concatenate([tokens(group, 6), tokens(10 + e, SIZE)]), unknown, versions, None, 1.0, e, call=e)
+        for e, group in enumerate(groups)
+    ]
+
+
+def demonstrated(rows: Sequence[Row]) -> TrainingBatch:
+    return TrainingBatch(0, build_forest(rows), make_batch(GROUPS, calls=[[SIZE]] * len(rows)).facts)
+
+
+@pytest.mark.parametrize("budget", [100_000, 16])
+def test_sft(case: Case, budget: int) -> None:
+    policy, rows = case.policy, made_rows()
+    with Double():
+        _, ours, metrics = learner_gradient(policy, demonstrated(rows), make_recipe("sft"), {}, budget)
+        loss = -torch.cat([row_logprobs(policy, row) for row in rows]).mean()
+        expected = flat(torch.autograd.grad(loss, list(policy.trainable().values())))
+    assert relative(ours, expected) <= 1e-7  # the weight of a token is stored in float32
+    assert metrics["policy/cross_entropy"] == pytest.approx(float(loss.detach()))
+
+
+@pytest.mark.parametrize("budget", [100_000, 16])
+@pytest.mark.parametrize("pairs", ["best_worst", "all"])
+def test_dpo(case: Case, pairs: str, budget: int) -> None:
+    policy, rows, reference = case.policy, made_rows(), case.reference
+    recipe = make_recipe({"name": "dpo", "pairs": pairs, "beta": 0.5})
+    with Double():
+        _, ours, metrics = learner_gradient(policy, demonstrated(rows), recipe, reference, budget)
+        sums = [row_logprobs(policy, row).sum() for row in rows]
+        with torch.no_grad():
+            others = [row_logprobs(policy, row, reference).sum() for row in rows]
+        ratios = [own - other for own, other in zip(sums, others, strict=True)]
+        losses = [-torch.nn.functional.logsigmoid(0.5 * (ratios[w] - ratios[x])) for w, x in PAIRS[pairs]]
+        loss = torch.stack(losses).mean()
+        expected = flat(torch.autograd.grad(loss, list(policy.trainable().values())))
+    assert relative(ours, expected) <= 1e-6  # log-probabilities of a batch are stored in float32
+    assert metrics["dpo/loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
+    assert metrics["dpo/pairs"] == len(PAIRS[pairs])

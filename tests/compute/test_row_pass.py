@@ -1,9 +1,9 @@
 """Models that do not share prefixes. Pinned here:
 
-1. their config or a trial detects them, with one log line that names the reason; other models are not affected;
+1. a trial detects what a config does not show (reasons by architecture: `test_models`);
 2. learning one row per timeline gives the gradient of one row per call: each target in exactly one row, within the
    budget of a micro-batch;
-3. their sampler agrees with the learner, and drops its state when the weights change;
+3. a cache that is not exact is not used (their sampler: `test_sampler`);
 4. logits equal the model's own, with soft caps and scales.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,22 +21,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Cache
 
-from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy, prefix_sharing_obstacle
+from agentjet.compute.embedded.model import prefix_sharing_obstacle
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
-from agentjet.errors import ConfigError, OutOfCache
+from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
+from agentjet.errors import ConfigError
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import ancestors, build_forest, call_row
 from agentjet.types import Op, PolicyId, SamplingParams
-from tests.compute.architectures import BRANCHING, ROWS, make_architecture
+from tests.compute.architectures import ROWS
 from tests.compute.baseline import (
     Baseline,
     Double,
@@ -47,28 +46,7 @@ from tests.compute.baseline import (
     relative,
     row_logprobs,
 )
-from tests.compute.conftest import make_policy, run, sampled_rows, tokens
-
-REASONS = {
-    "mistral": "layers of kind sliding_attention of 8 in a context of 512",
-    "gemma3_window": "layers of kind sliding_attention of 8 in a context of 512",
-    "gemma2": "attention with softcap",
-    "gpt_oss": "attention with s_aux",
-    "mamba": "layers of kind linear_attention",
-    "lfm2": "layers of kind conv",
-    "qwen3_next": "layers of kind linear_attention",
-    "falcon_h1": "layers of kind hybrid",
-    "bamba": "layers of kind linear_attention",
-    "llama4": "layers of kind chunked_attention of 8192 in a context of 512",
-    "recurrent_gemma": "layers of kind linear_attention, sliding_attention of 8 in a context of 512",
-}
-SAMPLED = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    parent = tmp_path_factory.mktemp("models")
-    return {kind: make_architecture(parent / kind, kind) for kind in (*ROWS, *BRANCHING)}
+from tests.compute.conftest import make_endless, make_policy, model_config, run, sampled_rows, tokens
 
 
 def in_double(policy: Policy) -> None:
@@ -77,28 +55,9 @@ def in_double(policy: Policy) -> None:
     policy.config._experts_implementation = "eager"
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_models_that_share_no_prefixes_are_recognised(
-    folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "agentjet"):
-        policy = make_policy(folders[kind])
-    assert not policy.info.shares_prefixes
-    (line,) = [r.getMessage() for r in caplog.records if "prefixes are not shared" in r.getMessage()]
-    assert line.startswith(f"{folders[kind]}: prefixes are not shared (") and line.endswith("): one row per timeline")
-    assert REASONS[kind] in line
-
-
-@pytest.mark.parametrize("kind", BRANCHING)
-def test_full_attention_shares_prefixes(folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "agentjet"):
-        assert make_policy(folders[kind]).info.shares_prefixes
-    assert "prefixes are not shared" not in caplog.text
-
-
-def test_a_layer_that_attends_twice_shares_no_prefixes(folders: dict[str, Path]) -> None:
+def test_a_layer_that_attends_twice_shares_no_prefixes(folder_of: Callable[[str], Path]) -> None:
     """The cache has one place for a layer's keys, so the second call would overwrite those of the first."""
-    policy = make_policy(folders["llama"])
+    policy = make_policy(folder_of("llama"))
     for layer in cast(Any, policy.decoder).layers:
         attend = layer.self_attn.forward
 
@@ -110,18 +69,17 @@ def test_a_layer_that_attends_twice_shares_no_prefixes(folders: dict[str, Path])
         assert "attend once each" in (prefix_sharing_obstacle(policy) or "")
 
 
-def test_a_window_as_wide_as_the_context_branches(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["mistral"], tmp_path / "wide")
+def test_a_window_as_wide_as_the_context_branches(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("mistral"), tmp_path / "wide")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 40}))
     for context_length, branches in ((40, True), (41, False)):
-        model = ModelConfig(name=str(folder), device="cpu", dtype="float32", context_length=context_length)
-        assert load_policy(model).info.shares_prefixes == branches
+        assert make_policy(folder, context_length=context_length).info.shares_prefixes == branches
 
 
 @pytest.mark.parametrize("kind", ["granite", "falcon_h1", "gemma2", "llama"])
-def test_logits_end_as_the_models_own(folders: dict[str, Path], kind: str) -> None:
-    policy = make_policy(folders[kind])
+def test_logits_end_as_the_models_own(folder_of: Callable[[str], Path], kind: str) -> None:
+    policy = make_policy(folder_of(kind))
     ids = torch.from_numpy(tokens(1, 30).astype(np.int64))[None]
     with torch.no_grad(), policy.attention("eager"):
         hidden = policy.decoder(input_ids=ids, use_cache=False).last_hidden_state
@@ -130,16 +88,16 @@ def test_logits_end_as_the_models_own(folders: dict[str, Path], kind: str) -> No
     assert bare == (kind == "llama")
 
 
-def test_logits_that_are_no_product_are_refused(folders: dict[str, Path]) -> None:
-    policy = make_policy(folders["mistral"])
+def test_logits_that_are_no_product_are_refused(folder_of: Callable[[str], Path]) -> None:
+    policy = make_policy(folder_of("mistral"))
     policy._head = torch.nn.Linear(32, policy.vocabulary)
     with pytest.raises(ConfigError, match=r"model\.name = .*its logits are not the product"):
         find_logit_transform(policy)
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_the_gradient_is_that_of_one_row_per_call(folders: dict[str, Path], kind: str) -> None:
-    policy = make_policy(folders[kind])
+def test_the_gradient_is_that_of_one_row_per_call(folder_of: Callable[[str], Path], kind: str) -> None:
+    policy = make_policy(folder_of(kind))
     rows = episodes(policy, restricted=kind == "lfm2")
     in_double(policy)
     reference = another_reference(policy)
@@ -156,8 +114,8 @@ def test_the_gradient_is_that_of_one_row_per_call(folders: dict[str, Path], kind
     assert relative(cut, baseline.gradient(gspo)) <= bound
 
 
-def test_rows_are_timelines_within_the_budget(folders: dict[str, Path]) -> None:
-    policy = make_policy(folders["mistral"])
+def test_rows_are_timelines_within_the_budget(folder_of: Callable[[str], Path]) -> None:
+    policy = make_policy(folder_of("mistral"))
     rows = [*episodes(policy), *sampled_rows(policy, groups=1, repeats=2, turns=3)]
     forest = build_forest(rows)
     timelines = {tuple(row.tokens) for row in rows}
@@ -179,8 +137,8 @@ def test_rows_are_timelines_within_the_budget(folders: dict[str, Path]) -> None:
         assert sorted(found) == sorted(timelines)
 
 
-def test_tokens_computed_are_those_of_the_padded_rows(folders: dict[str, Path]) -> None:
-    policy = make_policy(folders["mistral"])
+def test_tokens_computed_are_those_of_the_padded_rows(folder_of: Callable[[str], Path]) -> None:
+    policy = make_policy(folder_of("mistral"))
     forest = build_forest(episodes(policy))
     leaves = np.flatnonzero(forest.end == np.arange(forest.num_nodes) + 1)
     lengths = forest.depth[leaves] + 1
@@ -190,79 +148,29 @@ def test_tokens_computed_are_those_of_the_padded_rows(folders: dict[str, Path]) 
     assert apart == lengths.sum() > forest.num_nodes
 
 
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_sampler_and_learner_agree(folders: dict[str, Path], kind: str) -> None:
-    policy = make_policy(folders[kind])
-    rows = sampled_rows(policy, groups=2, repeats=2, temperature=0.8)
-    with torch.no_grad():
-        for row in rows:
-            assert row["logprob"] == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
-    metrics = PolicyLearner(policy).learn(build_forest(rows), JobConfig(), 0)
-    assert metrics["policy/mismatch_kl"] < 1e-7
-
-
-@pytest.mark.parametrize("kind", ["mistral", "mamba"])
-def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    job = JobConfig(
-        recipe=policy_gradient({"mini_batches": 2, "kl_coef": 0.01}),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1),
-    )
-    policy = make_policy(folders[kind], dtype="bfloat16")
-    learner = PolicyLearner(policy)
-    batches = [build_forest(sampled_rows(policy, groups=2, repeats=2, seed=s)) for s in range(3)]
-    for version, forest in enumerate(batches):
-        if version == 1:
-            checkpoint.save(tmp_path / "step_000001", policy, learner, {"policy_version": 1})
-        learner.learn(forest, job, version)
-    revived = make_policy(folders[kind], dtype="bfloat16")
-    second = PolicyLearner(revived)
-    checkpoint.load(tmp_path / "step_000001", revived, second)
-    for version in (1, 2):
-        second.learn(batches[version], job, version)
-    undisturbed = policy.trainable()
-    assert all(torch.equal(p, undisturbed[name]) for name, p in revived.trainable().items())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SAMPLED if kind != "bamba"])  # whose cache is not used
-def test_a_cache_never_outlives_the_weights(folders: dict[str, Path], kind: str) -> None:
-    policy = make_policy(folders[kind])
-    policy.end_tokens = frozenset()
-    prompt = tokens(5, 20)
-
-    def completion(invalidates: bool) -> tuple[list[int], list[float]]:
-        sampler = ModelSampler(policy, 4, 8192)
-        sampler.submit(1, prompt, SamplingParams(max_tokens=10, seed=2))
-        found = [sampler.step()[0] for _ in range(4)]
-        with torch.no_grad():
-            for p in policy.model.parameters():
-                p.mul_(1.5)
-        if invalidates:
-            sampler.invalidate()
-        while not sampler.is_idle:
-            found += sampler.step()
-        return [new.token for new in found], [new.logprob for new in found]
-
-    def plain(chosen: list[int]) -> list[float]:
-        ids = torch.from_numpy(np.concatenate([prompt, chosen]).astype(np.int64))
-        with torch.no_grad():
-            logp = policy.model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        return [float(logp[len(prompt) - 1 + i, token]) for i, token in enumerate(chosen)]
-
-    chosen, logprobs = completion(invalidates=True)
-    assert logprobs[4:] == pytest.approx(plain(chosen)[4:], abs=1e-4)
-    chosen, logprobs = completion(invalidates=False)
-    assert logprobs[5:] != pytest.approx(plain(chosen)[5:], abs=1e-3), "a stale cache would not show"
-
-
-def test_a_cache_that_gives_other_numbers_is_not_used(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("mistral", "its logits differ"), ("recurrent_gemma", r"(ValueError: only LinearAttention")]
+)
+def test_a_cache_that_gives_other_numbers_or_fails_is_not_used(
+    folder_of: Callable[[str], Path],
+    kind: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A model that forgets what came before the tokens it is given."""
-    policy = make_policy(folders["mistral"])
+    """A model that forgets what came before the tokens it is given, and one whose cache raises."""
+    policy = make_endless(folder_of(kind))
     whole = policy.decoder.forward
-    monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
+
+    def lost(*_: Any) -> int:
+        raise ValueError("only LinearAttention layers")
+
+    if kind == "mistral":
+        monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
+    else:
+        monkeypatch.setattr(Cache, "get_seq_length", lost)
     sampler = ModelSampler(policy, 4, 4096)
-    assert "no usable cache between tokens" in caplog.text
+    assert "no usable cache between tokens" in caplog.text and reason in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
     row = call_row(np.concatenate([prompt, np.int32(chosen)]), np.float32(logprobs), np.zeros(6, np.int32), 1.0, 1.0, 0)
@@ -270,63 +178,8 @@ def test_a_cache_that_gives_other_numbers_is_not_used(
         assert logprobs == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
 
 
-def test_requests_do_not_disturb_each_other(folders: dict[str, Path]) -> None:
-    policy = make_policy(folders["lfm2"])
-    policy.end_tokens = frozenset()
-    wanted = (tokens(1, 20), SamplingParams(max_tokens=8, seed=7))
-    alone = ModelSampler(policy, 4, 4096)
-    expected = run(alone, {0: wanted})[0]
-    assert alone.num_computed == 20 + 7
-    narrow = ModelSampler(policy, 3, 256)  # room for two rows of one block
-    crowd = {i: (tokens(50 + i, 5 * i), SamplingParams(max_tokens=3 + i, temperature=0.7, seed=i)) for i in range(1, 6)}
-    found = run(narrow, {**crowd, 0: wanted})
-    assert found[0][0] == expected[0]
-    assert found[0][1] == pytest.approx(expected[1], abs=1e-5)
-    assert [len(found[i][0]) for i in crowd] == [3 + i for i in crowd]
-
-
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_repeats_of_a_prompt_share_its_state_until_they_part(folders: dict[str, Path], kind: str) -> None:
-    policy = make_policy(folders[kind])
-    policy.end_tokens = frozenset()
-    prompt = tokens(1, 20)
-    requests = {i: (prompt, SamplingParams(max_tokens=6, temperature=0.3, seed=i)) for i in range(4)}
-    sampler = ModelSampler(policy, 8, 4096)
-    out = run(sampler, requests)
-    if kind != "bamba":  # whose cache is not used
-        contexts = {tuple(np.concatenate([prompt, out[i][0]])[: n + 1]) for i in requests for n in range(20 + 5)}
-        assert sampler.num_computed == len(contexts) > 20 + 5
-    for i, request in requests.items():
-        alone = run(ModelSampler(policy, 1, 4096), {i: request})[i]
-        assert out[i][0] == alone[0]
-        assert out[i][1] == pytest.approx(alone[1], abs=1e-4)
-
-
-def test_requests_end_are_cancelled_and_are_refused(folders: dict[str, Path]) -> None:
-    policy = make_policy(folders["lfm2"])
-    policy.end_tokens = frozenset()
-    sampler = ModelSampler(policy, 2, 1024)
-    with pytest.raises(OutOfCache, match="600 prompt tokens"):
-        sampler.submit(9, tokens(0, 600), SamplingParams(max_tokens=4))
-    for i in range(4):
-        sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=3, seed=i))
-    first = {new.id for new in sampler.step()}
-    assert first == {0, 1}
-    for gone in (0, 3, 77):  # running, waiting, unknown
-        sampler.cancel(gone)
-    rest = []
-    while not sampler.is_idle:
-        rest += sampler.step()
-    assert [new.id for new in rest] == [1, 2, 1, 2, 2]
-    assert [new.finish_reason for new in rest] == [None, None, "length", None, "length"]
-    policy.end_tokens = frozenset(range(policy.vocabulary))
-    sampler.submit(1, tokens(0, 4), SamplingParams(max_tokens=50))
-    (new,) = sampler.step()
-    assert new.finish_reason == "stop" and sampler.is_idle
-
-
-def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> None:
-    model = ModelConfig(name=str(folders["mamba"]), device="cpu", dtype="float32", threads=1)
+def test_a_worker_samples_and_learns_such_a_model(folder_of: Callable[[str], Path]) -> None:
+    model = model_config(folder_of("mamba"))
     output = io.BytesIO()
     worker, policy = Worker(output), PolicyId()
     info = worker.handle("add", policy, model, SamplerConfig())
@@ -344,7 +197,7 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> N
         return [logp for piece in pieces for logp in piece.logprobs], {piece.policy_version for piece in pieces}
 
     before = sample()
-    forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
+    forest = build_forest(sampled_rows(make_policy(folder_of("mamba")), groups=1))
     batch, loss = TrainingBatch(0, forest), LossSpec.of(JobConfig())
     worker.handle("load_batch", policy, batch)
     outputs = worker.handle("forward_backward", policy, Op.of(policy, 0), batch.id, loss)
@@ -353,8 +206,3 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> N
     worker.handle("publish", policy, 1)
     after = sample()
     assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_a_text_of_one_token_has_no_scores(folders: dict[str, Path], kind: str) -> None:
-    assert score(make_policy(folders[kind]), tokens(1, 1), 2) == []

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,24 +18,21 @@ import torch
 
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.token_sampling import sample_tokens
-from agentjet.compute.truncation import truncate
+from agentjet.compute.token_choice import sample_tokens, truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.support import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
-from tests.compute.conftest import make_policy, run, sampler_of, tokens
+from tests.compute.conftest import make_endless, make_policy, run, sampler_of, tokens
+
+STATEFUL = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
+"""Models that do not share prefixes: each row has a state."""
 
 
 def reference_logprobs(policy: Policy, prompt: np.ndarray, completion: list[int], temperature: float) -> list[float]:
     """By `transformers` itself, with its own attention and no cache."""
-    config = policy.decoder.config
-    before, config._attn_implementation = config._attn_implementation, "eager"
-    try:
-        full = torch.from_numpy(np.concatenate([prompt, completion])).long()
-        with torch.no_grad():
-            logits = policy.model(input_ids=full[None], use_cache=False).logits[0].float() / temperature
-    finally:
-        config._attn_implementation = before
+    full = torch.from_numpy(np.concatenate([prompt, completion])).long()
+    with torch.no_grad(), policy.attention("eager"):
+        logits = cast(Any, policy.model)(input_ids=full[None], use_cache=False).logits[0].float() / temperature
     logp = logits.log_softmax(-1)
     return [float(logp[len(prompt) - 1 + i, token]) for i, token in enumerate(completion)]
 
@@ -125,18 +123,6 @@ def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:
     assert logprobs[2] == pytest.approx(float((logits[0] / 0.5).log_softmax(-1)[0]), abs=1e-6)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs(policy: Policy) -> None:
-    wanted = (tokens(1, 20), SamplingParams(max_tokens=12, seed=7))
-    alone = run(ModelSampler(policy, 8, 8192), {0: wanted})[0][0]
-    crowd = {
-        i: (tokens(50 + i, 5 * i + 2), SamplingParams(max_tokens=3 + i, temperature=0.5 + 0.1 * i, seed=i))
-        for i in range(1, 8)
-    }
-    assert run(ModelSampler(policy, 4, 8192), {**crowd, 0: wanted})[0][0] == alone
-    other = run(ModelSampler(policy, 8, 8192), {0: (wanted[0], SamplingParams(max_tokens=12, seed=8))})[0][0]
-    assert other != alone
-
-
 def test_shared_prefixes_and_continuations_change_nothing(policy: Policy) -> None:
     sampler = ModelSampler(policy, 8, 8192)
     prompt = tokens(3, 40)
@@ -147,30 +133,6 @@ def test_shared_prefixes_and_continuations_change_nothing(policy: Policy) -> Non
     assert second[9][0] == fresh[9][0]
     assert second[9][1] == pytest.approx(fresh[9][1], abs=1e-5)
     assert first[0][1] == pytest.approx(reference_logprobs(policy, prompt, first[0][0], 1.0), abs=1e-4)
-
-
-def test_each_token_in_context_is_computed_once_between_repeats_too(policy: Policy) -> None:
-    policy.end_tokens = frozenset()
-    sampler = ModelSampler(policy, 64, 16384)
-    prompts = [np.concatenate([tokens(1, 20), tokens(g, 10)]) for g in range(3)]
-    requests = {
-        g * 8 + i: (prompts[g], SamplingParams(max_tokens=7, temperature=0.05, seed=i))
-        for g in range(3)
-        for i in range(8)
-    }
-    out = run(sampler, requests)
-    # The last sampled token is never computed: nothing follows it.
-    contexts = {
-        tuple(np.concatenate([prompt, out[id][0]])[: n + 1])
-        for id, (prompt, _) in requests.items()
-        for n in range(len(prompt) + 6)
-    }
-    assert sampler.num_computed == len(contexts)
-    assert len(contexts) < 0.5 * sum(len(prompt) + 6 for prompt, _ in requests.values())
-    for id, (prompt, params) in requests.items():
-        alone = run(ModelSampler(policy, 1, 4096), {id: (prompt, params)})[id]
-        assert out[id][0] == alone[0]
-        assert out[id][1] == pytest.approx(alone[1], abs=1e-4)
 
 
 def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
@@ -192,85 +154,99 @@ def test_long_and_short_requests_run_side_by_side(policy: Policy) -> None:
         assert out[i][1] == pytest.approx(reference_logprobs(policy, prompt, out[i][0], 1.0), abs=1e-4)
 
 
-def test_an_end_token_ends_and_is_part_of_the_completion(policy: Policy) -> None:
+@pytest.mark.parametrize("kind", ["tiny", "lfm2"])
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(folder_of: Callable[[str], Path], kind: str) -> None:
+    policy = make_endless(folder_of(kind))
+    prompt = tokens(1, 20)
+    wanted, other = ((prompt, SamplingParams(max_tokens=12, seed=seed)) for seed in (7, 8))
+    alone = ModelSampler(policy, 8, 8192)
+    chosen, logprobs = run(alone, {0: wanted})[0]
+    assert alone.num_computed == 20 + 11
+    crowd = {
+        i: (tokens(50 + i, 5 * i + 2), SamplingParams(max_tokens=3 + i, temperature=0.5 + 0.1 * i, seed=i))
+        for i in range(1, 8)
+    }
+    narrow = ModelSampler(policy, 4, 256)  # Room for two rows of one block: the others wait.
+    found = run(narrow, {**crowd, 0: wanted})
+    assert found[0][0] == chosen and found[0][1] == pytest.approx(logprobs, abs=1e-5)
+    assert [len(found[i][0]) for i in crowd] == [3 + i for i in crowd]
+    assert run(ModelSampler(policy, 8, 8192), {0: other})[0][0] != chosen
+
+
+@pytest.mark.parametrize("kind", ["tiny", *STATEFUL])
+def test_each_token_in_context_is_computed_once_between_repeats_too(
+    folder_of: Callable[[str], Path], kind: str
+) -> None:
+    """Repeats share the state of their prompt until they sample different tokens; groups share a part of theirs."""
+    policy = make_endless(folder_of(kind))
+    sampler = ModelSampler(policy, 64, 16384)
+    shared = 20 if policy.info.shares_prefixes else 0
+    prompts = [np.concatenate([tokens(1, shared), tokens(g, 30 - shared)]) for g in range(2)]
+    requests = {
+        8 * g + i: (prompts[g], SamplingParams(max_tokens=7, temperature=0.1, seed=i))
+        for g in range(2)
+        for i in range(5)
+    }
+    out = run(sampler, requests)
+    # The last sampled token is never computed: nothing follows it.
+    contexts = {
+        tuple(np.concatenate([prompt, out[id][0]])[: n + 1]) for id, (prompt, _) in requests.items() for n in range(36)
+    }
+    if kind != "bamba":  # Its cache is not used.
+        assert sampler.num_computed == len(contexts) < 0.5 * 36 * len(requests)
+    for id, request in requests.items():
+        alone = run(ModelSampler(policy, 1, 4096), {id: request})[id]
+        assert out[id][0] == alone[0] and out[id][1] == pytest.approx(alone[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "lfm2"])
+def test_requests_end_are_cancelled_and_are_refused(folder_of: Callable[[str], Path], kind: str) -> None:
+    policy = make_endless(folder_of(kind))
+    sampler = ModelSampler(policy, 2, 1024)
+    with pytest.raises(OutOfCache, match="2000 prompt tokens"):
+        sampler.submit(9, tokens(0, 2000), SamplingParams(max_tokens=4))
+    for i in range(4):
+        sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=3, seed=i))
+    assert {new.id for new in sampler.step()} == {0, 1}
+    for gone in (0, 3, 77):  # running, waiting, unknown
+        sampler.cancel(gone)
+    rest = []
+    while not sampler.is_idle:
+        rest += sampler.step()
+    assert [(new.id, new.finish_reason) for new in rest] == [
+        *((1, None), (2, None), (1, "length"), (2, None), (2, "length"))
+    ]
     policy.end_tokens = frozenset(range(policy.vocabulary))
-    sampler = ModelSampler(policy, 4, 4096)
     sampler.submit(1, tokens(0, 4), SamplingParams(max_tokens=50))
     (new,) = sampler.step()
     assert new.finish_reason == "stop" and sampler.is_idle
 
 
-def test_a_cancelled_request_leaves_the_others_alone(policy: Policy) -> None:
-    policy.end_tokens = frozenset()
-    sampler = ModelSampler(policy, 2, 8192)
-    for i in range(4):
-        sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=6, seed=i))
-    seen: dict[int, int] = {}
-    for new in sampler.step():
-        seen[new.id] = 1
-    sampler.cancel(0)  # running
-    sampler.cancel(3)  # waiting
-    sampler.cancel(77)  # unknown
-    while not sampler.is_idle:
-        for new in sampler.step():
-            seen[new.id] = seen.get(new.id, 0) + 1
-    assert seen == {0: 1, 1: 6, 2: 6}
-
-
-def test_a_request_that_can_never_fit_is_refused_alone(policy: Policy) -> None:
-    sampler = ModelSampler(policy, 4, 1024)
-    sampler.submit(1, tokens(0, 10), SamplingParams(max_tokens=4))
-    with pytest.raises(OutOfCache, match="2000 prompt tokens"):
-        sampler.submit(2, tokens(0, 2000), SamplingParams(max_tokens=4))
-    assert sampler.step()
-
-
-def test_a_full_cache_makes_requests_wait_not_fail(policy: Policy) -> None:
-    policy.end_tokens = frozenset()
-    sampler = ModelSampler(policy, 64, 256)  # room for two rows of one block
-    out = run(sampler, {i: (tokens(i, 30), SamplingParams(max_tokens=5, seed=i)) for i in range(7)})
-    assert [len(out[i][0]) for i in range(7)] == [5] * 7
-    long = (
-        run(sampler, {9: (tokens(9, 300), SamplingParams(max_tokens=5))})
-        if policy.info.context_length <= 512
-        else {9: ([0] * 5, [])}
-    )
-    assert len(long[9][0]) == 5
-
-
-def test_the_prefix_cache_never_outlives_the_weights_that_filled_it(tiny_folder: Path) -> None:
-    policy = make_policy(tiny_folder)
-    policy.end_tokens = frozenset()
-    sampler = ModelSampler(policy, 4, 8192)
-    prompt = tokens(5, 60)
-    run(sampler, {1: (prompt, SamplingParams(max_tokens=4, seed=1))})
+@pytest.mark.parametrize("invalidates", [True, False])
+@pytest.mark.parametrize("kind", ["tiny", *STATEFUL[:-1]])
+def test_the_cache_never_outlives_the_weights_that_filled_it(
+    folder_of: Callable[[str], Path], kind: str, invalidates: bool
+) -> None:
+    """Without `invalidate` the stale cache shows."""
+    policy = make_endless(folder_of(kind))
+    sampler, prompt = ModelSampler(policy, 4, 8192), tokens(5, 60)
+    short = (prompt, SamplingParams(max_tokens=4, seed=1))
+    run(sampler, {1: short})
     sampler.submit(2, prompt, SamplingParams(max_tokens=12, seed=2))
-    before = [sampler.step()[0] for _ in range(5)]
+    found = [sampler.step()[0] for _ in range(5)]
     with torch.no_grad():
         for p in policy.model.parameters():
             p.mul_(1.5)
-    sampler.invalidate()
-    after = []
+    if invalidates:
+        sampler.invalidate()
     while not sampler.is_idle:
-        after.extend(sampler.step())
-    completion = [t.token for t in before + after]
-    fresh = reference_logprobs(policy, prompt, completion, 1.0)
-    assert [t.logprob for t in after] == pytest.approx(fresh[5:], abs=1e-4)
-    assert [t.logprob for t in before] != pytest.approx(fresh[:5], abs=1e-2), (
-        "the weights did not change enough to tell"
-    )
-    again = run(sampler, {3: (prompt, SamplingParams(max_tokens=4, seed=1))})[3]
-    assert again[1] == pytest.approx(reference_logprobs(policy, prompt, again[0], 1.0), abs=1e-4)
-
-
-def test_without_invalidate_the_stale_cache_would_show(tiny_folder: Path) -> None:
-    """The test above can fail: skipping `invalidate` gives log-probabilities of no model at all."""
-    policy = make_policy(tiny_folder)
-    sampler = ModelSampler(policy, 4, 8192)
-    prompt = tokens(5, 60)
-    run(sampler, {1: (prompt, SamplingParams(max_tokens=4, seed=1))})
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            p.mul_(1.5)
-    stale = run(sampler, {3: (prompt, SamplingParams(max_tokens=4, seed=1))})[3]
-    assert stale[1] != pytest.approx(reference_logprobs(policy, prompt, stale[0], 1.0), abs=1e-2)
+        found += sampler.step()
+    again = run(sampler, {3: short})[3]
+    fresh = reference_logprobs(policy, prompt, [new.token for new in found], 1.0)
+    logprobs = [new.logprob for new in found]
+    assert logprobs[:5] != pytest.approx(fresh[:5], abs=1e-2), "the weights did not change enough"
+    if invalidates:
+        assert logprobs[5:] == pytest.approx(fresh[5:], abs=1e-4)
+        assert again[1] == pytest.approx(reference_logprobs(policy, prompt, again[0], 1.0), abs=1e-4)
+    else:
+        assert logprobs[6:] != pytest.approx(fresh[6:], abs=1e-3)

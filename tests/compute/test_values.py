@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute.embedded.distributions import ValueModel
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
+from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.value_model import ValueModel
-from agentjet.compute.embedded.worker import WorkerPolicyHost
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
-from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, RecipeError
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
@@ -31,7 +31,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId
 from tests.compute.baseline import episodes, relative, row_logprobs
-from tests.compute.conftest import make_policy, sampled_rows
+from tests.compute.conftest import make_policy, model_config, sampled_rows
 from tests.compute.test_locks import recorded_batch, training_batch
 
 RATE = OptimizerConfig(lr=1e-3)
@@ -50,14 +50,14 @@ def test_gradients_of_heads_and_body(tiny_folder: Path, coef: float) -> None:
     assert recipe.value_heads is not None
     learner = PolicyLearner(policy)
     learner._values = model = ValueModel(recipe.value_heads, policy)
-    torch.nn.init.normal_(model._weights.data, std=3.0, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(model.weights.data, std=3.0, generator=torch.Generator().manual_seed(0))
     loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=40))
     learner.forward_backward(TrainingBatch(0, build_forest(rows)), loss)
     ours = torch.cat([m.grad.flatten() for m in learner.masters() if m.grad is not None])
-    own_head = model._weights.grad
+    own_head = model.weights.grad
     assert own_head is not None
 
-    weights = model._weights.detach().clone().requires_grad_()
+    weights = model.weights.detach().clone().requires_grad_()
     parameters = list(policy.trainable().values())
     count = sum(len(row["logprob"]) for row in rows)
     policy_loss = value_loss = torch.zeros(())
@@ -94,14 +94,14 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
     assert found[-1]["critic/explained_variance"] > 0.5 and found[-1]["critic/loss"] < 0.25
 
 
-def host(folder: Path, offload: bool = False) -> WorkerPolicyHost:
-    config = ModelConfig(name=str(folder), device="cpu", dtype="float32", threads=1, offload_optimizer=offload)
+def host(folder: Path, offload: bool = False) -> PolicyHost:
+    config = model_config(folder, offload_optimizer=offload)
     base = BaseModel(config)
     sampler = ModelSampler(base.policy, 4, 1024)
-    return WorkerPolicyHost(base, base.policy_of(config), sampler, lambda: None)
+    return PolicyHost(PolicyLearner(base.policy_of(config)), sampler)
 
 
-def learn(hosted: WorkerPolicyHost, job: JobConfig, version: int) -> dict[str, float]:
+def learn(hosted: PolicyHost, job: JobConfig, version: int) -> dict[str, float]:
     """One batch of one step, from the operation `2 * version` on."""
     batch, op = training_batch(recorded_batch(version), version), Op.of(PolicyId(), 2 * version)
     hosted.load_batch(batch)

@@ -265,10 +265,10 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_keeps_the_last_good_checkpoint(policy: Policy, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     target = folder / "step_000000"
-    checkpoint.save(target, policy, PolicyLearner(policy), {"policy_version": 0})
+    checkpoint.save(target, PolicyLearner(policy), {"policy_version": 0})
     good = weights(target)
     with full_disk(), pytest.raises(CheckpointError, match=r"could not be written: .*File too large"):
-        checkpoint.save(target, policy, PolicyLearner(policy), {"policy_version": 1})
+        checkpoint.save(target, PolicyLearner(policy), {"policy_version": 1})
     assert weights(target) == good
     assert [path.name for path in folder.iterdir()] == ["step_000000"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.gateway.activity import Activity, work_text
+from agentjet.gateway.observability import Activity, work_text
 from agentjet.types import SlowWork
 from tests.fakes import Clock, running
 
@@ -68,13 +68,13 @@ def test_a_download() -> None:
 @pytest.mark.anyio
 async def test_the_status_shows_the_load_of_the_model(tmp_path: Path) -> None:
     async with running(tmp_path / "d", wait_ready=False, prepare=lambda compute: compute.may_start.clear()) as run:
-        await run.until(lambda: run.gateway.activity.text != "")
+        await run.until(lambda: run.gateway.telemetry.activity.text != "")
         run.stopwatch.advance(12)
         name = run.gateway.config.model.name
         assert run.gateway.status().waiting_for == f"loading the model {name}: 12 s so far"
         run.compute.may_start.set()
-        await run.gateway.ready()
-        assert run.gateway.activity.text == ""
+        await run.gateway.engine.wait_until_up()
+        assert run.gateway.telemetry.activity.text == ""
 
 
 @pytest.mark.anyio
@@ -86,7 +86,7 @@ async def test_the_status_shows_a_checkpoint(tmp_path: Path) -> None:
         async def look() -> None:
             texts.append(run.gateway.status().waiting_for)
 
-        with run.gateway.activity.work("checkpoint", "saving the checkpoint of version 1"):
+        with run.gateway.telemetry.activity.work("checkpoint", "saving the checkpoint of version 1"):
             await look()
         await asyncio.gather(run.gateway.versions.save(), look())
     assert texts[0] == "the engine, saving the checkpoint of version 1"

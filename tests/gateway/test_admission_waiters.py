@@ -46,7 +46,7 @@ class Counted:
     async def settled(self) -> tuple[int, int]:
         """Begins and looks since the last time, once the events of what was done are out."""
         for _ in range(3):  # What was begun of it is on disk, and so are its own events.
-            await self.run.gateway.durable()
+            await self.run.gateway.commits.durable()
             for _ in range(10):
                 await asyncio.sleep(0)
         counts = self.begins, self.looks
@@ -152,7 +152,7 @@ async def test_settings_wake_everybody_and_a_stop_refuses_them(tmp_path: Path) -
             await gateway.replace_job(job.model_copy(update={"job": {**job.job, "batch_size": 2}}))
             done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             assert len(done) == 1
-            await gateway.stop_engine()
+            await gateway.engine.stop()
             with pytest.raises(Later) as refused:
                 await next(iter(pending))
         assert refused.value.code == "engine_stopped"

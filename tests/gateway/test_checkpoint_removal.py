@@ -96,7 +96,7 @@ async def test_the_answer_to_a_best_score_waits_for_no_batch(tmp_path: Path) -> 
         await run.batch()
         run.compute.may_learn.clear()
         await run.fill_batch()
-        await run.until(lambda: run.gateway.engine.state == "learning")
+        await run.until(lambda: run.gateway.phase.state == "learning")
         for _ in range(2):  # A client repeats a request whose answer was lost.
             answers = await run.gateway.versions.record_evaluation(score(1, 0.5), idempotency_key="k")
             assert [answer.best for answer in answers] == [True]
@@ -110,10 +110,10 @@ async def test_a_stop_ends_the_wait_of_a_best_score(tmp_path: Path) -> None:
         await run.batch()
         run.compute.may_learn.clear()
         await run.fill_batch()
-        await run.until(lambda: run.gateway.engine.state == "learning")
+        await run.until(lambda: run.gateway.phase.state == "learning")
         await run.gateway.versions.record_evaluation(score(1, 0.5))
         run.compute.may_learn.set()
-        await run.gateway.stop_engine()
+        await run.gateway.engine.stop()
         await run.until(lambda: not run.gateway.versions._keeping)
 
 

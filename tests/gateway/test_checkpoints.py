@@ -23,9 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.data_dir import check_data_dir
+from agentjet.cli.server_process import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
-from agentjet.errors import CheckpointError, ConfigError, Later
+from agentjet.errors import CheckpointError, ConfigError, Later, Unavailable
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree
 from agentjet.swarm import journal
 from agentjet.swarm.journal import Slice
@@ -174,7 +174,7 @@ async def test_a_whole_checkpoint_from_which_the_journal_cannot_replay_is_refuse
 ) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as run:
         await run.batch()
-        await run.gateway.versions.tag("old", 1)
+        run.gateway.versions.tag("old", 1)
         for _ in range(3):
             await run.batch()
     for version in (3, 4):
@@ -243,7 +243,7 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
         await run.batch()
 
         def refuses(stamp: CheckpointStamp) -> None:
-            raise Later("the disk is full", retry_after=1.0, status=503)
+            raise Unavailable("the disk is full", retry_after=1.0)
 
         with monkeypatch.context() as patched:
             patched.setattr(run.gateway.swarm.batches, "record_checkpoint", refuses)
@@ -301,7 +301,7 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
     refused: list[Later] = []
 
     def refuse(*_: object) -> None:
-        refused.append(Later("full", code="journal_unavailable", status=503, retry_after=3600.0))
+        refused.append(Unavailable("full", code="journal_unavailable", retry_after=3600.0))
         raise refused[-1]
 
     async with running(tmp_path / "d") as run:
@@ -311,9 +311,9 @@ async def test_a_stop_while_the_journal_refuses_a_published_batch(
             await run.fill_batch()
             await run.until(lambda: bool(refused))
             async with asyncio.timeout(20):
-                await run.gateway.stop_engine()
-        assert (run.gateway.engine.state, versions(run)) == ("offline", [])
-        await run.gateway.start_engine()
+                await run.gateway.engine.stop()
+        assert (run.gateway.phase.state, versions(run)) == ("offline", [])
+        run.gateway.engine.start()
         await run.until(lambda: run.gateway.swarm.policy_version == 2)
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentjet.gateway.completion_parser import CompletionParser
+from agentjet.gateway.prompts import CompletionParser
 from agentjet.rendering import Renderer
 from agentjet.types import Conversation, Message, Sampled
 from tests.tiny import make_model_info, tokenizer

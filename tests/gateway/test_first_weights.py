@@ -13,7 +13,7 @@ import pytest
 
 from agentjet.cli.checkpoints import branch
 from agentjet.errors import Conflict
-from agentjet.gateway.first_weights import whole_model
+from agentjet.gateway.run_policies import whole_model
 from agentjet.protocol import RunSettings
 from agentjet.types import PolicyId
 from tests.fakes import running
@@ -27,9 +27,9 @@ async def test_a_checkpoint_becomes_the_first_version(tmp_path: Path) -> None:
         await run.batch()
         weights = run.compute.weights
         await run.gateway.versions.save()
-        await run.gateway.versions.tag("good", 1)
+        run.gateway.versions.tag("good", 1)
         await run.runs.put("study", RunSettings(policies={"p": {"model": "default@good"}}))
-        await run.until(lambda: run.runs.get("study").engine.state == "sampling")
+        await run.until(lambda: run.runs.get("study").phase.state == "sampling")
         start = run.runs.get("study").folder / "start" / "default@good"
         assert (start / "model.txt").read_text() == weights
         assert run.compute.policies[study].version == 0
@@ -37,7 +37,7 @@ async def test_a_checkpoint_becomes_the_first_version(tmp_path: Path) -> None:
         shutil.rmtree(run.folder / "checkpoints")
         await run.runs.end("study")
         await run.runs.put("study", RunSettings())
-        await run.until(lambda: run.runs.get("study").engine.state == "sampling")
+        await run.until(lambda: run.runs.get("study").phase.state == "sampling")
         assert run.compute.policies[study].version == 1
         await run.of_run("study").gateway.versions.save()
     branch(tmp_path / "d", "1", tmp_path / "b", "study")

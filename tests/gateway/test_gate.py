@@ -6,15 +6,16 @@ import asyncio
 
 import pytest
 
-from agentjet.errors import Later
+from agentjet.errors import Later, Unavailable
 from agentjet.gateway.concurrency import Broadcast, Gate
+from agentjet.protocol import status_of
 from tests.fakes import Clock
 
 pytestmark = pytest.mark.anyio
 
 
 def stopped() -> Later:
-    return Later("stopped", retry_after=1, code="stopped", status=503)
+    return Unavailable("stopped", retry_after=1, code="stopped")
 
 
 async def pass_through(gate: Gate, stay: asyncio.Event | None = None, timeout: float = 5) -> str:
@@ -35,7 +36,7 @@ async def test_held_calls_pass_when_it_opens() -> None:
 async def test_held_too_long() -> None:
     with pytest.raises(Later) as refusal:
         await pass_through(Gate(), timeout=0.01)
-    assert (refusal.value.code, refusal.value.status) == ("held_too_long", 503)
+    assert (refusal.value.code, status_of(refusal.value)) == ("held_too_long", 503)
 
 
 async def test_shutting_refuses_the_held_and_the_new() -> None:

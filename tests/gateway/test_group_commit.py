@@ -29,9 +29,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import Conflict, Later
+from agentjet.errors import Conflict, Later, Unavailable
 from agentjet.gateway.concurrency import GroupCommit
-from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName
+from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, status_of
 from agentjet.swarm import EpisodeRecord, Group, Journal
 from agentjet.timeline.tree import ConversationTree
 from tests.fakes import RUN, Running, recent_episodes, running
@@ -58,7 +58,7 @@ async def begin(run: Running, task: str) -> str:
 
 async def test_many_changes_are_one_commit_and_on_disk_before_anybody_is_told(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        await run.gateway.durable()  # what was said while it came up
+        await run.gateway.commits.durable()  # what was said while it came up
         seen = statements(run)
         begun = await asyncio.gather(*(begin(run, f"t{i}") for i in range(20)))
         assert seen.count("COMMIT") == 1
@@ -69,7 +69,7 @@ async def test_what_was_not_committed_is_not_on_disk(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.gateway.swarm.begin(BeginRequest(task_id="t", mode="eval"))
         assert run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 0
-        await run.gateway.durable()
+        await run.gateway.commits.durable()
         assert not run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 1
 
 
@@ -118,7 +118,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
     error = sqlite3.DatabaseError("database disk image is malformed") if where == "the database" else KeyError("bug")
     async with running(tmp_path / "d") as run:
         kept = await begin(run, "kept")
-        await run.gateway.durable()
+        await run.gateway.commits.durable()
         breaking(run, where, error)
         async with asyncio.timeout(5):
             results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
@@ -126,7 +126,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
                 begin(run, "u"), run.gateway.finish(kept, FinishRequest(reward=1)), return_exceptions=True
             )
         for result in results:
-            assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
+            assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
             assert "then restart the server" in result.message
         assert run.gateway.swarm.store.file.refusal and not run.gateway.swarm.store.file.has_uncommitted
     async with running(tmp_path / "d") as run:
@@ -160,7 +160,7 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
         run.gateway.swarm.store.on_event = lambda event: (
             event.kind == "episode" and seen.append(event.body["episode_id"])
         )
-        await run.gateway.durable()
+        await run.gateway.commits.durable()
         disk, request = SlowDisk(run), BeginRequest(task_id="a", mode="eval")
         first = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
         await run.until(lambda: disk.asked == 1)
@@ -184,7 +184,7 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
 async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         episode = await run.gateway.begin(BeginRequest(task_id="a"))
-        await run.gateway.durable()
+        await run.gateway.commits.durable()
         disk = SlowDisk(run)
         asking = asyncio.create_task(run.say(episode.id))
         await run.until(lambda: run.gateway.swarm.episode(episode.id).num_calls == 1)
@@ -215,7 +215,7 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
             return_exceptions=True,
         )
         for result in results:
-            assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
+            assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
         assert not swarm.store.file.has_uncommitted and not seen
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.episode(kept).status == "live"
@@ -265,8 +265,8 @@ async def test_a_refusal_before_the_first_slice_undoes_nothing(tmp_path: Path) -
     async with running(tmp_path / "d") as run:
         begun = run.gateway.swarm.begin(BeginRequest(task_id="t"))
         with pytest.raises(Later, match="not now"):
-            await run.gateway._commits.in_slices(refused())
-        await run.gateway.durable()
+            await run.gateway.commits.in_slices(refused())
+        await run.gateway.commits.durable()
         assert run.gateway.swarm.episode(begun.id).status == "live"
 
 
@@ -392,7 +392,7 @@ async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, mo
         swarm = run.gateway.swarm
         begun = await run.gateway.begin(BeginRequest(task_id="t"))
         await run.say(begun.id)
-        await run.gateway.durable()
+        await run.gateway.commits.durable()
         disk = SlowDisk(run)
         finishing = asyncio.create_task(run.gateway.finish(begun.id, FinishRequest(reward=1.0)))
         await run.until(lambda: disk.asked == 1)
@@ -405,12 +405,12 @@ async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, mo
             raise KeyError("bug")
 
         monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
-        failing = asyncio.create_task(run.gateway._commits.in_slices(slices()))
+        failing = asyncio.create_task(run.gateway.commits.in_slices(slices()))
         pinned = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="e", mode="eval", at_version=0)))
         await run.until(lambda: swarm.store.num_pinned() == 1)
         disk.lets.release(100)
         results = await asyncio.gather(failing, pinned, return_exceptions=True)
-        assert [type(result) for result in results] == [KeyError, Later]
+        assert [type(result) for result in results] == [KeyError, Unavailable]
         await run.until(lambda: swarm.policy_version == 1)
 
 
@@ -426,11 +426,11 @@ async def test_calls_are_read_in_a_thread_only_after_they_are_committed(
             return read_trees(episode_id)
 
         monkeypatch.setattr(swarm, "read_trees", watched)
-        with run.gateway._commits._held():
+        with run.gateway.commits._held():
             asking = asyncio.create_task(run.say(episode.id))
             await run.until(lambda: swarm.episode(episode.id).num_calls == 1)
             swarm.store.trees.clear()  # As after another change of this episode was undone.
-            reading = asyncio.create_task(run.gateway._calls.read(episode.id))
+            reading = asyncio.create_task(run.gateway.calls.read(episode.id))
             await asyncio.wait([reading], timeout=0.2)  # Time for a thread that does not wait.
         call, _ = await asyncio.gather(asking, reading)
         assert seen == [False] and [known.id for known in swarm.tree(episode.id, "").calls] == [call.id]

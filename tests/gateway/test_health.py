@@ -28,7 +28,7 @@ from agentjet.gateway.health import (
     health,
     remedies,
 )
-from agentjet.gateway.loop_lag import Gap
+from agentjet.gateway.observability import Gap
 from agentjet.gateway.read import health_of
 from agentjet.protocol import (
     AbortRequest,

@@ -39,7 +39,7 @@ async def test_a_replaced_job_survives_a_restart_with_the_same_settings(
 async def test_a_job_that_the_disk_refuses_is_not_in_force(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         before, db = job_body(run.gateway), run.gateway._journal.file.db
-        await run.gateway.durable()
+        await run.gateway.commits.durable()
         db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
         body = before.model_copy(
             update={"job": before.job | {"task_weights": {f"task set {i}": 1.0 for i in range(1000)}}}

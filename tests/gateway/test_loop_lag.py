@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.gateway import loop_lag
-from agentjet.gateway.loop_lag import LoopLag, function_of
+from agentjet.gateway.observability import EVERY, LoopLag, function_of
 from agentjet.protocol import BeginRequest
 from agentjet.server.monitoring import exposition
 from tests.fakes import Clock, running
@@ -66,7 +65,7 @@ async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(gateway.swarm.queries, "status_counts", slow)
         gateway.status()
         monkeypatch.undo()
-        await run.until(lambda: (worst := gateway.lag.recent()) is not None and worst.cpu >= 0.3)
+        await run.until(lambda: (worst := gateway.telemetry.lag.recent()) is not None and worst.cpu >= 0.3)
         status = gateway.status()
         assert status.loop is not None and status.loop.cpu >= 0.3 and status.loop.wall >= 0.3
         assert status.loop.held_by.startswith("agentjet.gateway.")
@@ -99,5 +98,5 @@ async def test_the_measurement_ends_with_the_server(tmp_path: Path) -> None:
         assert thread is not None and thread.is_alive()
     assert not thread.is_alive()
     run.runs.lag.close()
-    await asyncio.sleep(2 * loop_lag.EVERY)
+    await asyncio.sleep(2 * EVERY)
     assert run.runs.lag._timer is None

@@ -65,7 +65,7 @@ async def test_the_operations_after_a_checkpoint_continue_its_numbers(tmp_path: 
         run.compute.num_steps = 3
         await run.batch()
         run.compute.die()
-        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "sampling")
+        await run.until(lambda: run.compute.starts == 2 and run.gateway.phase.state == "sampling")
         await run.batch()
         assert run.compute.applied == list(range(12)), "nothing is replayed"
 
@@ -137,11 +137,11 @@ async def test_a_replay_that_leads_to_other_weights_says_so(tmp_path: Path) -> N
         known = run.gateway.swarm.store.journal.fingerprints(0)
         assert known.keys() == policies.keys() and known["planner"] != 0
         run.compute.die()
-        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "sampling")
+        await run.until(lambda: run.compute.starts == 2 and run.gateway.phase.state == "sampling")
         assert run.gateway.status().replay_difference == "", "the same weights"
         run.compute.noise = "a seed of the clock"
         run.compute.die()
-        await run.until(lambda: run.compute.starts == 3 and run.gateway.engine.state == "sampling")
+        await run.until(lambda: run.compute.starts == 3 and run.gateway.phase.state == "sampling")
         reported = run.gateway.status().replay_difference
         assert "batch 0 was learned again" in reported and "other weights of planner, coder" in reported
         assert run.gateway.swarm.store.journal.fingerprints(0) == known

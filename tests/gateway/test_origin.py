@@ -27,9 +27,9 @@ async def test_other_base_weights_end_the_start(tmp_path: Path) -> None:
         run.compute.fail_save = [CheckpointError("as if the gateway had been killed")]
     async with running(tmp_path / "d", card=replace(card, weights="b2"), wait_ready=False) as run:
         with pytest.raises(ConfigError, match=r"was created with model_weights = 'a1' .*; 'b2' would change"):
-            await run.gateway.ready()
+            await run.gateway.engine.wait_until_up()
         assert run.compute.starts == 1 and run.compute.learned == []
-        assert run.gateway.engine.state == "failed"
+        assert run.gateway.phase.state == "failed"
     async with running(tmp_path / "d", card=card) as run:
         assert run.compute.learned == [0]
 
@@ -40,8 +40,8 @@ async def test_base_weights_that_change_under_a_running_server_end_it(tmp_path: 
         await run.batch()
         run.compute.card = replace(card, weights="b2")
         run.compute.die()
-        await run.until(lambda: run.gateway.engine.state == "failed")
-        assert isinstance(run.gateway.engine.fatal, ConfigError) and "'b2'" in run.gateway.engine.reason
+        await run.until(lambda: run.gateway.phase.state == "failed")
+        assert isinstance(run.gateway.engine.fatal, ConfigError) and "'b2'" in run.gateway.phase.reason
         assert run.compute.starts == 2 and run.compute.learned == []
 
 
@@ -60,7 +60,7 @@ async def test_a_checkpoint_of_other_settings_is_not_passed_over(tmp_path: Path)
     card = replace(make_model_info(tmp_path / "tokenizer"), weights="b2")
     async with running(tmp_path / "d", card=card, prepare=become_other, wait_ready=False) as run:
         with pytest.raises(ConfigError, match=r"step_000002 has model.lora.rank = 4"):
-            await run.gateway.ready()
+            await run.gateway.engine.wait_until_up()
         assert run.compute.starts == 1
     async with running(tmp_path / "d", card=replace(card, weights="a1")) as run:
         assert run.gateway.swarm.policy_version == 2, "what was refused is not recorded"

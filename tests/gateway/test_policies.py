@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later
+from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, Unavailable
 from agentjet.gateway import CallRequest
 from agentjet.protocol import BeginRequest, EpisodeTree
 from agentjet.types import Conversation, Message, PolicyId
@@ -136,17 +136,18 @@ async def test_a_call_uses_the_policy_of_its_role(tmp_path: Path) -> None:
         plan = await run.say(episode.id, role="planner")
         code = await run.say(episode.id, role="coder/critic")
         conversation = Conversation((Message("system", "Write a title."), Message("user", "hello")))
-        titles = [run.gateway.call(episode.id, role, CallRequest(conversation)) for role in ("planner", "coder/critic")]
+        asked = CallRequest(conversation)
+        titles = [run.gateway.calls.answer(episode.id, role, asked) for role in ("planner", "coder/critic")]
         first, second = [[chunk.call async for chunk in title][-1] for title in titles]
         assert first is not None and second is not None
         assert [call.role for call in (plan, code, first, second)] == [
             *("planner", "coder/critic", "planner/titles", "coder/critic")
         ]
         assert [asked.policy for asked in run.compute.asked] == [PLANNER, CODER, PLANNER, CODER]
-        assert run.gateway.lookup_call(episode.id, "planner", first.id) is not None
-        assert run.gateway.lookup_call(episode.id, "coder", first.id) is None
+        assert run.gateway.calls.lookup(episode.id, "planner", first.id) is not None
+        assert run.gateway.calls.lookup(episode.id, "coder", first.id) is None
         hello = CallRequest(Conversation((Message("user", "hello"),)))
-        assert await run.gateway.count_tokens(episode.id, "coder", hello) == len(plan.suffix)
+        assert await run.gateway.calls.count_tokens(episode.id, "coder", hello) == len(plan.suffix)
         tree = EpisodeTree.model_validate_json(await run.gateway.reader.episode(episode.id))
         assert tree.calls[0].texts and {call.role for call in tree.calls} == {
             "planner",
@@ -196,7 +197,7 @@ async def test_a_full_disk_between_two_policies_delays_the_batch(
 
         def refuse_once(policy: str, *rest: Any) -> None:
             if policy == "coder" and not refused:
-                refused.append(Later("full", code="journal_unavailable", status=503, retry_after=0.1))
+                refused.append(Unavailable("full", code="journal_unavailable", retry_after=0.1))
                 raise refused[0]
             record(policy, *rest)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from agentjet.errors import InvalidRequest, Later, RecipeError
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.protocol import BeginRequest, FinishRequest, status_of
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.rollout import Rollout, TaskStats
@@ -35,11 +35,11 @@ class FragileRollout(Fragile):
 
 
 async def failed(run: Running) -> str:
-    await run.until(lambda: run.gateway.engine.state == "failed")
+    await run.until(lambda: run.gateway.phase.state == "failed")
     with pytest.raises(Later) as refusal:
         await run.gateway.begin(BeginRequest(task_id="t"))
-    assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
-    return run.gateway.engine.reason
+    assert (status_of(refusal.value), refusal.value.code) == (503, "engine_failed")
+    return run.gateway.phase.reason
 
 
 async def test_a_failure_while_a_batch_is_learned(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_a_failure_while_a_batch_is_learned(tmp_path: Path) -> None:
         run.compute.fail_learn = [RecipeError("the recipe 'x': `columns` failed")]
         ended = await run.fill_batch()
         assert "the recipe 'x': `columns` failed" in await failed(run)
-        await run.gateway.start_engine()
+        run.gateway.engine.start()
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
         assert run.compute.learned == [0], "not quarantined"
         assert all(run.gateway.swarm.episode(id).status == "finished" for id in ended)
@@ -63,7 +63,7 @@ async def test_a_failure_of_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "`accept` failed at " in reason and "ZeroDivisionError" in reason
         assert [group.state for group in run.gateway.swarm.queries.groups] == ["closing"]
         monkeypatch.setattr(Fragile, "mended", True)
-        await run.gateway.start_engine()
+        run.gateway.engine.start()
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
 
 
@@ -73,8 +73,8 @@ async def test_a_failure_of_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             await run.gateway.begin(BeginRequest(task_id="t"))
         assert "ZeroDivisionError" in await failed(run)
         monkeypatch.setattr(Fragile, "mended", True)
-        await run.gateway.start_engine()
-        await run.gateway.ready()
+        run.gateway.engine.start()
+        await run.gateway.engine.wait_until_up()
         await run.batch()
 
 
@@ -84,6 +84,6 @@ async def test_a_wrong_task_set_is_an_error_of_the_client_and_stops_nothing(tmp_
             InvalidRequest, match="task_set = 'x' is not one of the stages easy, medium, hard"
         ) as refusal:
             await run.gateway.begin(BeginRequest(task_id="t", task_set="x"))
-        assert (refusal.value.status, refusal.value.param) == (400, "task_set")
+        assert (status_of(refusal.value), refusal.value.param) == (400, "task_set")
         assert (await run.gateway.begin(BeginRequest(task_id="t", task_set="easy"))).status == "live"
-        assert run.gateway.engine.state == "sampling"
+        assert run.gateway.phase.state == "sampling"

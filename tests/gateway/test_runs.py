@@ -27,10 +27,19 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
+from agentjet.errors import (
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    NotFound,
+    RequestError,
+    Unavailable,
+    WorkerDied,
+)
 from agentjet.gateway import CallRequest, Gateway
 from agentjet.gateway.runs import Runs
-from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings, status_of
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.store import Store
@@ -46,7 +55,7 @@ async def opened(run: Running, name: str = "other", **settings: object) -> Runni
     """Creates a run and waits until it is up."""
     await run.runs.put(name, RunSettings.model_validate(settings))
     other = run.of_run(name)
-    await other.gateway.ready()
+    await other.gateway.engine.wait_until_up()
     return other
 
 
@@ -94,10 +103,10 @@ async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> Non
             gateway.replace_job(job_body(gateway)),
             gateway.reader.episodes(EpisodeQuery()),
             gateway.reader.episode("unknown"),
-            anext(gateway.call(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
+            anext(gateway.calls.answer(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
         ]
         for refused in await asyncio.gather(*late, return_exceptions=True):
-            assert isinstance(refused, Later) and refused.status == 503, refused
+            assert isinstance(refused, Later) and status_of(refused) == 503, refused
         again = await opened(run)
         assert (await again.gateway.finish(episode.id, FinishRequest(reward=1.0))).status == "finished"
 
@@ -119,7 +128,7 @@ async def test_open_runs_survive_a_restart(tmp_path: Path) -> None:
         ]
         a = run.of_run("a")
         assert (a.gateway.swarm.policy_version, a.gateway.swarm.job.batch_size) == (1, 1)
-        await a.gateway.ready()
+        await a.gateway.engine.wait_until_up()
         await a.batch()
 
 
@@ -177,7 +186,7 @@ async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
         await run.runs.put("a", RunSettings(job={"batch_size": 5}))
         await run.runs.put("a", RunSettings())
         assert (gateway.swarm.job.batch_size, job_body(gateway).revision) == (5, 2)
-        await gateway.ready()
+        await gateway.engine.wait_until_up()
         ending = asyncio.create_task(run.runs.end("a"))
         await asyncio.sleep(0)
         opened = await run.runs.put("a", RunSettings())
@@ -228,7 +237,7 @@ async def test_a_run_with_a_damaged_row_stops_no_other(tmp_path: Path, caplog: p
     async with running(tmp_path / "d") as run:
         assert [(view.name, view.state) for view in run.runs.views()][1] == ("a", "failed")
         assert run.runs.views()[1].reason == "the log of the server has the failure, ValidationError"
-        await run.of_run("b").gateway.ready()
+        await run.of_run("b").gateway.engine.wait_until_up()
         await run.batch()
     assert "run a cannot be opened" in caplog.text
 
@@ -285,7 +294,7 @@ async def test_the_worker_of_a_policy_changes_while_its_run_is_not_open(tmp_path
             await run.runs.put("a", moved)
         await run.runs.end("a")
         assert (await run.runs.put("a", moved)).policy_version == 1
-        await run.runs.get("a").ready()
+        await run.runs.get("a").engine.wait_until_up()
         assert run.compute.workers["second"] == {PolicyId("a", "planner")}
 
 
@@ -342,7 +351,7 @@ async def test_the_event_loop_opens_no_journal_of_a_request(tmp_path: Path, monk
 
 async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
-        raise Later("the disk is full", code="journal_unavailable", status=503, retry_after=1.0)
+        raise Unavailable("the disk is full", code="journal_unavailable", retry_after=1.0)
 
     async with running(tmp_path / "d") as run:
         with monkeypatch.context() as patch:
@@ -358,7 +367,7 @@ async def test_a_failed_run_starts_again_with_a_better_job(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match="leaves no room for a prompt"):
             await opened(run, job={"max_tokens": 10**6})
         other = await opened(run, job={"max_tokens": 16})
-        assert (other.gateway.engine.state, other.gateway.swarm.job.max_tokens) == ("sampling", 16)
+        assert (other.gateway.phase.state, other.gateway.swarm.job.max_tokens) == ("sampling", 16)
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
@@ -389,15 +398,18 @@ async def test_a_failed_run_that_is_started_meanwhile_keeps_its_policies(
             await opened(run, policies={"solo": {"worker": "second"}})
         gateway, loop, check = run.runs.get("other"), asyncio.get_running_loop(), Runs._checked_job
 
+        async def start() -> None:
+            gateway.engine.start()
+
         def start_first(*args: Any, **kwargs: Any) -> Any:
-            asyncio.run_coroutine_threadsafe(gateway.start_engine(), loop).result()
+            asyncio.run_coroutine_threadsafe(start(), loop).result()
             return check(*args, **kwargs)
 
         monkeypatch.setattr(Runs, "_checked_job", start_first)
         with pytest.raises(Conflict, match=r'its policies are \{"solo"') as refused:
             await run.runs.put("other", RunSettings(policies={"planner": {}}))
         assert refused.value.code == "run_policies_changed" and run.runs.get("other") is gateway
-        await gateway.ready()
+        await gateway.engine.wait_until_up()
         await run.of_run("other").batch()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentjet.gateway.requests import choice_seed
+from agentjet.gateway.calls import choice_seed
 from agentjet.swarm.state import EpisodeRecord
 
 

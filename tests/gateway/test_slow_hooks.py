@@ -95,8 +95,8 @@ async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: st
         else:
             finished = await fill(slow)
             assert len(finished) == (2 if hook == "accept" else 0)
-        await run.until(lambda: slow.gateway.engine.state == "failed")
-        reason, [named] = slow.gateway.engine.reason, slow.gateway.status().abandoned_hooks
+        await run.until(lambda: slow.gateway.phase.state == "failed")
+        reason, [named] = slow.gateway.phase.reason, slow.gateway.status().abandoned_hooks
         for sentence in (reason, named):
             assert f"the recipe '{WAITING}': `{hook}` did not return within" in sentence
         assert "within 0.1 s (server.hook_timeout); it was at " in reason and "thread 'hook of run slow'" in named
@@ -106,7 +106,7 @@ async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: st
         Waiting.released.set()
         if not restarts:
             await run.until(lambda: not slow.gateway.status().abandoned_hooks)
-            await slow.gateway.start_engine()
+            slow.gateway.engine.start()
             await learn(slow, finished)
     if restarts:
         async with running(tmp_path / "d") as run:
@@ -115,7 +115,7 @@ async def test_a_hook_past_its_limit_stops_its_run_only(tmp_path: Path, hook: st
 
 async def learn(slow: Running, finished: list[str]) -> None:
     """Fills the rest of the first batch. It has the finished episodes."""
-    await slow.gateway.ready()
+    await slow.gateway.engine.wait_until_up()
     if not finished:
         await fill(slow)
     await slow.until(lambda: slow.gateway.swarm.policy_version == 1)
@@ -158,7 +158,7 @@ async def test_a_begin_that_is_cancelled_abandons_its_hook(tmp_path: Path) -> No
         await run.until(Waiting.entered.is_set)
         asking.cancel()
         await asyncio.wait([asking])
-        assert "`rollout`" in run.gateway.status().abandoned_hooks[0] and run.gateway.engine.state == "sampling"
+        assert "`rollout`" in run.gateway.status().abandoned_hooks[0] and run.gateway.phase.state == "sampling"
         Waiting.released.set()
         await run.batch()
 
@@ -166,8 +166,8 @@ async def test_a_begin_that_is_cancelled_abandons_its_hook(tmp_path: Path) -> No
 async def test_an_endless_loop_is_ended(tmp_path: Path) -> None:
     async with running(tmp_path / "d", server={"hook_timeout": LIMIT}, job=job("endless accept")) as run:
         await fill(run)
-        await run.until(lambda: run.gateway.engine.state == "failed")
-        assert "`accept` did not return" in run.gateway.engine.reason
+        await run.until(lambda: run.gateway.phase.state == "failed")
+        assert "`accept` did not return" in run.gateway.phase.reason
         await run.until(lambda: not run.gateway.status().abandoned_hooks)
 
 
@@ -233,14 +233,14 @@ async def test_the_server_goes_on_while_validators_of_an_older_batch_wait(tmp_pa
         assert (await served.http.get("/healthz")).status_code == 200
         assert served.run.compute.learned == [] and not Waiting.released.is_set()
         Waiting.released.set()
-        await served.run.gateway.ready()
+        await served.run.gateway.engine.wait_until_up()
         assert served.run.compute.learned == [0]
 
 
 async def test_validators_run_once_for_the_same_parameters(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         slow = await opened(run, "")
-        await slow.gateway.ready()
+        await slow.gateway.engine.wait_until_up()
         await slow.batch()
         await slow.gateway.replace_job(job_body(slow.gateway))
         assert Waiting.calls.count("validators") <= 2, "as they were sent, and as the journal has them"

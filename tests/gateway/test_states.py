@@ -9,7 +9,7 @@ import pytest
 
 from agentjet.errors import Conflict, Later
 from agentjet.gateway.observability import StepTimer
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import BeginRequest, status_of
 from tests.fakes import Clock, running
 
 
@@ -23,12 +23,12 @@ async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: p
             await go_on.wait()
             return "done"
 
-        saving = asyncio.create_task(run.gateway.engine.between_batches(task))
+        saving = asyncio.create_task(run.gateway.phase.between_batches(task))
         await under_way.wait()
         last = run.gateway.swarm.queries.events()[-1].seq
         run.gateway.swarm.batches.ready = lambda: True  # type: ignore[method-assign]
-        stopping = asyncio.create_task(run.gateway.stop_engine())
-        await run.until(lambda: run.gateway.engine.state == "draining")
+        stopping = asyncio.create_task(run.gateway.engine.stop())
+        await run.until(lambda: run.gateway.phase.state == "draining")
         go_on.set()
         assert await saving == "done"
         await stopping
@@ -45,7 +45,7 @@ async def test_what_would_wait_for_the_model_is_refused_while_it_loads(tmp_path:
         for request in (versions.save(), versions.export()):
             with pytest.raises(Conflict, match="The engine is loading") as refused:
                 await request
-            assert (refused.value.status, refused.value.code) == (409, "illegal_in_state")
+            assert (status_of(refused.value), refused.value.code) == (409, "illegal_in_state")
 
 
 @pytest.mark.anyio
@@ -57,20 +57,20 @@ async def test_an_errand_whose_turn_never_comes_is_refused(tmp_path: Path) -> No
         await run.until(lambda: len(run.compute.asked) == 1)
         saving = asyncio.create_task(run.gateway.versions.save())
         await asyncio.sleep(0.01)
-        stopping = asyncio.create_task(run.gateway.stop_engine())
-        await run.until(lambda: run.gateway.engine.state == "draining")
+        stopping = asyncio.create_task(run.gateway.engine.stop())
+        await run.until(lambda: run.gateway.phase.state == "draining")
         run.compute.may_sample.set()
         await stopping
         with pytest.raises(Later):
             await saving
         await asyncio.gather(asking, return_exceptions=True)
-        assert run.gateway.engine.state == "offline"
+        assert run.gateway.phase.state == "offline"
 
 
 @pytest.mark.anyio
 async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        engine, may_end = run.gateway.engine, asyncio.Event()
+        phase, may_end = run.gateway.phase, asyncio.Event()
         for ends in ("well", "badly"):
             begun = asyncio.Event()
 
@@ -80,21 +80,21 @@ async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path)
                 if ends == "badly":
                     raise ValueError("of nobody's concern")
 
-            caller = asyncio.create_task(engine.between_batches(task))
+            caller = asyncio.create_task(phase.between_batches(task))
             await begun.wait()
             caller.cancel()
             await asyncio.wait([caller])
             may_end.set()
             await run.gateway.versions.export()
             may_end.clear()
-        assert (run.compute.starts, engine.state) == (1, "sampling"), "no worker was blamed"
+        assert (run.compute.starts, phase.state) == (1, "sampling"), "no worker was blamed"
 
 
 @pytest.mark.anyio
 async def test_an_errand_does_not_set_back_the_clock_of_the_batch(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         now = Clock()
-        run.gateway.engine.training.timer = StepTimer(lambda: 0.0, monotonic=now)
+        run.gateway.telemetry.timer = StepTimer(lambda: 0.0, monotonic=now)
         now.advance(5)
         await run.gateway.versions.export()
         now.advance(3)

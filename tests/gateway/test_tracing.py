@@ -42,7 +42,7 @@ def attribute(span: ReadableSpan, name: str) -> object:
 async def test_calls_and_steps_have_spans(tmp_path: Path) -> None:
     recording = Recording()
     async with running(tmp_path / "d") as run:
-        run.gateway.tracing.tracer = recording.tracer
+        run.gateway.telemetry.tracing.tracer = recording.tracer
         untrained = await run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
         call = await run.say(untrained.id, role="judge")
         await run.batch()
@@ -67,7 +67,7 @@ async def test_calls_and_steps_have_spans(tmp_path: Path) -> None:
 async def test_a_cancelled_call_has_a_span_without_a_call(tmp_path: Path) -> None:
     recording = Recording()
     async with running(tmp_path / "d", job={"batch_size": 1}) as run:
-        run.gateway.tracing.tracer = recording.tracer
+        run.gateway.telemetry.tracing.tracer = recording.tracer
         begun = await run.gateway.begin(BeginRequest(task_id="t"))
         stream = run.stream(begun.id)
         await anext(stream)

@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
-from agentjet.gateway.engine import MAX_FAILURES
+from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, Unavailable, WorkerDied
 from agentjet.gateway.health import cutting_limit
-from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from agentjet.gateway.training import MAX_FAILURES
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, status_of
 from agentjet.swarm import Batch
 from tests.fakes import RUN, ScriptedCompute, running, saying
 from tests.tiny import make_model_info
@@ -83,12 +83,12 @@ async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:
         for group in range(2):
             for member in range(2):
                 await run.episode(float(member), task=f"t{group}")
-        await run.until(lambda: run.gateway.engine.state == "learning")
+        await run.until(lambda: run.gateway.phase.state == "learning")
         held = asyncio.create_task(run.say(watcher.id))
         refused = BeginRequest(task_id="t")
         with pytest.raises(Later) as refusal:
             await run.gateway.begin(refused)
-        assert (refusal.value.code, refusal.value.status) == ("not_sampling", 429)
+        assert (refusal.value.code, status_of(refusal.value)) == ("not_sampling", 429)
         waiting = asyncio.create_task(run.gateway.begin(refused.model_copy(update={"wait": 5.0})))
         await asyncio.sleep(0.01)
         assert not held.done() and not waiting.done() and run.gateway.status().calls_active == 1
@@ -122,9 +122,9 @@ async def test_a_call_held_too_long_is_asked_to_come_later(tmp_path: Path) -> No
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         with pytest.raises(Later) as refusal:
             await run.say(episode.id)
-        assert (refusal.value.status, refusal.value.code) == (503, "held_too_long")
+        assert (status_of(refusal.value), refusal.value.code) == (503, "held_too_long")
         run.compute.may_start.set()
-        await run.gateway.ready()
+        await run.gateway.engine.wait_until_up()
         assert (await run.say(episode.id)).response.content == "hi"
 
 
@@ -208,7 +208,7 @@ async def test_an_episode_that_begins_before_the_checkpoint_is_loaded(tmp_path: 
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         assert episode.policy_version == 1
         run.compute.may_start.set()
-        await run.gateway.ready()
+        await run.gateway.engine.wait_until_up()
         assert (await run.say(episode.id)).versions[0] == 1
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.episode(episode.id).num_calls == 1
@@ -240,7 +240,7 @@ async def test_checkpoints_rotate_and_one_is_saved_at_the_stop(tmp_path: Path) -
 async def test_training_ends_at_max_steps_with_a_checkpoint(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"max_steps": 1}) as run:
         await run.batch()
-        await run.until(lambda: run.gateway.engine.state == "sampling")
+        await run.until(lambda: run.gateway.phase.state == "sampling")
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
         with pytest.raises(Later, match="max_steps"):
             await run.gateway.begin(BeginRequest(task_id="t"))
@@ -262,14 +262,14 @@ async def test_a_batch_that_kills_every_worker_ends_in_failed(tmp_path: Path, mo
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
         run.compute.fail_start = [WorkerDied("out of memory") for _ in range(5)]
         run.compute.die()
-        await run.until(lambda: run.gateway.engine.state == "failed")
+        await run.until(lambda: run.gateway.phase.state == "failed")
         assert slept == [0, 1, 2, 4, 8]
         assert "out of memory" in run.gateway.status().waiting_for
         with pytest.raises(Later) as refusal:
             await run.gateway.begin(BeginRequest(task_id="t"))
-        assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
-        await run.gateway.start_engine()
-        await run.gateway.ready()
+        assert (status_of(refusal.value), refusal.value.code) == (503, "engine_failed")
+        run.gateway.engine.start()
+        await run.gateway.engine.wait_until_up()
         assert run.gateway.swarm.policy_version == 1, "nothing of the batch was lost"
 
 
@@ -280,7 +280,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         run.compute.deadly = {("default", 1)}
         members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
-        await run.until(lambda: run.gateway.engine.state == "sampling")
+        await run.until(lambda: run.gateway.phase.state == "sampling")
         swarm = run.gateway.swarm
         assert (run.compute.weights, swarm.policy_version, swarm.pending) == (weights, 1, None)
         assert {swarm.episode(member).dropped for member in members} == {"poisoned"}
@@ -303,7 +303,7 @@ async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
             if refused:
                 return set_aside(batch, reason)
             refused.append(batch)
-            raise Later("The disk is full.", code="journal_unavailable", status=503, retry_after=0.1)
+            raise Unavailable("The disk is full.", code="journal_unavailable", retry_after=0.1)
 
         monkeypatch.setattr(batches, "quarantine", refusing)
         run.compute.deadly = {("default", 0)}
@@ -346,7 +346,7 @@ async def test_an_engine_that_cannot_give_a_batch_up_fails_with_the_reason(
         monkeypatch.setattr(run.gateway.swarm.batches, "quarantine", cannot)
         run.compute.deadly = {("default", 0)}
         await run.fill_batch()
-        await run.until(lambda: run.gateway.engine.state == "failed")
+        await run.until(lambda: run.gateway.phase.state == "failed")
         assert run.compute.starts == MAX_FAILURES + 1
 
 
@@ -403,16 +403,16 @@ async def test_stop_and_start(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await run.batch()
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        await run.gateway.stop_engine()
+        await run.gateway.engine.stop()
         assert run.gateway.status().state == "offline" and not run.compute.running
         for ask in (run.gateway.begin(BeginRequest(task_id="t")), run.say(episode.id)):
             with pytest.raises(Later) as refusal:
                 await ask
-            assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
+            assert (status_of(refusal.value), refusal.value.code) == (503, "engine_stopped")
         with pytest.raises(Conflict):
             await run.gateway.versions.save()
-        await run.gateway.start_engine()
-        await run.gateway.ready()
+        run.gateway.engine.start()
+        await run.gateway.engine.wait_until_up()
         assert run.compute.version == 1
         assert (await run.say(episode.id)).versions[0] == 1
 
@@ -423,8 +423,8 @@ async def test_a_stop_ends_the_batch_being_learned_first(tmp_path: Path) -> None
         for group in range(2):
             for member in range(2):
                 await run.episode(float(member), task=f"t{group}")
-        await run.until(lambda: run.gateway.engine.state == "learning")
-        stopping = asyncio.create_task(run.gateway.stop_engine())
+        await run.until(lambda: run.gateway.phase.state == "learning")
+        stopping = asyncio.create_task(run.gateway.engine.stop())
         await asyncio.sleep(0.01)
         assert not stopping.done()
         run.compute.may_learn.set()
@@ -484,10 +484,10 @@ async def test_with_stale_tokens_allowed_calls_go_on_while_the_policy_learns(tmp
         run.compute.may_learn.clear()
         for reward in (0.0, 1.0):
             await run.episode(reward)
-        await run.until(lambda: run.gateway.engine.state == "learning")
+        await run.until(lambda: run.gateway.phase.state == "learning")
         late = await run.gateway.begin(BeginRequest(task_id="late", wait=1))
         call = await run.say(late.id)
-        assert set(call.versions) == {0} and run.gateway.engine.state == "learning"
+        assert set(call.versions) == {0} and run.gateway.phase.state == "learning"
         run.compute.may_learn.set()
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
         assert set((await run.say(late.id)).versions) == {1}
@@ -509,7 +509,7 @@ async def test_separate_samplers_take_calls_while_the_learner_recovers(tmp_path:
         run.compute.may_start.clear()
         run.compute.die()
         await run.until(lambda: run.gateway.status().state == "loading")
-        assert run.gateway.engine.training._run.gate.is_open is bool(max_staleness)
+        assert run.gateway.phase.gate.is_open is bool(max_staleness)
         run.compute.may_start.set()
         await run.batch()
         assert run.compute.learned == [0, 1]
@@ -533,11 +533,11 @@ async def test_a_batch_that_samplers_may_have_is_never_given_up(
         monkeypatch.setattr(run.gateway.swarm.batches, "learned_in_slices", cannot)
         for i in range(4):
             await run.episode(float(i % 2), task=f"t{i // 2}")
-        await run.until(lambda: run.gateway.engine.state == "failed")
+        await run.until(lambda: run.gateway.phase.state == "failed")
     async with running(tmp_path / "d", prepare=deadly, wait_ready=False) as run:
-        await run.until(lambda: run.gateway.engine.state == "failed")
+        await run.until(lambda: run.gateway.phase.state == "failed")
         assert "out of memory" in run.gateway.status().waiting_for
         run.compute.deadly.clear()
-        await run.gateway.start_engine()
+        run.gateway.engine.start()
         await run.until(lambda: run.gateway.swarm.policy_version == 2)
         assert run.gateway.status().episodes["dropped"] == 0

@@ -19,9 +19,18 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, HookHung, Later, RequestError, WorkerHung
-from agentjet.gateway.engine import MAX_FAILURES
-from agentjet.protocol import BeginRequest, RunSettings
+from agentjet.errors import (
+    AgentJetError,
+    ComputeError,
+    ConfigError,
+    HookHung,
+    Later,
+    RequestError,
+    Unavailable,
+    WorkerHung,
+)
+from agentjet.gateway.training import MAX_FAILURES
+from agentjet.protocol import BeginRequest, RunSettings, status_of
 from agentjet.types import SamplingParams
 from tests.fakes import running
 
@@ -52,11 +61,11 @@ async def test_a_call_under_which_two_workers_die_is_given_up_alone(tmp_path: Pa
             run.compute.die()
         with pytest.raises(RequestError) as refusal:
             await call
-        assert (refusal.value.status, refusal.value.code) == (500, "call_killed_workers")
+        assert (status_of(refusal.value), refusal.value.code) == (500, "call_killed_workers")
         run.compute.may_sample.set()
         other = await run.gateway.begin(BeginRequest(task_id="t"))
         assert (await run.say(other.id)).response.content == "hi"
-        assert run.compute.starts == 3 and run.gateway.engine.state == "sampling"
+        assert run.compute.starts == 3 and run.gateway.phase.state == "sampling"
 
 
 async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path: Path) -> None:
@@ -69,7 +78,7 @@ async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path
         with pytest.raises(Later) as broken:
             async for _ in stream:
                 pass
-        assert (broken.value.status, broken.value.code) == (503, "worker_died")
+        assert (status_of(broken.value), broken.value.code) == (503, "worker_died")
         assert run.gateway.swarm.episode(episode.id).num_calls == 0
 
 
@@ -77,11 +86,11 @@ async def test_a_worker_that_hung_is_replaced_and_counted(tmp_path: Path) -> Non
     async with running(tmp_path / "d") as run:
         run.compute.may_start.clear()
         run.compute.die(WorkerHung("no sign of work for 120 s"))
-        await run.until(lambda: run.gateway.engine.state == "loading")
+        await run.until(lambda: run.gateway.phase.state == "loading")
         status = run.gateway.status()
         assert "no sign of work" in status.waiting_for and status.workers_hung == 1
         run.compute.may_start.set()
-        await run.until(lambda: run.gateway.engine.state == "sampling")
+        await run.until(lambda: run.gateway.phase.state == "sampling")
         status = run.gateway.status()
         assert (status.workers_started, status.workers_hung) == (2, 1)
 
@@ -95,14 +104,14 @@ async def test_a_disk_that_refuses_while_the_worker_starts_is_waited_for(
 
         def refuse() -> None:
             if len(refused) <= MAX_FAILURES:
-                refused.append(Later("the disk is full", code="journal_unavailable", status=503, retry_after=2.0))
+                refused.append(Unavailable("the disk is full", code="journal_unavailable", retry_after=2.0))
                 raise refused[-1]
             record()
 
         monkeypatch.setattr(run.gateway.swarm, "record_origin", refuse)
-        await run.gateway.stop_engine()
-        await run.gateway.start_engine()
-        await run.gateway.ready()
+        await run.gateway.engine.stop()
+        run.gateway.engine.start()
+        await run.gateway.engine.wait_until_up()
         assert len(refused) > MAX_FAILURES
         await run.batch()
 
@@ -114,10 +123,10 @@ async def test_a_policy_that_cannot_be_removed_is_added_again(tmp_path: Path) ->
         await run.batch()
         assert run.gateway.status().workers_started == 2
         run.compute.fail_remove = [RuntimeError("again")]
-        await run.gateway.stop_engine()
-        assert run.gateway.engine.state == "offline"
-        await run.gateway.start_engine()
-        await run.gateway.ready()
+        await run.gateway.engine.stop()
+        assert run.gateway.phase.state == "offline"
+        run.gateway.engine.start()
+        await run.gateway.engine.wait_until_up()
         await run.batch()
 
 
@@ -139,19 +148,19 @@ async def test_a_hook_that_does_not_return_stops_its_run_alone(tmp_path: Path) -
     async with running(tmp_path / "d") as run:
         await run.runs.put("other", RunSettings())
         other = run.of_run("other")
-        await other.until(lambda: other.gateway.engine.state == "sampling")
+        await other.until(lambda: other.gateway.phase.state == "sampling")
         run.compute.may_learn.clear()
         await run.fill_batch()
         await run.until(lambda: run.compute.begun == [0])
         run.compute.die(HookHung(reason, during="default/policy"))
-        await run.until(lambda: run.gateway.engine.state == "failed")
+        await run.until(lambda: run.gateway.phase.state == "failed")
         run.compute.may_learn.set()
-        assert reason in run.gateway.engine.reason and run.gateway.engine.num_workers == 1
+        assert reason in run.gateway.phase.reason and run.gateway.hosted.num_starts == 1
         pending = run.gateway.swarm.pending
         assert pending is not None and pending.id == 0, "it is not quarantined"
         await other.batch()
-        assert other.gateway.engine.num_workers == 2
-        await run.gateway.start_engine()
+        assert other.gateway.hosted.num_starts == 2
+        run.gateway.engine.start()
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
 
 
@@ -163,8 +172,8 @@ async def test_an_error_in_the_recovery_fails_the_engine(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(run.gateway.engine, "_recover", broken)
             run.compute.die()
-            await run.until(lambda: run.gateway.engine.state == "failed")
-        assert run.gateway.engine.reason == "AssertionError('a bug')"
-        await run.gateway.start_engine()
-        await run.gateway.ready()
+            await run.until(lambda: run.gateway.phase.state == "failed")
+        assert run.gateway.phase.reason == "AssertionError('a bug')"
+        run.gateway.engine.start()
+        await run.gateway.engine.wait_until_up()
         await run.batch()

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.status import status_lines
-from agentjet.errors import NotFound, RequestError
+from agentjet.cli.runs import status_lines
+from agentjet.errors import NotFound, ServerFailed
 from agentjet.protocol import BeginRequest, FinishRequest, RunSettings, ScoredAnswer, StatusResponse
 from agentjet.swarm import Journal
 from agentjet.types import Call
@@ -36,7 +36,7 @@ async def equal_batch(run: Running, reward: float = 0.0) -> None:
     for group in range(2):
         for _ in range(2):
             await run.episode(reward, task=f"t{group}", text="What is 1 + 1?")
-    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.engine.state == "sampling")
+    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.phase.state == "sampling")
 
 
 def warnings(status: StatusResponse) -> list[str]:
@@ -138,7 +138,7 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
 @pytest.mark.parametrize(
     "error",
     [
-        RequestError("The journal cannot be read.", code="journal_unreadable", status=500),
+        ServerFailed("The journal cannot be read.", code="journal_unreadable"),
         NotFound("There is no such episode."),
         sqlite3.DatabaseError("database disk image is malformed"),
         ValueError("1 validation error for Call"),
@@ -157,13 +157,13 @@ async def test_a_report_that_cannot_be_read_stops_neither_a_start_nor_training(
     monkeypatch.setattr(Journal, "_call", fail)
     async with running(tmp_path / "d") as run:
         await run.runs.put("other", RunSettings())
-        await run.of_run("other").gateway.ready()
+        await run.of_run("other").gateway.engine.wait_until_up()
         for _ in range(3):
             await equal_batch(run.of_run("other"))
         assert is_failing(await run.of_run("other").gateway.current_status())
     async with running(tmp_path / "d") as run:
         other = run.of_run("other").gateway
-        await other.ready()
+        await other.engine.wait_until_up()
         assert [is_failing(await other.current_status()) for _ in range(3)] == [True] * 3
     logged = [record for record in caplog.records if "could not be reported" in record.getMessage()]
     assert [record.exc_info and record.exc_info[1] for record in logged] == [error] * 2, (

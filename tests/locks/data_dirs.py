@@ -13,7 +13,7 @@ import httpx
 
 from agentjet.client.threads import LoopThread
 from agentjet.config import ServerConfig
-from agentjet.gateway.loop_lag import Gap
+from agentjet.gateway.observability import Gap
 from agentjet.server.look import create_look_app
 from tests import recorded_data_dir
 from tests.cli.test_look import found_at, looking

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.cluster.group import RankGroup, Rendezvous, join
-from agentjet.compute.cluster.learner import RankLearner
+from agentjet.compute.cluster.group import Rendezvous, join
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig
 from agentjet.swarm import Journal, SwarmState
@@ -95,8 +96,9 @@ def test_both_backends_replay_a_journal_bit_by_bit(run: Recorded, group: RankGro
         weights, fingerprints = learn(PolicyLearner(load_policy(run.model)), run)
         assert len(set(weights)) == len(weights) == 6, "each batch changes the weights"
         assert learn(PolicyLearner(load_policy(run.model)), run) == (weights, fingerprints)
-        for sharding in ("gathered", "sharded"):
-            assert learn(RankLearner(load_policy(run.model), group, sharding), run)[0] == weights, sharding  # type: ignore[arg-type]
+        for sharding in get_args(Sharding):
+            learner = PolicyLearner(load_policy(run.model), group, sharding)
+            assert learn(learner, run) == (weights, fingerprints), sharding
         if machine() == run.machine:
             assert fingerprints == run.fingerprints
     finally:

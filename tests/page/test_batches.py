@@ -51,7 +51,7 @@ async def batch(run: Running, code: str) -> None:
     for task in ("p1", "q1", "q2"):
         for reward in REWARDS[task]:
             await episode(run, task, reward, code)
-    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.engine.state == "sampling")
+    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.phase.state == "sampling")
 
 
 def change_job(site: Site, **changes: Any) -> None:
@@ -70,7 +70,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with served_site(tmp_path_factory.mktemp("batches") / "data", job=JOB, batches=0) as site:
         for code in ("v1", "v1", "v2"):
             site.do(batch(site.run, code))
-            site.do(site.run.gateway.durable())
+            site.do(site.run.gateway.commits.durable())
             change_job(site, lease_seconds=site.get("/job")["job"]["lease_seconds"] + 1)
         site.do(site.run.gateway.begin(BeginRequest(task_id="q9", task_set="math", client_id="trainer")))
         yield site
@@ -305,7 +305,7 @@ def test_an_export_is_reported_with_its_folder(admin: Page) -> None:
 
 def test_an_aborted_episode_leaves_the_list(admin: Page, site: Site) -> None:
     begun = site.do(site.run.gateway.begin(BeginRequest(task_id="q10", task_set="math", client_id="trainer")))
-    site.do(site.run.gateway.durable())
+    site.do(site.run.gateway.commits.durable())
     row = admin.locator("[aria-label='Live episodes'] tbody tr", has_text="q10")
     row.get_by_role("button", name="Abort").click()
     admin.fill("[name=reason]", "it loops")

@@ -36,8 +36,8 @@ class Target:
         gateway = self.served.run.gateway
 
         async def wake() -> None:
-            await gateway.start_engine()
-            await gateway.ready()
+            gateway.engine.start()
+            await gateway.engine.wait_until_up()
             known = self.episode.get("episode_id")
             if known is None or gateway.swarm.episode(known).status != "live":
                 self.episode = await self.served.begin(mode="eval", client_id="refreshed")

@@ -211,7 +211,7 @@ async def test_bodies_and_prompts_of_large_requests_are_prepared_in_threads(
 
     monkeypatch.setattr("agentjet.gateway.concurrency.LARGE", 1)
     monkeypatch.setattr("agentjet.server.deps.parse_body", noting("body", parse_body))
-    monkeypatch.setattr("agentjet.gateway.call_path.prepare_prompt", noting("prompt", prepare_prompt))
+    monkeypatch.setattr("agentjet.gateway.calls.prepare_prompt", noting("prompt", prepare_prompt))
     async with serving(tmp_path / "d", job={"max_tokens": 8}) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
         body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "response_format": form}

@@ -439,7 +439,7 @@ async def test_a_key_in_the_url(tmp_path: Path, caplog: pytest.LogCaptureFixture
 async def test_a_stopped_engine(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         episode = await served.begin()
-        await served.run.gateway.stop_engine()
+        await served.run.gateway.engine.stop()
         with pytest.raises(openai.InternalServerError) as refusal:
             await served.openai(episode).chat.completions.create(model="policy", messages=HELLO)
         assert refusal.value.status_code == 503 and refusal.value.code == "engine_stopped"

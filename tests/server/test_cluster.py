@@ -12,7 +12,7 @@ from agentjet.client import Swarm
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, InvalidRequest
-from agentjet.gateway.gateway import waiting_for_process
+from agentjet.gateway.run_policies import waiting_for_process
 from agentjet.types import PolicyId, ProcessStatus, SamplerBounds
 from tests.server.serving import ADMIN, TOKEN, in_thread, serving
 

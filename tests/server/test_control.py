@@ -205,7 +205,7 @@ async def test_a_stopped_engine(tmp_path: Path) -> None:
         ended = await served.http.post(f"/swarm/v1/episodes/{episode}/finish", json={"reward": 1})
         assert ended.status_code == 200, "a reward is never refused for a stopped engine"
         assert (await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))).status_code == 200
-        await served.run.gateway.ready()
+        await served.run.gateway.engine.wait_until_up()
         assert (await served.http.get("/swarm/v1/status")).json()["state"] == "sampling"
 
 

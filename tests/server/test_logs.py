@@ -95,7 +95,7 @@ async def test_no_secret_in_what_a_server_logs_and_tells(tmp_path: Path) -> None
             await served.http.get(f"/k/{key}/v1/models")
             lost = await served.http.get(f"/k/{key}/v1/nowhere")
             wrong = await served.http.post(f"/k/{key}/v2")
-            served.run.gateway.call = None  # type: ignore[method-assign, assignment]
+            served.run.gateway.calls.answer = None  # type: ignore[method-assign, assignment]
             body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
             broken = await served.http.post(f"/k/{key}/v1/chat/completions", json=body)
             assert (lost.status_code, wrong.status_code, broken.status_code) == (404, 404, 500)

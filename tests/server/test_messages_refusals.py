@@ -180,7 +180,7 @@ async def test_errors_are_anthropics(tmp_path: Path) -> None:
         assert _kind(busy.value) == "rate_limit_error" and int(busy.value.response.headers["Retry-After"]) > 0
         served.run.compute.may_sample.set()
         await stream
-        await served.run.gateway.stop_engine()
+        await served.run.gateway.engine.stop()
         with pytest.raises(anthropic.APIStatusError) as stopped:
             await ask(client)
         assert (stopped.value.status_code, _kind(stopped.value)) == (503, "overloaded_error")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.status import status_lines
+from agentjet.cli.runs import status_lines
 from agentjet.protocol import FinishRequest, StatusResponse
 from tests.server.serving import ADMIN, Served, serving
 
@@ -103,7 +103,7 @@ async def test_learning_waits_for_a_pinned_evaluation(tmp_path: Path) -> None:
         await play(served, "math")
         assert "pinned to policy version 0" in (await status(served)).waiting_for
         call = await served.run.say(pinned["episode_id"])
-        assert set(call.versions) == {0} and served.run.gateway.engine.state == "sampling"
+        assert set(call.versions) == {0} and served.run.gateway.phase.state == "sampling"
         await served.http.post(f"/swarm/v1/episodes/{pinned['episode_id']}/finish", json={"reward": 1})
         await served.run.until(lambda: served.run.gateway.swarm.policy_version == 1)
         assert await refused(served, mode="eval", at_version=0) == (409, "version_gone")

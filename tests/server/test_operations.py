@@ -47,7 +47,7 @@ async def test_alive_and_ready(tmp_path: Path) -> None:
         assert (loading.status_code, loading.json()) == (503, {"ready": False, "state": "loading"})
         assert (await stranger.get("/healthz")).json() == {"status": "alive"}
         served.run.compute.may_start.set()
-        await served.run.gateway.ready()
+        await served.run.gateway.engine.wait_until_up()
         assert (await stranger.get("/readyz")).json() == {"ready": True, "state": "sampling"}
         assert (await served.http.post("/swarm/v1/stop", headers=bearer(ADMIN))).status_code == 200
         assert (await stranger.get("/readyz")).json() == {"ready": False, "state": "offline"}
@@ -171,7 +171,7 @@ async def test_what_the_state_does_not_allow(tmp_path: Path) -> None:
         asking = asyncio.create_task(served.run.say(episode["episode_id"]))
         await served.run.until(lambda: served.run.compute.asked[-1].finished is False)
         stopping = asyncio.create_task(served.http.post("/swarm/v1/stop", headers=bearer(ADMIN)))
-        await served.run.until(lambda: served.run.gateway.engine.state == "draining")
+        await served.run.until(lambda: served.run.gateway.phase.state == "draining")
         wait = await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))
         assert (wait.status_code, wait.json()["code"]) == (503, "engine_stopping") and wait.headers["Retry-After"]
         refused = (await served.http.post("/swarm/v1/checkpoints")).json()

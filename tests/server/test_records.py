@@ -22,7 +22,7 @@ import pytest
 
 from agentjet.errors import Later, RequestError
 from agentjet.gateway.read import MOST_READS, RunReader
-from agentjet.protocol import EpisodeQuery
+from agentjet.protocol import EpisodeQuery, status_of
 from agentjet.types import Call, Message
 from tests.server.serving import VIEWER, serving
 
@@ -132,7 +132,7 @@ async def test_reads_that_are_refused(tmp_path: Path) -> None:
         reader, asked = served.run.gateway.reader, [EpisodeQuery()] * (MOST_READS + 1)
         answers = await asyncio.gather(*map(reader.episodes, asked), return_exceptions=True)
         [refused] = [answer for answer in answers if not isinstance(answer, bytes)]
-        assert isinstance(refused, Later) and (refused.status, refused.code) == (503, "too_many_reads")
+        assert isinstance(refused, Later) and (status_of(refused), refused.code) == (503, "too_many_reads")
         journal = served.run.folder / "journal.sqlite"
         beside = RunReader.at(served.run.folder)  # Another process reads while the server writes.
         assert await beside.steps(None, 10) == await reader.steps(None, 10)
@@ -163,7 +163,7 @@ async def unreadable(folder: Path, why: str) -> None:
     reader = RunReader.at(folder)
     with pytest.raises(RequestError, match=why) as refused:
         json.loads(await reader.steps(None, 10))
-    assert (refused.value.status, refused.value.code) == (500, "journal_unreadable")
+    assert (status_of(refused.value), refused.value.code) == (500, "journal_unreadable")
     await reader.close()
 
 

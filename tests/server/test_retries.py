@@ -131,7 +131,7 @@ async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path:
         await served.run.until(lambda: served.run.gateway.swarm.episode(episode["episode_id"]).num_calls == 1)
         asking.cancel()
         await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
-        await served.run.gateway.durable()  # The tree is read from what is on disk.
+        await served.run.gateway.commits.durable()  # The tree is read from what is on disk.
         assert await orphans(served, episode) == ["undelivered"]
 
 
@@ -150,7 +150,7 @@ async def test_a_retry_of_a_half_recorded_request_leaves_an_equal_vote_alone(tmp
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
         served.run.compute.stuck = lambda request, piece: False
         await chat(client, n=3, extra_headers=RETRY)
-        await served.run.gateway.durable()
+        await served.run.gateway.commits.durable()
         assert await orphans(served, episode) == [""] * 3 + ["undelivered"] * 3 + [""] * 3
 
 

@@ -95,7 +95,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
             keys = {"default": (await served.begin())["api_key"]}
             for name in ("other", "ended", "third"):
                 assert (await create(served, name)).status_code == 200
-                await served.run.runs.get(name).ready()
+                await served.run.runs.get(name).engine.wait_until_up()
                 keys[name] = (await begin(served, name))["api_key"]
             ended = await served.http.delete("/swarm/v1/runs/ended", headers=bearer(ADMIN))
             assert (ended.status_code, ended.json()["is_open"]) == (200, False)
@@ -110,7 +110,7 @@ async def test_agents_of_two_runs_at_once(tmp_path: Path) -> None:
         made = (await create(served, "other", job={"batch_size": 1, "group_size": 2, "max_tokens": 32})).json()
         assert (made["name"], made["path"], made["is_open"]) == ("other", "/runs/other", True)
         other = served.run.of_run("other")
-        await other.gateway.ready()
+        await other.gateway.engine.wait_until_up()
         token = token_of(served, "other")
         for member in range(2):
             episode = await begin(served, "other")
@@ -347,13 +347,13 @@ async def test_runs_and_keys_stay_over_ends_and_restarts(tmp_path: Path) -> None
     async with serving(tmp_path / "d") as served:
         for name in ("open", "shut"):
             await create(served, name)
-            await served.run.runs.get(name).ready()
+            await served.run.runs.get(name).engine.wait_until_up()
         episode = await begin(served, "open")
         tokens = {name: token_of(served, name) for name in ("open", "shut")}
         for _ in range(2):
             assert (await served.http.delete("/swarm/v1/runs/shut", headers=bearer(ADMIN))).json()["is_open"] is False
     async with serving(tmp_path / "d") as served:
-        await served.run.runs.get("open").ready()
+        await served.run.runs.get("open").engine.wait_until_up()
         client = served.openai({**episode, "base_url": f"{served.url}/runs/open/v1"})
         assert (await client.chat.completions.create(model="policy", messages=HELLO["messages"])).choices
         path = f"/runs/open/swarm/v1/episodes/{episode['episode_id']}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.gateway import call_path
+from agentjet.gateway import calls
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm import Journal
@@ -79,8 +79,8 @@ async def test_a_thread_encodes_a_large_call(tmp_path: Path, monkeypatch: pytest
         threads.append(threading.get_ident())
         return encode_call(*given)
 
-    monkeypatch.setattr(call_path, "encode_call", encode)
-    monkeypatch.setattr(call_path, "TOKEN_BYTES", token_bytes)
+    monkeypatch.setattr(calls, "encode_call", encode)
+    monkeypatch.setattr(calls, "TOKEN_BYTES", token_bytes)
     async with serving(tmp_path / "d") as served:
         call = await served.run.say((await served.begin())["episode_id"])
         with closing(Journal.open_read_only(tmp_path / "d" / RUN / "journal.sqlite")) as journal:

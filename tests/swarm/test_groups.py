@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 from agentjet.errors import Later, RecipeError
+from agentjet.protocol import status_of
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
 from tests.swarm.world import LEASE, World
@@ -24,7 +25,7 @@ Make = Callable[..., World]
 def refused(world: World, group: str, **request: object) -> str:
     with pytest.raises(Later) as later:
         world.begin(group, **request)
-    assert later.value.retry_after > 0 and later.value.status == 429
+    assert later.value.retry_after > 0 and status_of(later.value) == 429
     return later.value.code
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError, Later, NotFound
-from agentjet.protocol import EpisodeQuery, EvaluationRequest
+from agentjet.protocol import EpisodeQuery, EvaluationRequest, status_of
 from agentjet.swarm import Journal
 from agentjet.swarm.journal import ADDED_COLUMNS
 from agentjet.swarm.store import Store
@@ -145,7 +145,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     with pytest.raises(Later) as refused, world.swarm.store.transaction():
         world.finish(finished, 1.0)
         world.call(live, *range(20_000))
-    assert (refused.value.status, refused.value.code) == (503, "journal_unavailable")
+    assert (status_of(refused.value), refused.value.code) == (503, "journal_unavailable")
     assert "full" in refused.value.message
     assert heard == []
     now = (

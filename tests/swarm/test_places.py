@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
+from agentjet.protocol.base import status_of
 from agentjet.swarm import EpisodeRecord
 from tests.swarm.world import LEASE, MAX_SECONDS, World
 
@@ -36,7 +37,7 @@ def opens(world: World, client: str, *groups: str, **request: object) -> list[Ep
         try:
             begun.append(world.begin(group, client_id=client, **request))
         except Later as later:
-            assert later.status == 429 and later.retry_after <= 1.0
+            assert status_of(later) == 429 and later.retry_after <= 1.0
     return begun
 
 

@@ -17,6 +17,7 @@ import pytest
 from agentjet.compute.operations import body_digest
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.protocol import status_of
 from agentjet.swarm import Batch, Journal
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.origin import of_policy, policies_of
@@ -111,7 +112,7 @@ def test_rewards_name_every_policy_or_none(world: World, by_role: dict[str, floa
     episode = world.begin()
     with pytest.raises(InvalidRequest, match=sentence) as refused:
         world.finish(episode, 1.0, by_role=by_role)
-    assert (refused.value.code, refused.value.status, refused.value.param) == ("invalid_reward", 422, param)
+    assert (refused.value.code, status_of(refused.value), refused.value.param) == ("invalid_reward", 422, param)
     assert world.swarm.episode(episode.id).status == "live"
     world.finish(episode, 1.0)
 

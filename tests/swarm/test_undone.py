@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import Later
-from agentjet.protocol import BeginRequest, CloseGroupsRequest, GroupName, SftRequest
+from agentjet.protocol import BeginRequest, CloseGroupsRequest, GroupName, SftRequest, status_of
 from agentjet.swarm.demonstrations import Answered
 from agentjet.swarm.state import State
 from tests.swarm.world import LEASE, MAX_SECONDS, World, refused_commits
@@ -320,7 +320,7 @@ def test_the_reason_of_an_undone_commit(world: World, error: Exception, message:
     store.abandon(error)
     with pytest.raises(Later, match=message) as refused:
         store.commit()
-    assert refused.value.status == 503 and refused.value.retry_after > 0
+    assert status_of(refused.value) == 503 and refused.value.retry_after > 0
     assert bool(store.file.refusal) == is_disk
     world.begin()
     store.commit()

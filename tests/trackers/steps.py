@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import agentjet.trackers
-from agentjet.trackers.follower import Follower
-from agentjet.trackers.sinks import Step, open_sink
+from agentjet.trackers import Follower, Sink, Step, Tracker, open_tracker
+from agentjet.trackers.sinks import opened
 
 Rows = list[tuple[int, dict[str, float]]]
 """What a tracker has: version and values."""
@@ -74,9 +75,10 @@ def never() -> None:
 
 def follower(source: ListSource, label: str, folder: Path, pause: Callable[[], None] = never, **more: Any) -> Follower:
     """A follower with a clock that stands."""
-    options = {"say": Screen().say, "clock": lambda: 0.0, "name": "", "label": label, **more}
-    sink = options.pop("sink", None) or open_sink(label)
-    return Follower(source=source, sink=sink, folder=folder / "cursors", pause=pause, **options)
+    options = {"say": Screen().say, "clock": lambda: 0.0, "name": "", **more}
+    sink: Sink | None = options.pop("sink", None)
+    tracker = open_tracker(label) if sink is None else Tracker(label, partial(opened, sink))
+    return Follower(source=source, tracker=tracker, folder=folder / "cursors", pause=pause, **options)
 
 
 def copy(steps: list[Step], label: str, folder: Path, **more: Any) -> None:

@@ -111,7 +111,7 @@ def test_a_failing_library_is_one_sentence(tmp_path: Path) -> None:
 def test_a_long_backfill_shows_how_far_it_is(sink: Memory, tmp_path: Path) -> None:
     ticks, screen = count(step=1.5), Screen()
     start(ListSource(STEPS, page=10), sink, tmp_path, clock=lambda: next(ticks), say=screen.say)
-    assert screen.lines[1:-1] == ["step 25 of 35, 2 s left"]
+    assert screen.lines[1:-1] == ["step 25 of 35, 1 s left"]
 
 
 def test_a_damaged_cursor_is_named(sink: Memory, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from agentjet.trackers.sinks import (
-    MlflowSink,
     Run,
     Step,
     id_of_run,
@@ -108,13 +107,20 @@ def uri(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
-def mlflow_rows(uri: str) -> Rows:
+def mlflow_run(uri: str) -> tuple[Any, str]:
+    """A client, and the id of the only run."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("agentjet")
     assert experiment is not None
     [run] = client.search_runs([experiment.experiment_id])
+    return client, run.info.run_id
+
+
+def mlflow_rows(uri: str) -> Rows:
+    client, run_id = mlflow_run(uri)
+    run = client.get_run(run_id)
     assert run.info.status == "FINISHED" and run.data.params["job.recipe.name"] == "grpo"
     histories = [client.get_metric_history(run.info.run_id, name) for name in run.data.metrics]
     return gathered((point.step, point.key, point.value) for history in histories for point in history)
@@ -133,9 +139,8 @@ def test_mlflow_has_each_step_once_after_20_kills(uri: str, tmp_path: Path) -> N
 @pytest.mark.thorough
 def test_mlflow_completes_a_step_that_arrived_half(uri: str, tmp_path: Path) -> None:
     copy(STEPS[:5], f"mlflow:{uri}", tmp_path)
-    sink = MlflowSink(uri)
-    assert sink.begin(RUN) == 5
-    sink._client.log_batch(sink._run_id, metrics=list(mlflow_metrics(STEPS[5:]))[:4])
+    client, run_id = mlflow_run(uri)
+    client.log_batch(run_id, metrics=list(mlflow_metrics(STEPS[5:]))[:4])
     copy(STEPS, f"mlflow:{uri}", tmp_path)
     assert mlflow_rows(uri) == as_mlflow(STEPS)
 

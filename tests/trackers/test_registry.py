@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.trackers.sinks import KINDS, open_sink
+from agentjet.trackers import Run
+from agentjet.trackers.sinks import KINDS, open_tracker
 
 MINE = """
 class Mine:
@@ -46,7 +47,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_class_of_the_user(module: str) -> None:
-    assert type(open_sink(f"{module}:Mine")).__name__ == "Mine"
+    with open_tracker(f"{module}:Mine").open(Run("a", "one", {})) as (version, _):
+        assert version is None
 
 
 @pytest.mark.parametrize(
@@ -69,11 +71,11 @@ def test_a_class_of_the_user(module: str) -> None:
 )
 def test_a_wrong_target_is_refused(module: str, label: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_sink(label)
+        open_tracker(label)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.package])
 def test_a_missing_package_is_refused_with_the_install_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, KINDS[name].package, None)
     with pytest.raises(ConfigError, match=rf"needs the package '{KINDS[name].package}': pip install '\.\[{name}\]'"):
-        open_sink(f"{name}:x")
+        open_tracker(f"{name}:x")

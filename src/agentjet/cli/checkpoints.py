@@ -5,7 +5,6 @@ Rollback and branch work on the files of a stopped server.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import time
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, new_path, print_text
-from agentjet.cli.data_dir import METRICS, run_folder
-from agentjet.cli.progress import progress, work_of
+from agentjet.cli import Json, Policy, Run, Server, new_path, print_text, progress, run_folder, show, work_of
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.types import DEFAULT_RUN, JOURNAL, CheckpointStamp
 
@@ -29,59 +27,53 @@ if TYPE_CHECKING:
     from agentjet.swarm import Journal
     from agentjet.swarm.batches import Rollback
 
+METRICS = "metrics.jsonl"
 app = typer.Typer(
     name="checkpoints", no_args_is_help=True, help="List, save and name checkpoints; go back to one, branch from one."
 )
 
-Version = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Policy version of the checkpoint.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A letter, then letters, digits, dots, dashes, underscores.")]
+Version = Annotated[int, Argument(metavar="VERSION", min=0, help="Policy version of the checkpoint.")]
+Name = Annotated[str, Argument(metavar="NAME", help="A letter, then letters, digits, dots, dashes, underscores.")]
 
 
 @app.command("list")
-def list_checkpoints(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+def list_checkpoints(server: Server, as_json: Json = False) -> None:
     """List a server's checkpoints, oldest first, with their tags and held-out scores."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         found = swarm.checkpoints()
-    if as_json:
-        typer.echo(json.dumps([info.model_dump() for info in found], indent=2))
-    elif not found:
-        typer.echo("none yet; `agentjet checkpoints create` saves one")
-    else:
-        for info in found:
-            print_text(checkpoint_line(info))
+    nothing = "none yet; `agentjet checkpoints create` saves one"
+    show(found, as_json, lambda found: map(checkpoint_line, found) if found else [nothing])
 
 
 @app.command("create")
-def create_checkpoint(url: Url = None, token: Token = None, token_file: TokenFile = None) -> None:
+def create_checkpoint(server: Server) -> None:
     """Save a checkpoint of the run's policies, between two batches."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         with progress("waiting for the end of the batch, to save a checkpoint", work_of(swarm)):
             saved = swarm.checkpoint()
         print_text(checkpoint_line(saved))
 
 
 @app.command("tag")
-def tag_checkpoint(
-    version: Version, name: Name, url: Url = None, token: Token = None, token_file: TokenFile = None
-) -> None:
+def tag_checkpoint(version: Version, name: Name, server: Server) -> None:
     """Name a checkpoint. It is kept until the tag is removed."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         swarm.tag(version, name)
     print_text(f"policy version {version} is {name}; it is kept until: agentjet checkpoints untag {name}")
 
 
 @app.command("untag")
-def untag_checkpoint(name: Name, url: Url = None, token: Token = None, token_file: TokenFile = None) -> None:
+def untag_checkpoint(name: Name, server: Server) -> None:
     """Remove the name of a checkpoint. Later checkpoints may then replace it."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         swarm.untag(name)
     print_text(f"the tag {name} is removed")
 
 
 @app.command("rollback")
 def roll_back_to(
-    version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version or tag of a checkpoint.")],
-    data_dir: Annotated[Path, typer.Option("--data-dir", help="The data dir of a stopped server.")],
+    version: Annotated[str, Argument(metavar="VERSION", help="Policy version or tag of a checkpoint.")],
+    data_dir: Annotated[Path, Option("--data-dir", help="The data dir of a stopped server.")],
     run: Run = DEFAULT_RUN,
 ) -> None:
     """Take the policies of a stopped run back to a checkpoint, and undo the batches learned since.
@@ -108,9 +100,9 @@ def roll_back_to(
 @app.command("branch")
 def branch_from(
     source: Annotated[
-        str, typer.Argument(metavar="DATA_DIR@VERSION", help="A data dir, and the version or tag of its checkpoint.")
+        str, Argument(metavar="DATA_DIR@VERSION", help="A data dir, and the version or tag of its checkpoint.")
     ],
-    data_dir: Annotated[Path, typer.Argument(metavar="NEW", help="The data dir to make.")],
+    data_dir: Annotated[Path, Argument(metavar="NEW", help="The data dir to make.")],
     run: Run = DEFAULT_RUN,
 ) -> None:
     """Make a new data dir whose default run starts at a checkpoint of another run. The other is only read."""
@@ -133,20 +125,18 @@ def checkpoint_line(info: CheckpointInfo) -> str:
 
 
 def export(
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    server: Server,
+    out: Annotated[Path, Argument(help="The folder to make.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
+        bool, Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
     ] = False,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="The policy, in a run that names its policies.")] = "",
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    policy: Policy = "",
 ) -> None:
     """Write the present policy of a running server as a Hugging Face folder.
 
     The folder `policy` in a checkpoint is such a folder, too, or with LoRA a PEFT folder: copy it.
     """
-    with new_path(out) as unfinished, connect(url, token, token_file) as swarm:
+    with new_path(out) as unfinished, server.connect() as swarm:
         with progress("waiting for the end of the batch, to export the policy", work_of(swarm)):
             made = swarm.export(policy=policy, adapter=adapter)
         name = f"policy version {made.policy_version}"
@@ -163,19 +153,18 @@ def export(
 
 
 def merge(
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, Argument(help="The folder to make.")],
     folders: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="FOLDER...", help="Exports, adapters, or folders `policy` of checkpoints, from one base model."
         ),
     ],
     base: Annotated[
-        str, typer.Option(metavar="MODEL", help="The base model, as in model.name; default: that of the adapters.")
+        str, Option(metavar="MODEL", help="The base model, as in model.name; default: that of the adapters.")
     ] = "",
     rescale: Annotated[
-        float,
-        typer.Option(min=1, help="RAM+: largest factor for weights that one model alone changed, such as 1.2. 1: RAM."),
+        float, Option(min=1, help="RAM+: largest factor for weights that one model alone changed, such as 1.2. 1: RAM.")
     ] = 1.0,
 ) -> None:
     """Merge policies that were trained from one base model into a Hugging Face folder (RAM).
@@ -245,7 +234,7 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
     not the journal's.
     """
     from agentjet.gateway.checkpoints import CheckpointStore
-    from agentjet.gateway.first_weights import FOLDER as FIRST_WEIGHTS
+    from agentjet.gateway.run_policies import FIRST_WEIGHTS
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 

@@ -1,19 +1,23 @@
-"""`agentjet episodes`: list, show, begin, finish, abort and export episodes."""
+"""`agentjet episodes`: list, show, begin, finish, abort and export episodes.
+
+Tokens are shown in colours of 256: a sequence like cividis for probabilities, purple and orange for the signs of
+advantages. Marks in the text mean the same without colours.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer import Argument, Option
 
-from agentjet.cli import Json, Token, TokenFile, Url, connect, new_path, one_line, print_text, printable
-from agentjet.cli.overlays import BY_AGENT, BY_POLICY, LEGENDS, ORPHAN, EpisodeAdvantages, Overlay, overlaid
+from agentjet.cli import Json, Server, new_path, one_line, print_text, printable, show
 from agentjet.errors import ConfigError
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
 from agentjet.types import Mode, Reward
@@ -21,19 +25,17 @@ from agentjet.types import Mode, Reward
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from agentjet.protocol import CallView, EpisodeTree
+    from agentjet.protocol import CallView, EpisodeTree, EpisodeView, GroupView
 
-NOTE = "dim"
-NO_ADVANTAGES = EpisodeAdvantages()
-UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
-
+EpisodeId = Annotated[str, Argument(metavar="ID", help="As `agentjet episodes list` prints it.")]
+Overlay = Literal["author", "logprob", "version", "advantage"]
 app = typer.Typer(name="episodes", help="Look at episodes; begin, end and export them.", no_args_is_help=True)
 
 
 def with_filters(command: Callable[..., None]) -> Callable[..., None]:
     """Returns a command with an option for the order and for each filter, which it takes as keyword arguments."""
     own = [one for one in signature(command, eval_str=True).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    parameters = [*map(_filter_option, ("sort", *EpisodeQuery.filters())), *own]
+    parameters = [*own, *map(_filter_option, ("sort", *EpisodeQuery.filters()))]
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
@@ -41,53 +43,49 @@ def with_filters(command: Callable[..., None]) -> Callable[..., None]:
 
 def _filter_option(name: str) -> Parameter:
     field, kind = EpisodeQuery.model_fields[name], get_type_hints(EpisodeFilters)[name]
-    annotation = Annotated[kind, typer.Option(help=field.description)]  # type: ignore[valid-type]
+    annotation = Annotated[kind, Option(help=field.description)]  # type: ignore[valid-type]
     return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation)
 
 
 @app.command("list")
 @with_filters
 def list_episodes(
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most episodes of a page.")] = 20,
-    before: Annotated[str, typer.Option(metavar="ID", help="The page that follows this episode.")] = "",
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    server: Server,
+    limit: Annotated[int, Option(min=1, max=1000, help="Most episodes of a page.")] = 20,
+    before: Annotated[str, Option(metavar="ID", help="The page that follows this episode.")] = "",
     as_json: Json = False,
     **filters: Any,
 ) -> None:
     """List the episodes that match every filter, newest first."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         found = swarm.episodes(limit, before=before, **filters)
-    if as_json:
-        typer.echo(found.model_dump_json(indent=2))
-        return
-    if not found.episodes:
-        given = before or any(value not in (None, "", "newest") for value in filters.values())
-        typer.echo("no further episodes match" if before else "no episode matches" if given else "none yet")
-    for e in found.episodes:
-        reward = "" if e.reward is None else f"reward {e.reward:g}"
-        why = one_line(e.reason)[:60]
-        trained = e.mode if e.mode == "eval" else why if e.trained_in is None else f"batch {e.trained_in}"
-        task_id = one_line(e.task_id)
-        typer.echo(f"{e.episode_id}  {e.status:8}  {task_id:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}")
-    if found.next is not None:
+    given = before or any(value not in (None, "", "newest") for value in filters.values())
+    nothing = "no further episodes match" if before else "no episode matches" if given else "none yet"
+    show(found, as_json, lambda found: map(_row, found.episodes) if found.episodes else [nothing])
+    if found.next is not None and not as_json:
         typer.echo(f"next page: --before {found.next}", err=True)
+
+
+def _row(episode: EpisodeView) -> str:
+    reward = "" if episode.reward is None else f"reward {episode.reward:g}"
+    trained = one_line(episode.reason)[:60] if episode.trained_in is None else f"batch {episode.trained_in}"
+    return (
+        f"{episode.episode_id}  {episode.status:8}  {one_line(episode.task_id):20.20}  {episode.num_calls:3} calls  "
+        f"{reward:12}  {'eval' if episode.mode == 'eval' else trained}"
+    )
 
 
 @app.command("show")
 def show_episode(
-    episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes list` prints it.")],
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    server: Server,
+    episode_id: EpisodeId,
     overlay: Annotated[
-        Overlay, typer.Option(help="Meaning of the colours of tokens; marks in the text have the same meaning.")
+        Overlay, Option(help="Meaning of the colours of tokens; marks in the text have the same meaning.")
     ] = "author",
     as_json: Json = False,
 ) -> None:
     """Print an episode's calls. Colours show the author of each token, or what `--overlay` names."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         tree = swarm.episode_tree(episode_id)
         group_id = tree.group_id if overlay == "advantage" and not as_json else None
         group = None if group_id is None else swarm.group(group_id)
@@ -97,88 +95,73 @@ def show_episode(
     from rich.console import Console
 
     console = Console(highlight=False)
-    for line in episode_lines(tree, overlay, EpisodeAdvantages.of(tree, group)):
+    for line in episode_lines(tree, overlay, group):
         console.print(line, soft_wrap=True)
 
 
 @app.command("begin")
 def begin_episode(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="A name for the task of the episode.")],
-    group: Annotated[str, typer.Option(help="Episodes of a group are compared; default: the task.")] = "",
-    task_set: Annotated[str, typer.Option(help="The task set it belongs to.")] = "",
-    client_id: Annotated[str, typer.Option(help="Name of the client; groups are kept apart by client.")] = "shell",
-    only_eval: Annotated[bool, typer.Option("--eval", help="The episode is not trained on.")] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for room in the present batch.")] = 0.0,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    server: Server,
+    task: Annotated[str, Argument(metavar="TASK", help="A name for the task of the episode.")],
+    group: Annotated[str, Option(help="Episodes of a group are compared; default: the task.")] = "",
+    task_set: Annotated[str, Option(help="The task set it belongs to.")] = "",
+    client_id: Annotated[str, Option(help="Name of the client; groups are kept apart by client.")] = "shell",
+    only_eval: Annotated[bool, Option("--eval", help="The episode is not trained on.")] = False,
+    wait: Annotated[float, Option(min=0, help="Seconds to wait for room in the present batch.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Begin an episode, and print the address and key for its agent as shell variables.
 
     The episode lives until it is finished or aborted, or its lease runs out.
     """
-    with connect(url, token, token_file, client_id=client_id) as swarm:
+    with server.connect(client_id=client_id) as swarm:
         mode: Mode = "eval" if only_eval else "train"
         begun = swarm.begin(task, group=group, task_set=task_set, mode=mode, wait=wait).begun
-    if as_json:
-        typer.echo(begun.model_dump_json(indent=2))
-        return
-    root = begun.base_url.removesuffix("/v1")
-    for name, value in (
-        ("AGENTJET_EPISODE", begun.episode_id),
-        ("AGENTJET_POLICIES", ",".join(begun.policies)),
-        ("OPENAI_BASE_URL", begun.base_url),
-        ("OPENAI_API_KEY", begun.api_key),
-        ("OPENAI_MODEL", begun.model),
-        ("ANTHROPIC_BASE_URL", root),
-        ("ANTHROPIC_API_KEY", begun.api_key),
-        ("ANTHROPIC_MODEL", begun.model),
-    ):
-        if value:  # A run has a model's name or policies.
-            typer.echo(f"export {name}={shlex.quote(value)}")
+    variables = {
+        "AGENTJET_EPISODE": begun.episode_id,
+        "AGENTJET_POLICIES": ",".join(begun.policies),
+        "OPENAI_BASE_URL": begun.base_url,
+        "OPENAI_API_KEY": begun.api_key,
+        "OPENAI_MODEL": begun.model,
+        "ANTHROPIC_BASE_URL": begun.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": begun.api_key,
+        "ANTHROPIC_MODEL": begun.model,
+    }  # A run has a model's name or policies, so one of these is empty.
+    show(begun, as_json, lambda _: [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if text])
 
 
 @app.command("finish")
 def finish_episode(
-    episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
-    reward: Annotated[float, typer.Option(help="Reward of the episode.")],
-    text: Annotated[str, typer.Option(help="The reason for the reward, for people.")] = "",
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    server: Server,
+    episode_id: EpisodeId,
+    reward: Annotated[float, Option(help="Reward of the episode.")],
+    text: Annotated[str, Option(help="The reason for the reward, for people.")] = "",
 ) -> None:
     """End an episode with its reward."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         print_text(f"{episode_id}: {swarm.finish(episode_id, Reward(reward, text=text)).status}, reward {reward:g}")
 
 
 @app.command("abort")
 def abort_episode(
-    episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
-    reason: Annotated[str, typer.Option(help="The reason, for people.")] = "",
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    server: Server, episode_id: EpisodeId, reason: Annotated[str, Option(help="The reason, for people.")] = ""
 ) -> None:
     """End an episode without a reward: it is not trained on."""
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         print_text(f"{episode_id}: {swarm.abort(episode_id, reason).status}")
 
 
 @app.command("export")
 def export_episodes(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
+    server: Server,
+    file: Annotated[Path, Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
     status: Annotated[
-        Literal["finished", "aborted", "expired", "live", "all"], typer.Option(help="Only episodes of this status.")
+        Literal["finished", "aborted", "expired", "live", "all"], Option(help="Only episodes of this status.")
     ] = "finished",
-    mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only episodes of this mode.")] = "all",
+    mode: Annotated[Literal["train", "eval", "all"], Option(help="Only episodes of this mode.")] = "all",
     min_reward: Annotated[
-        float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
+        float | None, Option(metavar="R", help="Only conversations with at least this reward.")
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """Write the conversations of episodes, with messages, tools, rewards and policy versions, oldest first.
 
@@ -189,7 +172,7 @@ def export_episodes(
     if min_reward is not None and not math.isfinite(min_reward):
         raise ConfigError(f"--min-reward {min_reward}: give a finite number")
     num_rows = num_gone = 0
-    with new_path(file) as unfinished, connect(url, token, token_file) as swarm:
+    with new_path(file) as unfinished, server.connect() as swarm:
         views = swarm.all_episodes(
             sort="oldest", status=None if status == "all" else status, mode=None if mode == "all" else mode
         )
@@ -212,10 +195,40 @@ def export_episodes(
     typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
-def episode_lines(
-    tree: EpisodeTree, overlay: Overlay = "author", advantages: EpisodeAdvantages = NO_ADVANTAGES
-) -> list[Text]:
-    """An episode as coloured lines."""
+# ---- the tokens of an episode ----------------------------------------------------------------------------------------
+
+NOTE = "dim"
+UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
+PROBABILITIES = (
+    (0.01, "color(226) underline"),
+    (0.1, "color(220) underline"),
+    (0.3, "color(178)"),
+    (0.5, "color(144)"),
+    (0.7, "color(103)"),
+    (0.9, "color(67)"),
+    (1.01, "color(25)"),
+)
+"""Upper bounds of probabilities, with their styles. Unlikely tokens are the brightest."""
+MARKED = 0.1
+"""Probability below which a token has a mark."""
+VERSIONS = ("color(32)", "color(172)", "color(71)", "color(169)")
+"""Styles of successive policy versions, in turn."""
+POSITIVE, NEGATIVE = "color(208)", "color(141)"
+"""Styles of tokens of calls by the sign of their advantages."""
+BY_AGENT, BY_POLICY, ORPHAN = "cyan", "bold green", "strike red"
+"""Styles of the overlay `author`."""
+FULL_BAR = 3.0
+"""Advantage of a full bar."""
+BAR_CELLS = 12
+LEGENDS: Mapping[Overlay, str] = {
+    "logprob": f"probability of each sampled token: bright is unlikely; ⟨%⟩ follows a token below {MARKED:.0%}",
+    "version": "policy version of each sampled token: ⟨v⟩ stands where it changes",
+    "advantage": "advantage of each call: orange is above 0, purple below; context is dim",
+}
+
+
+def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", group: GroupView | None = None) -> list[Text]:
+    """An episode as coloured lines. `group` is that of the episode, for its advantages."""
     from rich.text import Text
 
     facts = [tree.status, *(["eval"] if tree.mode == "eval" else []), f"task {one_line(tree.task_id)}"]
@@ -236,11 +249,15 @@ def episode_lines(
         lines.append(Text.assemble("written by ", *((f" {author} ", style) for author, style in _legend(tree))))
     else:
         lines.append(Text(LEGENDS[overlay], NOTE))
+    advantages, unknown = advantages_of(tree, group)
     numbers = {call.call_id: i for i, call in enumerate(tree.calls, 1)}
     for call in tree.calls:
+        advantage = advantages.get(call.role, advantages.get(call.role.partition("/")[0], advantages.get("")))
         lines += [Text(""), Text(_heading(call, numbers), NOTE)]
-        lines += [Text(one_line(advantages.heading(call)), NOTE)] if overlay == "advantage" else []
-        lines.append(overlaid(call, overlay, advantages.of_call(call)))
+        if overlay == "advantage":
+            why = f": {unknown}" if advantage is None and unknown else ""
+            lines.append(Text(one_line(advantage_bar(advantage) + why), NOTE))
+        lines.append(overlaid(call, overlay, advantage))
     return lines
 
 
@@ -266,3 +283,48 @@ def _heading(call: CallView, numbers: dict[str, int]) -> str:
     if call.orphan:
         parts.append(f"not trained: {UNTRAINED.get(call.orphan, call.orphan)}")
     return "; ".join(parts)
+
+
+def advantages_of(tree: EpisodeTree, group: GroupView | None) -> tuple[dict[str, float | None], str]:
+    """The advantages of an episode by role or policy, with that of the episode at ''; and why some are unknown."""
+    if group is None:
+        return {}, "an episode of an evaluation has no advantage"
+    member = next((one for one in group.episodes if one.episode_id == tree.episode_id), None)
+    return ({} if member is None else {"": member.advantage, **member.advantages}), group.advantages_note
+
+
+def overlaid(call: CallView, overlay: Overlay, advantage: float | None = None) -> Text:
+    """The tokens of a call, in the colours of an overlay. `advantage` is that of the call, if it is known."""
+    from rich.text import Text
+
+    body, known = Text(), -1
+    context, orphan = (BY_AGENT, ORPHAN) if overlay == "author" else (NOTE, "strike dim")
+    texts = call.texts or [f"<{token}>" for token in call.tokens]
+    for text, version, logprob in zip(texts, call.versions, call.logprobs, strict=True):
+        if version is None:
+            body.append(printable(text), context)
+            continue
+        style, mark = "", ""
+        if overlay == "author":
+            style = BY_POLICY
+        elif overlay == "version":
+            if version != known:
+                body.append(f"⟨v{version}⟩", "bold")
+            style, known = VERSIONS[version % len(VERSIONS)], version
+        elif overlay == "advantage" and advantage:
+            style = POSITIVE if advantage > 0 else NEGATIVE
+        elif overlay == "logprob" and logprob is not None:
+            share = math.exp(min(0.0, logprob))
+            style = next(style for bound, style in PROBABILITIES if share < bound)
+            mark = (f"⟨{share:.1%}⟩" if share < 0.01 else f"⟨{share:.0%}⟩") if share < MARKED else ""
+        body.append(printable(text), orphan if call.orphan else style)
+        body.append(mark, NOTE)
+    return body
+
+
+def advantage_bar(advantage: float | None) -> str:
+    """The advantage with a bar, such as `advantage +1.23 ▇▇▇▇▇`."""
+    if advantage is None:
+        return "advantage unknown"
+    cells = min(BAR_CELLS, round(BAR_CELLS * abs(advantage) / FULL_BAR))
+    return f"advantage {advantage:+.3g} {('▇' if advantage > 0 else '░') * cells}".rstrip()

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 import typer
+from typer import Argument, Option
 
-from agentjet.cli import Token, TokenFile, Url, connect, read_token
-from agentjet.errors import ConfigError, Later, RequestError, Unauthorized, Unreachable
+from agentjet.cli import Server, TokenFile
+from agentjet.errors import ConfigError, Unauthorized, Unavailable, Unreachable, UpstreamFailed
 from agentjet.protocol import EvaluationView, JobBody, StatusResponse, StepList, flatten
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -40,29 +41,29 @@ MEANING = (
     "What the session may do: viewer reads; client also saves, exports and aborts; admin also changes the job. "
     "It needs the token of that role."
 )
-Role = Annotated[Literal["viewer", "client", "admin"], typer.Option("--role", help=MEANING)]
+Role = Annotated[Literal["viewer", "client", "admin"], Option("--role", help=MEANING)]
 VIEWS = ("episodes", "groups", "batches", "swarm", "studies", "compare", "runs")
 """Beginnings of the paths of the page."""
-View = Annotated[str, typer.Argument(metavar="VIEW", help="View to open, such as `episodes` or `batches/3`.")]
+View = Annotated[str, Argument(metavar="VIEW", help="View to open, such as `episodes` or `batches/3`.")]
 
 
 def look(
     places: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="PATH|URL...",
             help="Data dirs, folders of runs or of studies, folders that contain these, or addresses of servers.",
         ),
     ],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = PORT,
+    port: Annotated[int, Option(help="Port to listen on; 0 takes a free one.")] = PORT,
     token_file: TokenFile = None,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+    only_print: Annotated[bool, Option("--print", help="Print the address and open nothing.")] = False,
 ) -> None:
     """Show the page over finished or crashed runs, several runs side by side, and studies. Reads only.
 
     Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
     """
-    found = Found(read_token(None, token_file))
+    found = Found(Server(token_file=token_file).read_token())
     for place in places:
         found.add(place)
     with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -142,9 +143,9 @@ class RemoteRun:
         try:
             return await self._connection.request("GET", path)
         except Unauthorized as error:  # The session of the page is valid: this server refuses the token of `look`.
-            raise RequestError(error.message, code="token_refused", status=502) from None
+            raise UpstreamFailed(error.message, code="token_refused") from None
         except Unreachable as error:
-            raise Later(str(error), retry_after=1.0, code="server_unreachable", status=503) from None
+            raise Unavailable(str(error), retry_after=1.0, code="server_unreachable") from None
 
 
 class Found:
@@ -273,19 +274,17 @@ def _listen(port: int) -> socket.socket:
 
 
 def open_page(
+    server: Server,
     view: View = "",
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
     role: Role = "viewer",
-    only_print: Annotated[bool, typer.Option("--print", help="Print the address and open nothing.")] = False,
+    only_print: Annotated[bool, Option("--print", help="Print the address and open nothing.")] = False,
 ) -> None:
     """Open the page of a run in the browser: is it learning, is it healthy, what does it wait for.
 
     The address contains a code that opens one session within a minute. The session ends after 12 hours.
     """
     check_view(view)
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         address = page_address(swarm, role, view)
     typer.echo(f"{address}\nThis address opens one session, within 60 seconds. For another one, run the command again.")
     if not only_print:

@@ -9,27 +9,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperOption
 
 from agentjet import __version__
 from agentjet.cli import (
     Override,
     checkpoints,
-    cluster,
-    data_dir,
-    doctor,
     episodes,
     load_example,
     look,
+    machine,
     printable,
     recipes,
     research,
     run,
     runs,
     serve,
-    status,
-    track,
     watch,
+    with_options,
 )
 from agentjet.errors import AgentJetError, ConfigError, install_extra
 
@@ -62,20 +60,18 @@ def _print_version(is_asked: bool) -> None:
 @app.callback(help=SUMMARY)
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """The options before a command."""
 
 
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the tasks' order, of sampling and of the learner.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the results; an earlier demo's are replaced.")] = Path(
-        "agentjet-demo"
-    ),
-    steps: Annotated[int | None, typer.Option(min=1, help="Batches to learn; default: as tuned.")] = None,
-    model: Annotated[str | None, typer.Option(help="Another model: a Hugging Face id or a local folder.")] = None,
-    tasks: Annotated[int, typer.Option(min=1, max=500, help="Held-out sums of each evaluation.")] = 500,
+    seed: Annotated[int, Option(help="Seed of the tasks' order, of sampling and of the learner.")] = 0,
+    out: Annotated[Path, Option(help="Folder of the results; an earlier demo's are replaced.")] = Path("agentjet-demo"),
+    steps: Annotated[int | None, Option(min=1, help="Batches to learn; default: as tuned.")] = None,
+    model: Annotated[str | None, Option(help="Another model: a Hugging Face id or a local folder.")] = None,
+    tasks: Annotated[int, Option(min=1, max=500, help="Held-out sums of each evaluation.")] = 500,
     override: Override = None,
 ) -> None:
     """Train a small language model to add, with an agent on OpenAI's SDK (`examples/arithmetic`).
@@ -96,31 +92,43 @@ for command in (
     demo,
     run.run,
     run.sft,
-    status.status,
+    runs.status,
     watch.watch,
     runs.compare,
     look.look,
     checkpoints.export,
     checkpoints.merge,
-    track.track,
-    doctor.doctor,
+    runs.track,
+    machine.doctor,
 ):
     app.command()(command)
 app.command("eval")(run.evaluate)
 app.command("open")(look.open_page)
-for group in (status, runs, episodes, checkpoints, cluster, recipes, data_dir, research):
-    app.add_typer(group.app)
+for group in (
+    runs.job_app,
+    runs.runs_app,
+    episodes.app,
+    checkpoints.app,
+    machine.cluster_app,
+    recipes.app,
+    runs.token_app,
+    research.app,
+):
+    app.add_typer(group)
 
 
-def _checked(group: typer.Typer) -> None:
+def _complete(group: typer.Typer) -> None:
+    """Gives the commands their shared options, and refuses options that are given twice."""
     for known in group.registered_commands:
         known.cls = OneValueCommand
+        if known.callback is not None:
+            known.callback = with_options(known.callback)
     for inner in group.registered_groups:
         if inner.typer_instance is not None:
-            _checked(inner.typer_instance)
+            _complete(inner.typer_instance)
 
 
-_checked(app)
+_complete(app)
 
 
 def main() -> None:

@@ -19,15 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, load_function
-from agentjet.client.code_copy import (
-    OURS,
-    SKIPPED,
-    CodeFolder,
-    Stamp,
-    has_environment,
-    hash_of,
-    is_installed,
-)
+from agentjet.client.code_copy import OURS, SKIPPED, CodeFolder, Stamp, has_environment, hash_of, is_installed
 from agentjet.client.command import Command, Result, Score
 from agentjet.errors import ConfigError
 from agentjet.types import Reward

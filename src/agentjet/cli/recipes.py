@@ -7,6 +7,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument
 
 from agentjet.cli import print_text
 from agentjet.errors import ConfigError
@@ -35,7 +36,7 @@ def recipes(context: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, or package.module:Class.")]) -> None:
+def show(name: Annotated[str, Argument(metavar="NAME", help="A recipe, or package.module:Class.")]) -> None:
     """Show a recipe: formula, source, when to use it, cost, and parameters with their defaults."""
     from agentjet.recipes import registry
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from agentjet.cli import Json, Override, Token, TokenFile, Url, connect, example, load_example, print_text, printable
+from agentjet.cli import Json, Override, Policy, Server, Token, TokenFile, example, load_example, print_text, printable
 from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
@@ -26,55 +27,48 @@ STEPS = 20
 
 
 def run(
+    server: Server,
     command: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="-- COMMAND...",
             help="The program and its arguments, after `--`; no shell is involved. {task} becomes the task's row as "
             "JSON, {task.key} one value of it, {here} the present folder.",
         ),
     ],
-    task_file: Annotated[Path, typer.Option("--task-file", help="Tasks: a JSON object a line.")],
+    task_file: Annotated[Path, Option("--task-file", help="Tasks: a JSON object a line.")],
     reward: Annotated[
         str,
-        typer.Option(
+        Option(
             help="FILE.py:FUNCTION, called with the row and the result; `stdout`: its last line, a number or "
             '{"reward": number}; `file:NAME`: the same from a file in the working directory; `exit-code`: 1 for '
             "0, else 0."
         ),
     ],
-    steps: Annotated[int | None, typer.Option(min=1, help="Batches to learn; default: 20.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Processes at the same time.")] = 16,
+    steps: Annotated[int | None, Option(min=1, help="Batches to learn; default: 20.")] = None,
+    concurrency: Annotated[int, Option(min=1, help="Processes at the same time.")] = 16,
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds after which a process is ended and its episode aborted.")
+        float, Option(min=0.001, help="Seconds after which a process is ended and its episode aborted.")
     ] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of the tasks' order.")] = 0,
-    only_eval: Annotated[bool, typer.Option("--eval", help="Evaluate instead: each task once, nothing learned.")] = (
-        False
-    ),
-    repeats: Annotated[int | None, typer.Option(min=1, help="With --eval: how often each task; default: once.")] = None,
+    seed: Annotated[int, Option(help="Seed of the tasks' order.")] = 0,
+    only_eval: Annotated[bool, Option("--eval", help="Evaluate instead: each task once, nothing learned.")] = (False),
+    repeats: Annotated[int | None, Option(min=1, help="With --eval: how often each task; default: once.")] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Use edits of the program, its helpers and its data during training.")
+        bool, Option("--watch", help="Use edits of the program, its helpers and its data during training.")
     ] = False,
     source: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--source",
-            help="Another file or folder of the program, beside those of the command; can be repeated.",
-        ),
+        Option("--source", help="Another file or folder of the program, beside those of the command; can be repeated."),
     ] = None,
     code_version: Annotated[
-        str | None, typer.Option(help="Name of the program's version; default: a hash of its files.")
+        str | None, Option(help="Name of the program's version; default: a hash of its files.")
     ] = None,
     score_refused: Annotated[
-        bool, typer.Option("--score-refused", help="Score episodes in which the server refused a request, too.")
+        bool, Option("--score-refused", help="Score episodes in which the server refused a request, too.")
     ] = False,
     shared_home: Annotated[
-        bool, typer.Option("--shared-home", help="Leave HOME, the XDG folders and TMPDIR of the programs as they are.")
+        bool, Option("--shared-home", help="Leave HOME, the XDG folders and TMPDIR of the programs as they are.")
     ] = False,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Run a program on tasks as the agent, one process an episode, and train the server's policy on its rewards.
@@ -103,7 +97,7 @@ def run(
         )
         if code is not None and as_json:
             typer.echo(code.described(), err=True)  # else training shows it beside its steps
-        swarm = stack.enter_context(connect(url, token, token_file))
+        swarm = stack.enter_context(server.connect())
         stack.enter_context(raise_on_signals())
         shared: dict[str, Any] = {"concurrency": concurrency, "progress": not as_json, "code_version": code_version}
         report: TrainReport | EvalReport
@@ -177,32 +171,31 @@ def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
 
 def evaluate(
     target: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_URL", help="A model folder or name, or the address of a running server.")
+        str, Argument(metavar="MODEL_OR_URL", help="A model folder or name, or the address of a running server.")
     ],
     agent: Annotated[
         str | None,
-        typer.Option(metavar="FILE.py:FUNCTION", help="The agent to score; default: one answer to each held-out sum."),
+        Option(metavar="FILE.py:FUNCTION", help="The agent to score; default: one answer to each held-out sum."),
     ] = None,
     task_file: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Tasks of --agent: FILE.jsonl, an object a line, or FILE.py:FUNCTION, which returns them.",
         ),
     ] = None,
-    tasks: Annotated[int | None, typer.Option(min=1, help="Number of tasks; default: all.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
+    tasks: Annotated[int | None, Option(min=1, help="Number of tasks; default: all.")] = None,
+    repeats: Annotated[int, Option(min=1, help="Episodes of each task.")] = 1,
     pass_at: Annotated[
-        list[int] | None,
-        typer.Option(metavar="K", help="Also the chance that one of K answers is right; can be repeated."),
+        list[int] | None, Option(metavar="K", help="Also the chance that one of K answers is right; can be repeated.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Sampling temperature of every call, 0: greedy; default: the agent's.")
+        float | None, Option(min=0, help="Sampling temperature of every call, 0: greedy; default: the agent's.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at the same time.")] = 64,
+    concurrency: Annotated[int, Option(min=1, help="Episodes at the same time.")] = 64,
     at_version: Annotated[
         str | None,
-        typer.Option(metavar="N|newest", help="Policy version that answers throughout: learning waits. Default: any."),
+        Option(metavar="N|newest", help="Policy version that answers throughout: learning waits. Default: any."),
     ] = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -221,7 +214,7 @@ def evaluate(
         raise ConfigError(f"--at-version {at_version!r}: give a policy version, or newest")
     player, chosen = _agent_and_tasks(agent, task_file, tasks)
     settings = None if agent else example("arithmetic") / "job.toml"
-    with _server(target, token, token_file, settings, override or []) as swarm:
+    with _served(Server(target, token, token_file), settings, override or []) as swarm:
         if agent is None and (policies := swarm.status().policies):
             raise ConfigError(
                 f"{target} has the policies {', '.join(policies)}, and the default agent asks one model: give --agent "
@@ -289,14 +282,13 @@ def _agent_and_tasks(agent: str | None, task_file: str | None, num_tasks: int | 
 
 
 @contextmanager
-def _server(
-    target: str, token: str | None, token_file: Path | None, settings: Path | None, overrides: list[str]
-) -> Iterator[Swarm]:
-    """A client of the server at `target`, or of a new server for the model `target`."""
+def _served(server: Server, settings: Path | None, overrides: list[str]) -> Iterator[Swarm]:
+    """A client of the server at the URL, or of a new server for the model that stands in its place."""
+    target = server.url or ""
     if target.startswith(("http://", "https://")):
         if overrides:
             raise ConfigError("--set is for a server that eval starts; none is started here")
-        with connect(target, token, token_file) as swarm:
+        with server.connect() as swarm:
             yield swarm
         return
     from agentjet.cli.serve import ChildServer
@@ -308,28 +300,26 @@ def _server(
     with (
         tempfile.TemporaryDirectory(prefix="agentjet-eval-") as folder,
         raise_on_signals(),
-        ChildServer(settings, [f"model.name={json.dumps(name)}", *overrides], Path(folder)) as server,
-        server.connect() as swarm,
+        ChildServer(settings, [f"model.name={json.dumps(name)}", *overrides], Path(folder)) as child,
+        child.connect() as swarm,
     ):
         yield swarm
 
 
 def sft(
+    server: Server,
     file: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="FILE.jsonl",
             help="A conversation a line: messages in OpenAI's chat format, tool calls included, and perhaps tools.",
         ),
     ],
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the file.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
-    lr: Annotated[float | None, typer.Option(help="Constant learning rate; default: that of the job.")] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="The policy, in a run that names its policies.")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of the order of the conversations.")] = 0,
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    epochs: Annotated[int, Option(min=1, help="Passes over the file.")] = 1,
+    batch_size: Annotated[int, Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
+    lr: Annotated[float | None, Option(help="Constant learning rate; default: that of the job.")] = None,
+    policy: Policy = "",
+    seed: Annotated[int, Option(help="Seed of the order of the conversations.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Train the server's policy on the assistant messages of conversations (supervised fine-tuning).
@@ -344,7 +334,7 @@ def sft(
     if ignored and not as_json:
         print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
     options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed}
-    with connect(url, token, token_file) as swarm:
+    with server.connect() as swarm:
         report = swarm.sft(found, progress=not as_json, **options)  # type: ignore[arg-type]
     first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
     if as_json:

@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-import typer
+from typer import Option
 
-from agentjet.cli import Override
-from agentjet.cli.progress import progress
+from agentjet.cli import Config, Override, progress
 from agentjet.errors import AgentJetError
 
 if TYPE_CHECKING:
@@ -35,24 +34,22 @@ NUM_LOG_LINES = 20
 
 
 def serve(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (TOML).")] = None,
+    config: Config = None,
     override: Override = None,
     model: Annotated[
-        str | None, typer.Option(help="Hugging Face id, local folder, or smollm2-135m. Short for --set model.name=…")
+        str | None, Option(help="Hugging Face id, local folder, or smollm2-135m. Short for --set model.name=…")
     ] = None,
     data_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder of the journal, the checkpoints and the tokens; an existing one is continued."),
+        str | None, Option(help="Folder of the journal, the checkpoints and the tokens; an existing one is continued.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    port: Annotated[int | None, Option(help="Port to listen on; 0 takes a free one.")] = None,
     host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; a non-loopback one needs TLS (server.tls_cert) or --insecure."),
+        str | None, Option(help="Address to listen on; a non-loopback one needs TLS (server.tls_cert) or --insecure.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain HTTP on a non-loopback address.")] = False,
+    insecure: Annotated[bool, Option("--insecure", help="Allow plain HTTP on a non-loopback address.")] = False,
     end_with_input: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--end-with-input", help="End when standard input ends, so that the server ends with its parent process."
         ),
     ] = False,

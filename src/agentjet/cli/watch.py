@@ -7,25 +7,31 @@ the screen run on between two reads. A file or a pipe gets one line for each cha
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from agentjet.cli import Token, TokenFile, Url, one_line, read_token
+from agentjet.cli import Server, one_line
+from agentjet.cli.runs import clients_line, code_lines, task_set_lines
 from agentjet.errors import Later, Unreachable
+from agentjet.protocol import duration, report_lines
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    from agentjet.cli.watch_screen import Snapshot
     from agentjet.client import AsyncSwarm
-    from agentjet.protocol import Event, HealthView
+    from agentjet.protocol import CellView, Event, HealthView, StatusResponse, StepList, WaitingGroupView, WaitingView
 
 NUM_NEWS = 6
 NUM_STEPS = 50
@@ -36,13 +42,28 @@ PATIENCE = 2.0
 """Seconds of retries before a server without an answer is shown as such."""
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """The answers of a server, and their age."""
+
+    url: str
+    status: StatusResponse
+    health: HealthView
+    waiting: WaitingView
+    steps: StepList
+    age: float = 0.0
+    """Seconds since the answers."""
+    problem: str = ""
+    """The error of the newest request, or ''."""
+    news: Sequence[str] = ()
+    """Lines about the newest events, oldest first."""
+
+
 def watch(
-    url: Url = None,
-    token: Token = None,
-    token_file: TokenFile = None,
-    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two reads at least.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print the screen once and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON, for programs.")] = False,
+    server: Server,
+    every: Annotated[float, Option(min=0.1, max=86_400, help="Seconds between two reads at least.")] = 1.0,
+    once: Annotated[bool, Option("--once", help="Print the screen once and end.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print each event as a line of JSON, for programs.")] = False,
 ) -> None:
     """Watch a server until Ctrl-C, also across restarts: does it learn, is it healthy, and what does it wait for.
 
@@ -50,18 +71,19 @@ def watch(
     """
     from rich.console import Console
 
-    from agentjet.cli.watch_screen import screen
     from agentjet.client import AsyncSwarm
     from agentjet.client.connection import Retry
 
-    given, console = read_token(token, token_file), Console(highlight=False)
+    token, console = server.read_token(), Console(highlight=False)
 
     async def run() -> None:
-        async with AsyncSwarm(url, given, instance_id="", retry=Retry(patience=PATIENCE)) as swarm:
+        async with AsyncSwarm(server.url, token, instance_id="", retry=Retry(patience=PATIENCE)) as swarm:
             if once:
                 console.print(screen(await read(swarm), console.width))
-            elif as_json or not console.is_terminal:
-                lines = _JsonLines() if as_json else Lines()
+            elif as_json:
+                await follow(swarm, every, lambda event: print(event.model_dump_json(), flush=True), _print_problem)
+            elif not console.is_terminal:
+                lines = Lines()
                 await follow(swarm, every, lines.event, lines.look)
             else:
                 await _live(swarm, every, console)
@@ -72,8 +94,6 @@ def watch(
 
 async def read(swarm: AsyncSwarm) -> Snapshot:
     """Reads everything that the screen shows. Raises `Unreachable`, `Later`."""
-    from agentjet.cli.watch_screen import Snapshot
-
     status = await swarm.status()  # First: events after its `last_event` are changes.
     health, waiting, steps = await asyncio.gather(swarm.health(), swarm.waiting(), swarm.steps(limit=NUM_STEPS))
     return Snapshot(swarm.url, status, health, waiting, steps)
@@ -141,8 +161,6 @@ async def _live(swarm: AsyncSwarm, every: float, console: Console) -> None:
     """Draws the screen in the terminal, and again when its size changes."""
     from rich.live import Live
 
-    from agentjet.cli.watch_screen import screen
-
     news = deque[str](maxlen=NUM_NEWS)
 
     def on_event(event: Event) -> None:
@@ -155,6 +173,11 @@ async def _live(swarm: AsyncSwarm, every: float, console: Console) -> None:
             live.update(screen(replace(look, news=tuple(news)), console.width), refresh=True)
 
         await follow(swarm, every, on_event, on_look)
+
+
+def _print_problem(look: Snapshot) -> None:
+    if look.problem:
+        print(f"agentjet: {one_line(look.problem)}", file=sys.stderr, flush=True)
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -200,41 +223,196 @@ class Lines:
             self.print_line(line)
 
     def look(self, look: Snapshot) -> None:
-        from agentjet.cli.watch_screen import nothing_to_learn
-
         now = time.strftime("%H:%M:%S")
+        for line in self._changes(look):
+            self.print_line(one_line(f"{now}  {line}"))
+
+    def _changes(self, look: Snapshot) -> Iterator[str]:
         if look.problem != self._problem:
             self._problem = look.problem
-            self._say(now, look.problem or "the server answers again")
+            yield look.problem or "the server answers again"
         if not self._answer:
             status = look.status
-            self._say(now, f"{look.url}: {status.state}, step {status.policy_version}, waits for {look.waiting.text}")
-        for line in self._changes(look.health):
-            self._say(now, line)
-        report = nothing_to_learn(look.status)
-        for line in report if not self._is_reported else ():
-            self._say(now, line)
-        self._is_reported = bool(report)
-
-    def _changes(self, health: HealthView) -> Iterator[str]:
-        if health.learning.answer != self._answer:
-            self._answer = health.learning.answer
-            yield f"learning: {health.learning.text}"
-        for rule in health.rules:
+            yield f"{look.url}: {status.state}, step {status.policy_version}, waits for {look.waiting.text}"
+        if look.health.learning.answer != self._answer:
+            self._answer = look.health.learning.answer
+            yield f"learning: {look.health.learning.text}"
+        for rule in look.health.rules:
             before, self._levels[rule.name] = self._levels.get(rule.name, "ok"), rule.level
             if rule.level != before:
                 yield f"health {rule.level}: {rule.text} ({rule.docs})"
+        report = nothing_to_learn(look.status)
+        if not self._is_reported:
+            yield from report
+        self._is_reported = bool(report)
 
-    def _say(self, now: str, line: str) -> None:
-        self.print_line(one_line(f"{now}  {line}"))
+
+# ---- the screen ------------------------------------------------------------------------------------------------------
+
+BARS = "▁▂▃▄▅▆▇█"
+MARKS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "green")}
+CELLS = {"finished": "█", "live": "▒", "failed": "✕"}
+FREE = "·"
+LEGEND = "█ finished (green: highest reward)  ▒ live  ✕ failed  · free"
+STATES = {"sampling": "green", "learning": "cyan", "failed": "bold red"}
+SHOWN_STEPS = 40
+SHOWN_ROWS = 4
+"""Rows of the picture of the present batch."""
+TIMED_STEPS = 10
+SHOWN_VERSIONS = 3
+SHOWN_ANSWERS = 3
 
 
-class _JsonLines:
-    """Prints each event as a line of JSON."""
+def screen(look: Snapshot, width: int) -> Table:
+    """The screen as a table of names and texts that wrap at `width`."""
+    from rich.table import Table
+    from rich.text import Text
 
-    def event(self, event: Event) -> None:
-        print(event.model_dump_json(), flush=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    silence = f"since {duration(look.age)}: {one_line(look.problem)}"
 
-    def look(self, look: Snapshot) -> None:
-        if look.problem:
-            print(f"agentjet: {one_line(look.problem)}", file=sys.stderr, flush=True)
+    def plain(lines: Sequence[str], style: str = "") -> list[Text]:
+        return [Text(one_line(line), style) for line in lines]
+
+    rows: list[tuple[str, Sequence[Text]]] = [
+        ("agentjet", [headline(look)]),
+        ("no answer", [Text(silence, "bold red")] if look.problem else []),
+        ("learning", [learning(look)]),
+        ("healthy", healthy(look.health)),
+        ("warning", plain(nothing_to_learn(look.status), "yellow")),
+        ("waits for", waits(look, width - 14)),
+        ("time", spent(look.steps)),
+        ("task sets", plain(task_set_lines(look.status))),
+        ("clients", plain([clients_line(look.status)])),
+        ("code", plain(code_lines(look.status, SHOWN_VERSIONS))),
+        ("just now", [Text(one_line(line), no_wrap=True, overflow="ellipsis") for line in look.news]),
+    ]
+    for name, texts in rows:
+        for i, text in enumerate(texts):
+            table.add_row("" if i else name, text)
+    return table
+
+
+def headline(look: Snapshot) -> Text:
+    from rich.text import Text
+
+    status = look.status
+    end = f" of {status.ends_at_version}" if status.ends_at_version else ""
+    run = [f"run {status.run}"] if status.run != DEFAULT_RUN else []
+    model = ", ".join(status.policies) or status.model
+    text = Text(one_line("  ".join([model, *run])), "bold")
+    text.append(f"  ● {status.state}", STATES.get(status.state, "yellow"))
+    text.append(f"  step {status.policy_version}{end}  up {duration(status.uptime + look.age)}  ", "none")
+    return text.append(look.url, "dim")
+
+
+def learning(look: Snapshot) -> Text:
+    """The answer to "is it learning?", with bars of the newest rewards from the lowest to the highest."""
+    from rich.text import Text
+
+    answer = look.health.learning
+    style = {"yes": "green", "learned": "green", "falls": "bold red"}.get(answer.answer, "")
+    text = Text(one_line(answer.text), style)
+    rewards = [reward for reward in look.steps.metrics.get("reward/mean", []) if reward is not None][-SHOWN_STEPS:]
+    if not rewards:
+        return text
+    low, high = min(rewards), max(rewards)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    bars = "".join(BARS[round((reward - low) * scale)] for reward in rewards)
+    return text.append(f"  {bars}", "cyan")
+
+
+def healthy(health: HealthView) -> list[Text]:
+    """Rules that are not ok, the worst first, and the names of the others."""
+    from rich.text import Text
+
+    texts = {level: [one_line(rule.text) for rule in health.rules if rule.level == level] for level in ("bad", "warn")}
+    fine = ", ".join(rule.name for rule in health.rules if rule.level == "ok")
+    texts["ok"] = [fine] if fine else []
+    return [Text(f"{MARKS[level][0]} {text}", MARKS[level][1]) for level in MARKS for text in texts[level]]
+
+
+def nothing_to_learn(status: StatusResponse) -> list[str]:
+    """Lines about the newest batches if they could teach nothing, with the most frequent answers of one group."""
+    found = status.zero_variance
+    if found is None:
+        return []
+    return report_lines(found.model_copy(update={"answers": found.answers[:SHOWN_ANSWERS]}))
+
+
+def waits(look: Snapshot, width: int) -> list[Text]:
+    """The phrase of the server, the picture of the batch, and the live episode that is silent for longest."""
+    from rich.text import Text
+
+    lines = [Text(one_line(look.waiting.text))]
+    if not look.waiting.groups:
+        return lines
+    lines += picture(look.waiting, width)
+    lines.append(Text(LEGEND, "dim"))
+    silent = [(cell, group) for group in look.waiting.groups for cell in group.cells if cell.silent_seconds]
+    if silent:
+        cell, group = max(silent, key=lambda one: one[0].silent_seconds or 0.0)
+        seconds, lease, most = (cell.silent_seconds or 0.0) + look.age, cell.expires_in or 0.0, cell.ends_in or 0.0
+        text = (
+            f"longest silent: {cell.episode_id} of task {group.task_id}, {duration(seconds)}; lease ends in "
+            f"{duration(lease - look.age)}, episode in {duration(most - look.age)}"
+        )
+        lines.append(Text(one_line(text)))
+    return lines
+
+
+def picture(waiting: WaitingView, width: int) -> list[Text]:
+    """The groups as cells, at most `SHOWN_ROWS` rows. Groups without an episode are free places."""
+    from rich.text import Text
+
+    rewards = [cell.reward for group in waiting.groups for cell in group.cells if cell.reward is not None]
+    best = max(rewards, default=0.0) if rewards and max(rewards) > min(rewards) else math.inf
+    size = max(group.size for group in waiting.groups)
+    groups = [_cells(group, best) for group in waiting.groups]
+    groups += [Text(FREE * size, "dim")] * (waiting.needed - waiting.num_groups)
+    rows, shown = [Text()], 0
+    for group in groups:
+        used = rows[-1].cell_len
+        if used and used + 1 + group.cell_len > width:
+            if len(rows) == SHOWN_ROWS:
+                break
+            rows.append(Text())
+            used = 0
+        rows[-1].append(" " if used else "").append_text(group)
+        shown += 1
+    left = waiting.num_groups + max(0, waiting.needed - waiting.num_groups) - shown
+    return [*rows, *([Text(f"and {left} more groups", "dim")] if left > 0 else [])]
+
+
+def _cells(group: WaitingGroupView, best: float) -> Text:
+    from rich.text import Text
+
+    def style(cell: CellView) -> str:
+        if cell.state == "finished":
+            return "green" if cell.reward is not None and cell.reward >= best else "blue"
+        return "yellow" if cell.state == "live" else "red"
+
+    text = Text()
+    for cell in group.cells:
+        text.append(CELLS[cell.state], style(cell))
+    return text.append(FREE * max(0, group.size - len(group.cells)), "dim")
+
+
+def spent(steps: StepList) -> list[Text]:
+    """A line with the shares of sampling, waiting and learning in the newest steps; none before the first step."""
+    from rich.text import Text
+
+    def newest(metric: str) -> list[float]:
+        return [value for value in steps.metrics.get(metric, [])[-TIMED_STEPS:] if value is not None]
+
+    seconds = {name: sum(newest(f"time/{name}")) for name in ("sample", "wait", "learn")}
+    total = sum(seconds.values())
+    if not total:
+        return []
+    shares = "  ".join(f"{name} {'▇' * round(10 * part / total)} {part / total:.0%}" for name, part in seconds.items())
+    speed = newest("perf/tokens_per_second")
+    between = [after - before for before, after in pairwise(steps.times[-TIMED_STEPS:])]
+    pace = f"  a step each {duration(sum(between) / len(between))}" if between else ""
+    return [Text(shares + (f"  {speed[-1]:,.0f} tokens/s" if speed else "") + pace)]

@@ -35,17 +35,13 @@ from agentjet.client.heartbeats import Heartbeats
 from agentjet.client.threads import FORKED
 from agentjet.errors import (
     ConfigError,
-    Conflict,
-    Forbidden,
-    InvalidRequest,
     Later,
-    NotFound,
     RequestError,
-    TooLarge,
     Unauthorized,
+    Unavailable,
     Unreachable,
 )
-from agentjet.protocol import PREFIX, Event, Problem, StatusResponse
+from agentjet.protocol import PREFIX, Event, Problem, StatusResponse, refusal_of
 
 T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8400"
@@ -59,7 +55,6 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 CONNECTING = re.compile(r"connect|proxy|remote end|bad ?gateway|502|503")
 """Words in the errors of HTTP clients that reached no server, or another program."""
-ERRORS: dict[int, type[RequestError]] = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge}
 GATEWAY_TROUBLE = frozenset({502, 503, 504})
 """Without a problem body, these answers come from a proxy between client and server."""
 
@@ -276,7 +271,7 @@ class Connection:
                 answer = _decoded(response) if response.is_success else None
                 self._answered, answered, num_lost = True, retry.clock(), 0
                 error = None if response.is_success else self._error(response)
-                if not (isinstance(error, Later) and error.status != 429):
+                if not isinstance(error, Unavailable):
                     self.num_resumed += self._delayed.pop(task, None) is not None
                 if error is None:
                     return answer
@@ -284,7 +279,7 @@ class Connection:
                     raise error
                 since, allowed, delay = started, patience, max(error.retry_after, retry.delay(num_refused))
                 num_refused += 1
-                if error.status != 429:
+                if isinstance(error, Unavailable):
                     self._delayed[task] = _delay(error, allowed)
             except httpx.TransportError as problem:
                 error = self._unreachable(problem)
@@ -367,12 +362,12 @@ class Connection:
     def _error(self, response: httpx.Response) -> RequestError:
         status, problem = response.status_code, _problem(response)
         text, code = problem.detail or problem.title, problem.code or None
-        if status == 429 or status in GATEWAY_TROUBLE:
-            return Later(text, retry_after=problem.retry_after or 0.0, code=code, status=status)
-        if status == 401:
+        kind = Unavailable if status in GATEWAY_TROUBLE else refusal_of(status)
+        if issubclass(kind, Later):
+            return kind(text, retry_after=problem.retry_after or 0.0, code=code)
+        if kind is Unauthorized:
             text += f" ({self.settings.url}; a client takes the token as an argument or from {TOKEN_VARIABLE})"
-        kind = ERRORS.get(status, InvalidRequest if status < 500 else RequestError)
-        return kind(text, code=code, status=status, param=problem.param)
+        return kind(text, code=code, param=problem.param)
 
 
 def _delay(error: RequestError | Unreachable, seconds: float) -> str:

@@ -280,7 +280,7 @@ def checked_reward(returned: object, policies: tuple[str, ...] = ()) -> Reward:
     """An agent's return value as a `Reward` that the server accepts. `policies` are those that the run names.
 
     A mapping has a number or a `Reward` for every policy. The episode's own number is then their mean, and a role of a
-    policy's `Reward` becomes `POLICY/ROLE`. Raises `InvalidRequest` (422) naming the number that is out of range, the
+    policy's `Reward` becomes `POLICY/ROLE`. Raises `Unprocessable` naming the number that is out of range, the
     policy that is missing or unknown, or the value that is not a reward.
     """
     if isinstance(returned, Mapping):

@@ -136,7 +136,10 @@ def _weights(folder: Path, base: str, place: str, state: Weights) -> Weights:
     Raises `ConfigError` for files that cannot be read, weights that are not finite, and those of another base.
     """
     try:
-        weights = _adapted(folder, base, place) if (folder / ADAPTER).exists() else _whole(folder)
+        if (folder / ADAPTER).exists():
+            weights = _adapted(folder, base, place)
+        else:
+            weights = dict(_load(str(folder), str(folder), torch.float32).state_dict())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be read: {why_not_loaded(error)}") from error
     wrong = [name for name, tensor in state.items() if name not in weights or weights[name].shape != tensor.shape]
@@ -146,10 +149,6 @@ def _weights(folder: Path, base: str, place: str, state: Weights) -> Weights:
     if broken:
         raise ConfigError(f"{folder}: the weights {broken[0]} are not finite: take an earlier checkpoint")
     return weights
-
-
-def _whole(folder: Path) -> Weights:
-    return dict(_load(str(folder), str(folder), torch.float32).state_dict())
 
 
 def _adapted(folder: Path, base: str, place: str) -> Weights:

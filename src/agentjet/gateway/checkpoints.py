@@ -19,21 +19,15 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
-from agentjet.config import ServeConfig
-from agentjet.errors import AgentJetError, CheckpointError, Conflict, InvalidRequest, Later, NotFound, did_you_mean
-from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag, newest_held_out
+from agentjet.errors import CheckpointError, NotFound
+from agentjet.protocol import CheckpointInfo, EvaluationView, newest_held_out
 from agentjet.types import SOLE_POLICY, CheckpointStamp
-
-if TYPE_CHECKING:
-    from agentjet.gateway.engine import Engine
-    from agentjet.gateway.training_loop import OpenRun
 
 log = logging.getLogger(__name__)
 
@@ -268,10 +262,6 @@ def remove_old_exports(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-BEST = "best"
-"""Tag of the checkpoint with the best held-out score, managed by the server. See `job.keep_best`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Tags:
     """The file `checkpoints/tags.json`. A checkpoint with a tag is never removed."""
@@ -297,145 +287,3 @@ class Tags:
             write_json(self.path, dict(sorted(tags.items())))
         except OSError as error:
             raise CheckpointError(f"{self.path} could not be written: {error}") from error
-
-
-class PolicyVersions:
-    """Scores, checkpoints and exports of a run's policy versions."""
-
-    def __init__(self, run: OpenRun, engine: Engine) -> None:
-        self._run = run
-        self._swarm = run.swarm
-        self._compute = run.compute
-        self._store = run.store
-        self._engine = engine
-        self._keeping: set[asyncio.Task[None]] = set()
-        """Tasks that keep the checkpoint of the best score."""
-
-    async def record_evaluation(
-        self, request: EvaluationRequest, *, idempotency_key: str | None = None
-    ) -> list[EvaluationView]:
-        """Stores the score of a policy version and returns all evaluations. Raises `InvalidRequest`.
-
-        Keeps the checkpoint of that version if its held-out score is the best and `job.keep_best` is set. The answer
-        does not wait for that, because it comes after the running batch.
-        """
-        self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
-        await self._run.commits.durable()
-        found = self._swarm.queries.evaluations()
-        best = next((evaluation.policy_version for evaluation in found if evaluation.best), None)
-        if self._swarm.job.keep_best and request.held_out and best == request.policy_version:
-            keeping = asyncio.create_task(self._keep_best(best))
-            self._keeping.add(keeping)
-            keeping.add_done_callback(self._keeping.discard)
-        return found
-
-    async def _keep_best(self, version: int) -> None:
-        """Tags the checkpoint of a version, which is saved if it is the present one. A failure is only logged."""
-
-        async def save() -> None:
-            if self._swarm.policy_version == version:
-                await self._engine.training.checkpoint()
-
-        try:
-            with suppress(Later):  # A stop saves the present version, too.
-                await self._engine.between_batches(save)
-            self._store.check_exists(version)
-            self._store.tags.write({**self._store.tags.read(), BEST: version})
-            self._store.rotate(self._swarm.job.keep_checkpoints)
-        except Exception as error:  # The boundary: no request waits for it, and the close of the run goes on.
-            unknown = None if isinstance(error, AgentJetError | OSError) else error
-            text = "the checkpoint of policy version %d, the best one, could not be kept: %s"
-            log.error(text, version, error, exc_info=unknown)
-
-    async def close(self) -> None:
-        """Waits until the checkpoint of the best score is kept. Call it after the stop of the engine."""
-        await asyncio.gather(*self._keeping)
-
-    async def checkpoints(self) -> list[CheckpointInfo]:
-        """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
-        return self._store.scored(self._swarm.queries.evaluations())
-
-    async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
-        """Tags a checkpoint and returns all. Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`."""
-        if name == BEST:
-            raise _reserved("Choose another name.")
-        check_tag(name)
-        tags = self._store.tags.read()
-        if (taken := tags.get(name, policy_version)) != policy_version:
-            raise Conflict(
-                f"The tag {name!r} belongs to policy version {taken}: remove it first "
-                f"(agentjet checkpoints untag {name}), or choose another name.",
-                code="tag_taken",
-            )
-        self._store.check_exists(policy_version)
-        self._store.tags.write({**tags, name: policy_version})
-        return await self.checkpoints()
-
-    async def untag(self, name: str) -> list[CheckpointInfo]:
-        """Removes a tag and returns all checkpoints. Raises `InvalidRequest`, `NotFound`, `CheckpointError`."""
-        if name == BEST and self._swarm.job.keep_best:
-            raise _reserved("Set job.keep_best=false first.")
-        tags = self._store.tags.read()
-        if name not in tags:
-            known = ", ".join(sorted(tags)) or "none"
-            raise NotFound(f"There is no tag {name!r}; there are: {known}.", code="tag_not_found")
-        del tags[name]
-        self._store.tags.write(tags)
-        return await self.checkpoints()
-
-    async def save(self) -> CheckpointInfo:
-        """Saves the present policy version. Raises `CheckpointError`; `Conflict` if stopped or diverged."""
-        return await self._engine.between_batches(self._engine.training.checkpoint)
-
-    async def export(self, *, policy: str = "", adapter: bool = False) -> CheckpointInfo:
-        """Writes the present version of a policy under `exports/`, as a Hugging Face folder or its `adapter` for PEFT.
-
-        Removes all but the newest `server.keep_exports` exports of the policy. Raises `InvalidRequest` if `policy` is
-        unknown or has no adapter, `Conflict` if the run has diverged, and `CheckpointError` if the disk fails.
-        """
-        chosen = chosen_policy(self._run.config, policy)
-        if adapter and not self._run.config.model_of(chosen).lora.rank:
-            key = f"policies.{chosen}.lora" if self._run.config.policies else "model.lora.rank"
-            raise InvalidRequest(
-                f"adapter = true, but {key} = 0: all weights are trained, so the policy has no adapter. "
-                "Export the whole model, without --adapter.",
-                code="no_adapter",
-                status=422,
-                param="adapter",
-            )
-        folder = self._store.run_folder / "exports" / (chosen if self._run.config.policies else "")
-
-        async def write() -> CheckpointInfo:
-            self._engine.training.refuse_diverged()
-            version = self._swarm.policy_version
-            path = folder / f"step_{version:06d}{'-adapter' if adapter else ''}"
-            try:
-                if not path.exists():
-                    folder.mkdir(parents=True, exist_ok=True)
-                    with self._run.activity.work("export", f"exporting version {version}"):
-                        await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
-                    await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
-                return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
-            except OSError as error:
-                raise CheckpointError(f"{path} could not be written: {error}") from error
-
-        return await self._engine.between_batches(write)
-
-
-def chosen_policy(config: ServeConfig, policy: str) -> str:
-    """Returns the policy that a request names. "" is the only policy of the run. Raises `InvalidRequest`."""
-    known = config.policy_names
-    if policy in known or (not policy and len(known) == 1):
-        return policy or known[0]
-    way_out = did_you_mean(policy, known, f"name one of the policies of this run: {', '.join(known)}.")
-    raise InvalidRequest(f"policy = {policy!r}: {way_out}", code="policy_not_found", status=422, param="policy")
-
-
-def _reserved(way_out: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it (job.keep_best). "
-        f"{way_out}",
-        code="tag_reserved",
-        status=422,
-        param="name",
-    )

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError
+from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError, ServerFailed, UpstreamFailed
 from agentjet.gateway.learning import code_versions
 from agentjet.gateway.read import RunReader
 from agentjet.protocol import (
@@ -84,18 +84,18 @@ class Collection:
         return self.runs[name]
 
     async def study(self, name: str) -> dict[str, Any]:
-        """Returns the record of a study. Raises `NotFound`, and `RequestError` (500) if it cannot be read."""
+        """Returns the record of a study. Raises `NotFound`, and `ServerFailed` if it cannot be read."""
         if name not in self.studies:
             raise NotFound(_missing("study", name, self.studies), code="study_not_found")
         study = self.studies[name]
         try:
             return {"name": name, "title": study.title, **await asyncio.to_thread(study.record)}
         except ConfigError as error:
-            raise RequestError(f"{error}.", code="study_unreadable", status=500) from None
+            raise ServerFailed(f"{error}.", code="study_unreadable") from None
 
     async def compare(self, names: Sequence[str]) -> ComparisonView:
-        """Returns the figures of runs, and the settings in which they differ. Raises `NotFound`, and `RequestError`
-        (502) if a server does not answer.
+        """Returns the figures of runs, and the settings in which they differ. Raises `NotFound`, and `UpstreamFailed`
+        if a server does not answer.
 
         A server does not return all settings of its model: beside its run, the others are left out.
         """
@@ -110,7 +110,7 @@ class Collection:
         except RequestError:
             raise
         except AgentJetError as error:
-            raise RequestError(f"{error}.", code="run_unreadable", status=502) from None
+            raise UpstreamFailed(f"{error}.", code="run_unreadable") from None
         different = differing_settings(settings)
         if any(_is_served(run) for run in runs):
             different = {

@@ -1,4 +1,5 @@
-"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit.
+"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, the phases of the engine,
+group commit.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -9,13 +10,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from agentjet.errors import Later
+from agentjet.errors import Conflict, Later, Unavailable, WorkerDied
+from agentjet.gateway.observability import emit_event
 from agentjet.swarm import SwarmState
+from agentjet.types import EngineState
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -159,13 +162,12 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, timeout: float) -> AsyncIterator[None]:
-        """Context of one call inside. Raises `Later` (503) if the gate is shut, or held for `timeout` seconds."""
+        """Context of one call inside. Raises `Unavailable` if the gate is shut, or held for `timeout` seconds."""
         if not await self._changed.until(lambda: self._open or self._refusal is not None, timeout):
-            raise Later(
+            raise Unavailable(
                 f"The call was held for {timeout:g} seconds (server.call_timeout) while the policy was learning "
                 "or its worker starting.",
                 retry_after=RETRY_AFTER_HOLD,
-                status=503,
                 code="held_too_long",
             )
         if self._refusal is not None:
@@ -183,6 +185,95 @@ class Gate:
                 self._changed.notify()
 
 
+class EnginePhase:
+    """The state of a run's engine, the gate before its samplers, and the tasks that wait for the end of a batch.
+
+    offline ─► loading ─► sampling ◄─► learning
+                  ▲  └──────┬──────────┘ (a worker crashed: loading again)
+                  │         ├─► draining ─► offline
+                  └ failed ◄┘
+    """
+
+    def __init__(self, swarm: SwarmState, changed: Broadcast) -> None:
+        self.state: EngineState = "offline"
+        self.reason = ""
+        """Cause of the state after a failure, or ''."""
+        self.gate = Gate()
+        self.changed = changed
+        self._swarm = swarm
+        self._entered = time.monotonic()
+        self._tasks: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
+        self.gate.shut(self.refusal)
+
+    def enter(self, state: EngineState, reason: str = "") -> None:
+        """Changes the state, and records an event about it."""
+        if state == self.state and not reason:
+            return
+        self.state, self.reason, self._entered = state, reason, time.monotonic()
+        body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
+        emit_event(self._swarm, "state", body)
+        self.changed.notify()
+
+    @property
+    def is_up(self) -> bool:
+        return self.state in ("sampling", "learning")
+
+    def seconds_in_state(self) -> float:
+        return time.monotonic() - self._entered
+
+    def refusal(self) -> Later:
+        """Returns the refusal of a request that needs a running engine."""
+        if self.state == "failed":
+            return Unavailable(f"The engine failed: {self.reason}", code="engine_failed", retry_after=30.0)
+        return Unavailable("The engine is stopped.", code="engine_stopped", retry_after=10.0)
+
+    async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
+        """Returns the result of a task that needs the worker to neither sample nor learn: a checkpoint, an export.
+
+        Raises `Conflict` unless the policies are up, `Later` if the engine is stopped before the task begins.
+        """
+        if not self.is_up:
+            raise Conflict(
+                f"The engine is {self.state}: checkpoints and exports need one that is sampling or learning.",
+                code="illegal_in_state",
+            )
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._tasks.append((task, done))
+        self.changed.notify()
+        return await done
+
+    @property
+    def has_tasks(self) -> bool:
+        return bool(self._tasks)
+
+    async def run_tasks(self) -> None:
+        """Runs the tasks that wait. Raises `WorkerDied`; the submitter gets any other error."""
+        while self._tasks:
+            task, done = self._tasks[0]  # It stays first if it is cancelled: another worker of the run died.
+            result, failure = None, None
+            try:
+                result = await task()
+            except WorkerDied:
+                raise
+            except Exception as error:  # The boundary: the submitter gets it.
+                failure = error
+            self._tasks.popleft()
+            if done.done():  # The submitter was cancelled during the task.
+                continue
+            if failure is not None:
+                done.set_exception(failure)
+            else:
+                done.set_result(result)
+
+    def close(self) -> None:
+        """Refuses new and held calls, and the tasks that wait, with `refusal`."""
+        self.gate.shut(self.refusal)
+        while self._tasks:
+            done = self._tasks.popleft()[1]
+            if not done.done():
+                done.set_exception(self.refusal())
+
+
 class GroupCommit:
     """Commits all changes of one turn of the event loop together and waits for the disk once, in a thread.
 
@@ -191,7 +282,7 @@ class GroupCommit:
     """
 
     def __init__(self, swarm: SwarmState, *, monotonic: Callable[[], float] = time.perf_counter) -> None:
-        self._swarm = swarm
+        self.swarm = swarm
         self._monotonic = monotonic
         self._next: asyncio.Future[None] | None = None
         """Resolved once the changes that are not committed yet are on disk."""
@@ -241,7 +332,7 @@ class GroupCommit:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._swarm.store.abandon(error)
+            self.swarm.store.abandon(error)
             raise
         finally:
             self._is_held = False
@@ -266,7 +357,7 @@ class GroupCommit:
             return  # `_held` and `_synced` commit at their end.
         waiting, self._next = self._next, None
         try:
-            self._swarm.store.commit()
+            self.swarm.store.commit()
         except Later as later:
             _refuse(waiting, later)
         except BaseException as error:  # The boundary: after any failure the waiters are refused.
@@ -275,7 +366,7 @@ class GroupCommit:
                 raise
         else:
             self._under_way = waiting
-            synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.file.sync)
+            synced = asyncio.get_running_loop().run_in_executor(self._disk, self.swarm.store.file.sync)
             synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -284,7 +375,7 @@ class GroupCommit:
         try:
             if error is None:
                 waiting.set_result(None)
-                self._swarm.store.announce()  # Listeners may write; the next commit includes it.
+                self.swarm.store.announce()  # Listeners may write; the next commit includes it.
             else:
                 self._give_up(waiting, error)
         finally:
@@ -296,13 +387,24 @@ class GroupCommit:
         """Refuses present and later waiters: the state of the journal on disk is unknown."""
         is_known = isinstance(error, Later)
         log.critical("the journal could not be written to disk: %s", error, exc_info=None if is_known else error)
-        self._failed = error if is_known else self._swarm.store.file.refuse_writes(error)
+        self._failed = error if is_known else self.swarm.store.file.refuse_writes(error)
         _refuse(waiting, self._failed)
 
 
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.set_exception(error)
     waiting.exception()  # Marks it as retrieved: there may be no waiter.
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns the results of works that run at the same time. The first failure ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def offload(

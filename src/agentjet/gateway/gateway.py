@@ -8,45 +8,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RecipeError, RequestError
-from agentjet.gateway import first_weights, observability
-from agentjet.gateway.activity import Activity, work_text
-from agentjet.gateway.call_path import CallPath
-from agentjet.gateway.checkpoints import CheckpointStore, PolicyVersions, chosen_policy
-from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, Gate, GroupCommit, offload
-from agentjet.gateway.demonstrations import Demonstration, answer_all
-from agentjet.gateway.engine import Engine
+from agentjet.errors import ConfigError, Conflict, Later, RecipeError, Unavailable, Unprocessable
+from agentjet.gateway import observability
+from agentjet.gateway.calls import Calls
+from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, EnginePhase, GroupCommit, offload
 from agentjet.gateway.health import ServerFacts
-from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import MetricsFile, Tracing, divergence
-from agentjet.gateway.prompts import num_characters
-from agentjet.gateway.read import RunReader, job_of, status_of
-from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
+from agentjet.gateway.observability import (
+    Activity,
+    LoopLag,
+    MetricsFile,
+    StepTimer,
+    Telemetry,
+    Tracing,
+    divergence,
+)
+from agentjet.gateway.prompts import Demonstration, answer_all, num_characters
+from agentjet.gateway.read import RunReader, VarianceReport, job_of, status_of
+from agentjet.gateway.run_policies import PolicyVersions, RunPolicies, check_source
 from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
-from agentjet.gateway.training_loop import OpenRun
-from agentjet.gateway.variance import VarianceReport
+from agentjet.gateway.training import Engine
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     CloseGroupsRequest,
-    ClusterView,
     Event,
     FinishRequest,
     JobBody,
     LoopView,
-    ProcessView,
-    ScaleRequest,
     SftRequest,
     SftResponse,
     StatusResponse,
@@ -54,16 +52,7 @@ from agentjet.protocol import (
 from agentjet.recipes import hooks
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
-from agentjet.types import (
-    DEFAULT_RUN,
-    JOURNAL,
-    Conversation,
-    Message,
-    PolicyId,
-    ProcessStatus,
-    SamplerBounds,
-    SamplersStatus,
-)
+from agentjet.types import DEFAULT_RUN, JOURNAL
 
 log = logging.getLogger(__name__)
 
@@ -114,20 +103,18 @@ class Gateway:
             raise ConfigError(
                 f"the folder {str(self.folder)!r} of server.data_dir cannot be created: {error.strerror}"
             ) from None
-        self.policies = tuple(config.policies)
-        """The policies that the settings name. Empty for a run with one policy without a name."""
+        self._clock = clock
+        self.began = clock()
+        self.hosted = RunPolicies(
+            run, config, compute, self.folder, hooks.PlugInThreads(config.server.hook_timeout, run=run)
+        )
+        self.policies = self.hosted.names
         name = "" if self.policies else config.model.name
         self.model_name = Path(name).name if name and Path(name).is_dir() else name
         """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
-        self._clock = clock
-        self._compute = compute
-        self.began = clock()
-        models = {policy: config.model_of(policy) for policy in config.policy_names}
-        for model in models.values():
-            first_weights.check(self.folder, model)
-        self._journal = Journal.open(self.folder / JOURNAL, models=models)
-        metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
         self.store = CheckpointStore(self.folder)
+        metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
+        self._journal = self._open_journal()
         try:
             metrics.check_journal(self._journal.read_state().policy_version)
             self.swarm = SwarmState(
@@ -138,18 +125,13 @@ class Gateway:
                 stopwatch=stopwatch,
                 policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
             )
-            self.queries = self.swarm.queries
-            self._commits = GroupCommit(self.swarm)
+            self.commits = GroupCommit(self.swarm)
         except BaseException:
             self._journal.close()
             raise
-        self._hooks = hooks.PlugInThreads(config.server.hook_timeout, run=run)
-        self._turn = asyncio.Lock()
-        """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
-        self.reader = RunReader(self._journal.reading, self.folder, live=self, threads=self._hooks)
+        self.queries = self.swarm.queries
+        self.reader = RunReader(self._journal.reading, self.folder, live=self, threads=self.hosted.threads)
         self._variance = VarianceReport(self.queries, self.reader.read)
-        self.changed = Broadcast()
-        self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
         self.swarm.store.defers_hooks = True
         self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
@@ -159,33 +141,32 @@ class Gateway:
         self._pages = EventPages(lambda: self.last_event, self.queries.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
-        self.tracing = tracing or Tracing()
-        """Makes no spans until its `tracer` is set."""
-        self.lag = lag or LoopLag()
-        self.activity = Activity(self.folder / "durations.json", monotonic=stopwatch)
-        parts = OpenRun(
-            run,
-            config,
-            self.swarm,
-            self._commits,
-            compute,
-            Gate(),
-            self.store,
+        self.phase = EnginePhase(self.swarm, Broadcast())
+        self.changed = self.phase.changed
+        self.telemetry = Telemetry(
+            tracing or Tracing(),
+            lag or LoopLag(),
+            Activity(self.folder / "durations.json", monotonic=stopwatch),
             metrics,
-            self.changed,
-            self.tracing,
-            self.activity,
-            self.lag,
-            self._hooks,
-            self._variance,
+            StepTimer(self.phase.gate.busy_seconds),
         )
-        self.engine = Engine(parts)
+        self.versions = PolicyVersions(self.store, self.hosted, self.commits, self.phase, self.telemetry.activity)
+        self.engine = Engine(self.hosted, self.commits, self.phase, self.versions, self.telemetry)
+        self.calls = Calls(self.hosted, self.commits, self.phase.gate, self.telemetry.tracing, clock)
+        self.swarm.store.undelivered_calls = self.calls.undelivered
+        self._turn = asyncio.Lock()
+        """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
+        self._waiters = AdmissionWaiters()
         self._admits = self._admission()
-        self.versions = PolicyVersions(parts, self.engine)
-        self._calls = CallPath(parts, self.engine, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
         """Those of a started run."""
         self.closing = False
+
+    def _open_journal(self) -> Journal:
+        models = {policy: self.config.model_of(policy) for policy in self.config.policy_names}
+        for model in models.values():
+            check_source(self.folder, model)
+        return Journal.open(self.folder / JOURNAL, models=models)
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -197,10 +178,6 @@ class Gateway:
         self.engine.start()
         works = (self._check_leases(), self._decide_groups(), self._prune_journal())
         self._tasks = [asyncio.create_task(work) for work in works]
-
-    async def ready(self) -> None:
-        """Waits until the policies are up. Raises the error of a failed start: `ConfigError` for an unusable model."""
-        await self.engine.wait_until_up()
 
     async def drain(self) -> None:
         """Stops the engine and ends event streams. Episodes can still finish or abort."""
@@ -221,18 +198,10 @@ class Gateway:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks = []
             await self._variance.close()
-            self._calls.close()
-            await self._calls.grammars.close()
-            await self._commits.close()
+            await self.calls.close()
+            await self.commits.close()
             await self.reader.close()
             self._journal.close()
-
-    async def stop_engine(self) -> None:
-        """Saves a checkpoint and removes the policies. Calls and begins are refused until `start_engine`."""
-        await self.engine.stop()
-
-    async def start_engine(self) -> None:
-        self.engine.start()
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +219,7 @@ class Gateway:
                 return await self._durably(await self._begin(request, idempotency_key))
             except Later as later:
                 left = deadline - loop.time()
-                if later.status != 429 or left <= 0:
+                if isinstance(later, Unavailable) or left <= 0:
                     raise
                 refusal = later
             group = (request.client_id, request.group_name, request.task_set)
@@ -269,14 +238,14 @@ class Gateway:
                     return self._begin_now(request, idempotency_key, answer)
                 except RolloutNeeded as needed:
                     question = needed.question
-                with self.activity.work("rollout", "calling `rollout` of the recipe"):
-                    answer = AnsweredRollout(question, await self._hooks.wait_for("hook", question.answer))
+                with self.telemetry.activity.work("rollout", "calling `rollout` of the recipe"):
+                    answer = AnsweredRollout(question, await self.hosted.threads.wait_for("hook", question.answer))
 
     def _begin_now(
         self, request: BeginRequest, idempotency_key: str | None, rollout: AnsweredRollout | None = None
     ) -> EpisodeRecord:
-        if self.engine.state in NOT_SERVING:
-            raise self.engine.refusal()
+        if self.phase.state in NOT_SERVING:
+            raise self.phase.refusal()
         self._check_limit(request, idempotency_key)
         return self.swarm.begin(request, idempotency_key=idempotency_key, rollout=rollout)
 
@@ -313,12 +282,12 @@ class Gateway:
         self, request: SftRequest, given: Sequence[Demonstration], *, idempotency_key: str | None = None
     ) -> SftResponse:
         """Commits demonstrations as the next batch. Raises `InvalidRequest` for the first wrong one, and `Later`."""
-        policy = chosen_policy(self.config, request.policy)
+        policy = self.hosted.chosen(request.policy)
         role = policy if self.policies else ""
-        if self.engine.state in NOT_SERVING:
-            raise self.engine.refusal()
-        await self.ready()
-        renderer = self.engine.renderers[policy]
+        if self.phase.state in NOT_SERVING:
+            raise self.phase.refusal()
+        await self.engine.wait_until_up()
+        renderer = self.hosted.renderers[policy]
         size = sum(num_characters(one.conversation) for one in given)
         await offload(size, request.digest)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
@@ -326,9 +295,9 @@ class Gateway:
         committed = self.swarm.demonstrated(request, idempotency_key)
         if committed is None and not request.check_only:
             slices = self.swarm.demonstrate(request, answered, policy, idempotency_key=idempotency_key)
-            committed = await self._commits.in_slices(slices)
+            committed = await self.commits.in_slices(slices)
             self.changed.notify()
-            await self.durable()
+            await self.commits.durable()
         return SftResponse(
             batch=None if committed is None else committed.batch,
             last_event=None if committed is None else committed.last_event,
@@ -354,46 +323,14 @@ class Gateway:
         return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
-        num_waiting = await self._commits.in_slices(self.swarm.close_groups(request, idempotency_key=idempotency_key))
-        await self.durable()
+        num_waiting = await self.commits.in_slices(self.swarm.close_groups(request, idempotency_key=idempotency_key))
+        await self.commits.durable()
         self.changed.notify()  # A group may be closing, without an event.
         return num_waiting
 
     async def _durably(self, episode: EpisodeRecord) -> EpisodeRecord:
-        await self.durable()
+        await self.commits.durable()
         return episode
-
-    def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
-        """Yields the chunks of an answer. Asking for one more chunk after the last marks it as delivered.
-
-        Closing the iterator earlier stops sampling, and recorded calls of the answer are not trained. Errors of the
-        request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode ended.
-        """
-        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
-        return self._calls.run(episode_id, role, request)
-
-    async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
-        """Returns the prompt length of `request` in tokens. Nothing is recorded. Raises like `call`."""
-        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
-        return await self._calls.count_tokens(episode_id, role, request)
-
-    async def refused(self, episode_id: str, error: RequestError) -> None:
-        """Counts a refused request on its episode. Does nothing if the journal refuses writes."""
-        param = re.sub(r"\.\d+", "[]", error.param or "")
-        with suppress(Later, NotFound):
-            self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
-            await self.durable()
-
-    async def read_calls(self, episode_id: str) -> None:
-        """Reads the earlier calls of a live episode after a restart. Await it before `call` and `lookup_call`."""
-        await self._calls.read(episode_id)
-
-    def lookup_call(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
-        """Returns conversation and answer of a call of a live episode. None if there is none, or of a raw prompt."""
-        roles = dict.fromkeys([role, *(with_rule(role, rule, self.policies) for rule in self.swarm.job.side_calls)])
-        trees = (self.swarm.tree(episode_id, name) for name in roles)
-        exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
-        return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -407,16 +344,16 @@ class Gateway:
         try:
             settings = {**self.config.model_dump(exclude={"job"}), "job": body.job}
             job = (await asyncio.to_thread(parse_config, settings, "request")).job  # It may import a plug-in.
-            await self.engine.check_job(job)
+            await self.hosted.check_job(job)
             if body.revision != self.swarm.job_revision:
                 raise self._revision_changed(body.revision)
         except (ConfigError, ValueError) as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
+            raise Unprocessable(str(error), code="invalid_setting", param="job") from None
         self.swarm.replace_job(job)
         self.changed.notify()
         self._waiters.wake()
         answer = job_of(self.queries)
-        await self.durable()
+        await self.commits.durable()
         return answer
 
     def _revision_changed(self, revision: int) -> Conflict:
@@ -425,39 +362,12 @@ class Gateway:
             code="job_revision_changed",
         )
 
-    # ---- the cluster ------------------------------------------------------------------------------------------------
-
-    def cluster(self) -> ClusterView:
-        """Returns the processes that host the weights of the run's policies."""
-        processes: list[ProcessView] = []
-        samplers: dict[str, SamplersStatus] = {}
-        for policy in self.config.policy_names:
-            of = PolicyId(self.run, policy)
-            processes += [ProcessView(policy=policy, **asdict(one)) for one in self._compute.processes(of)]
-            if (found := self._compute.samplers(of)) is not None:
-                samplers[policy] = found
-        return ClusterView(processes=processes, samplers=samplers)
-
-    async def scale(self, request: ScaleRequest) -> ClusterView:
-        """Changes the number of replicas of a policy, or its bounds. Raises `InvalidRequest`."""
-        policy = chosen_policy(self.config, request.policy)
-        try:
-            await self._compute.scale(PolicyId(self.run, policy), SamplerBounds.parse(request.samplers))
-        except (ConfigError, ValueError) as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="samplers") from None
-        return self.cluster()
-
     # ---- status and events -------------------------------------------------------------------------------------------
-
-    async def durable(self) -> None:
-        """Waits until all changes are on disk, so that no reader relies on one that is lost later. Raises `Later`."""
-        await self._commits.durable()
 
     def waiting_for(self, *, names_silent: bool = True) -> str:
         """Returns a phrase for the thing that training waits for. It names the episode that is silent for long."""
-        hosts = [self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names]
-        process = next(filter(None, map(waiting_for_process, hosts)), "")
-        state, reason, doing = self.engine.state, self.engine.reason, self.doing()
+        process = self.hosted.waiting_for()
+        state, reason, doing = self.phase.state, self.phase.reason, self.doing()
         if self.swarm.store.file.refusal:
             return f"the disk. {self.swarm.store.file.refusal}"
         if state == "loading":
@@ -470,9 +380,7 @@ class Gateway:
 
     def doing(self) -> str:
         """Returns a phrase about slow work of the run, with its progress, or ''."""
-        hosts = (self._compute.processes(PolicyId(self.run, policy)) for policy in self.config.policy_names)
-        works = [one.work for processes in hosts for one in processes if one.work is not None]
-        return work_text(works[0]) if works else self.activity.text
+        return self.hosted.doing() or self.telemetry.activity.text
 
     async def current_status(self) -> StatusResponse:
         """Returns the status with the report about the newest batch, which `status` may lack for a moment."""
@@ -480,19 +388,19 @@ class Gateway:
         return self.status()
 
     def status(self) -> StatusResponse:
-        now, gap = self._clock(), self.lag.recent()
+        now, gap = self._clock(), self.telemetry.lag.recent()
         return StatusResponse(
             **status_of(self.queries),
             zero_variance=self._variance.found,
-            state=self.engine.state,
+            state=self.phase.state,
             waiting_for=self.waiting_for(),
             run=self.run,
             policies=self.policies,
             model=self.model_name,
-            model_weights=self._model_weights(),
-            calls_active=self._calls.num_open,
+            model_weights=self.hosted.weights(),
+            calls_active=len(self.calls.active),
             clients={client: max(0.0, now - seen) for client, seen in self.queries.clients().items()},
-            workers_started=self.engine.num_workers,
+            workers_started=self.hosted.num_starts,
             workers_hung=self.engine.num_hung,
             replay_difference=self.engine.training.replay_difference,
             abandoned_hooks=self._abandoned_hooks(),
@@ -504,19 +412,18 @@ class Gateway:
 
     def server_facts(self) -> ServerFacts:
         """Returns the facts about the server for the health rules."""
-        engine = self.engine
         seen = max(self.queries.clients().values(), default=None)
         return ServerFacts(
-            engine.state,
-            engine.reason,
+            self.phase.state,
+            self.phase.reason,
             self.swarm.store.file.refusal,
-            engine.num_workers,
-            engine.num_hung,
+            self.hosted.num_starts,
+            self.engine.num_hung,
             len(self.store.unusable()),
-            engine.training.checkpoint_error,
+            self.versions.checkpoint_error,
             None if seen is None else max(0.0, self._clock() - seen),
             self.queries.is_over,
-            self.lag.recent(),
+            self.telemetry.lag.recent(),
         )
 
     def _abandoned_hooks(self) -> list[str]:
@@ -524,12 +431,7 @@ class Gateway:
         server, so the default run names their threads.
         """
         others = (hooks.VALIDATORS, hooks.IMPORTS) if self.run == DEFAULT_RUN else ()
-        return [sentence for threads in (self._hooks, *others) for sentence in threads.abandoned()]
-
-    def _model_weights(self) -> str:
-        """Returns the fingerprint of the first weights, or '' before they are loaded or if policies differ in them."""
-        found = {renderer.model.weights for renderer in self.engine.renderers.values()}
-        return found.pop() if len(found) == 1 else ""
+        return [sentence for threads in (self.hosted.threads, *others) for sentence in threads.abandoned()]
 
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Yields events after number `after` until the gateway closes. Yields None after `keep_alive` idle seconds."""
@@ -559,7 +461,9 @@ class Gateway:
         observability.log_event(event)
         self.ticks.add(event)
         if event.kind == "episode" and event.body["status"] != "live":
-            self._calls.episode_ended(event.body["episode_id"])
+            self.calls.episode_ended(event.body["episode_id"])
+        if event.kind == "step":
+            self._variance.batch_learned()
         self._wake_waiters(event)
         self.changed.notify()
 
@@ -579,7 +483,7 @@ class Gateway:
     def _admission(self) -> tuple[int, bool, int, int]:
         """Returns the facts on which the admission of every client depends."""
         swarm = self.swarm
-        return self.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
+        return self.queries.places_left, self.phase.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _check_leases(self) -> None:
         """Expires leases soon after they end. Retries the disk while it refuses writes."""
@@ -619,8 +523,8 @@ class Gateway:
             try:
                 async with self._turn_of_recipe():
                     if (question := self.swarm.undecided()) is not None:
-                        with self.activity.work("accept", "calling `accept` of the recipe"):
-                            reason = await self._hooks.wait_for("hook", question.answer)
+                        with self.telemetry.activity.work("accept", "calling `accept` of the recipe"):
+                            reason = await self.hosted.threads.wait_for("hook", question.answer)
                         self.swarm.decide(question, reason)
             except Later as later:  # The journal or the engine has logged it.
                 if self.engine.training.error is None:
@@ -645,23 +549,9 @@ class Gateway:
             try:
                 for rows in await asyncio.to_thread(store.unneeded):
                     store.prune(rows)
-                    await self.durable()
+                    await self.commits.durable()
             except Later as later:  # The journal has logged it.
                 store.is_prune_due = True
                 await asyncio.sleep(later.retry_after)
             except Exception:  # The boundary: the journal must not grow without end.
                 log.exception("the journal could not be pruned; the next checkpoint tries again")
-
-
-def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:
-    """Returns the rank or replica without which a policy cannot learn or sample, or ''. `processes` are its own."""
-    ranks = [one for one in processes if one.kind == "rank"]
-    replicas = [one for one in processes if one.kind == "replica"]
-    for process in ranks:
-        if not process.is_ready:
-            return f"{process.name}, which {process.state}"
-    if not replicas and ranks:
-        return "a sampler replica"
-    if replicas and not any(one.is_ready for one in replicas):
-        return f"a sampler replica: {replicas[0].name} {replicas[0].state}"
-    return ""

@@ -19,10 +19,8 @@ from statistics import median
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
-from agentjet.gateway.learning import REWARD, held_out_fall, learning, of_present_code, reward_metrics, rise
-from agentjet.gateway.loop_lag import BOUND, Gap
-from agentjet.gateway.observability import divergence, metrics_not_finite
-from agentjet.gateway.reward_fall import find_fall
+from agentjet.gateway.learning import REWARD, find_fall, held_out_fall, learning, of_present_code, reward_metrics, rise
+from agentjet.gateway.observability import BOUND, Gap, divergence, metrics_not_finite
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration, newest_held_out
 from agentjet.swarm.queries import Refill, is_gone
 from agentjet.swarm.store import ABSENT_SECONDS

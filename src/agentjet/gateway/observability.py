@@ -1,4 +1,9 @@
-"""Logs, traces and metrics: context of log records, OpenTelemetry spans, `metrics.jsonl`, times of a step."""
+"""Observability of a server: log context, OpenTelemetry spans, `metrics.jsonl`, times of a step, slow work, and the lag
+of the event loop.
+
+The lag: a timer in the loop notes the CPU time of the whole process between two of its runs. CPU time leaves out the
+time that other programs take. A thread looks at the stack of the loop while the timer is late.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,16 @@ from agentjet.swarm.batches import NOT_FINITE, WAY_OUT
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+
+import asyncio
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+from agentjet.protocol import duration, remaining
+from agentjet.types import SlowWork
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +173,26 @@ class StepTimer:
         return {"time/sample": sample, "time/wait": wait, "time/learn": learn, "perf/tokens_per_second": speed}
 
 
+@dataclass(eq=False)
+class Telemetry:
+    """The measurements of one run. `lag` and `tracing` are those of the server."""
+
+    tracing: Tracing
+    lag: LoopLag
+    activity: Activity
+    metrics: MetricsFile
+    timer: StepTimer
+
+    def __post_init__(self) -> None:
+        self._step_ended = self.lag.now()
+
+    def step_metrics(self, num_sampled_tokens: int) -> dict[str, float]:
+        """Returns the times of a step, and the worst lag of the event loop since the step before, in seconds."""
+        worst, self._step_ended = self.lag.worst(self._step_ended), self.lag.now()
+        lag = {} if worst is None else {"server/loop_lag": worst.cpu, "server/loop_lag_wall": worst.wall}
+        return {**self.timer.metrics(num_sampled_tokens), **lag}
+
+
 def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
     """Records an event in the journal. Logs it if the journal refuses writes."""
     try:
@@ -175,3 +210,191 @@ def log_event(event: Event) -> None:
         context["batch_id"] = body["policy_version"] - 1
     outcome = body.get("status") or body.get("state") or body.get("policy_version", "")
     log.info("event %d: %s %s", event.seq, event.kind, outcome, extra=context)
+
+
+# ---- slow work -------------------------------------------------------------------------------------------------------
+
+SLOW_SECONDS = 2.0
+"""Shorter work has no times in its text, and its duration is not kept."""
+
+
+@dataclass(slots=True)
+class Work:
+    """Slow work that began at `begun`. Set `done` as its parts are done."""
+
+    kind: str
+    text: str
+    total: int
+    begun: float
+    done: int = 0
+
+
+class Activity:
+    """The slow work of one run. Work may contain other work; the innermost is shown."""
+
+    def __init__(self, path: Path, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._monotonic = monotonic
+        self._stack: list[Work] = []
+        self._known = _read(path)
+
+    @contextmanager
+    def work(self, kind: str, text: str, total: int = 0) -> Iterator[Work]:
+        """Context of slow work. `kind` names works of about the same duration; `total` is the number of its parts."""
+        work = Work(kind, text, total, self._monotonic())
+        self._stack.append(work)
+        try:
+            yield work
+            self._keep(work)
+        finally:
+            self._stack.remove(work)
+
+    @property
+    def text(self) -> str:
+        """A phrase about the present work, such as `saving checkpoint 40: 8 s so far, about 12 s left`, or ''."""
+        if not self._stack:
+            return ""
+        work = self._stack[-1]
+        elapsed, known = self._monotonic() - work.begun, self._known.get(work.kind, 0.0)
+        parts = [f"{work.done} of {work.total}"] if work.total else []
+        if elapsed >= SLOW_SECONDS:
+            left = remaining(elapsed, work.done, work.total) or remaining(elapsed, elapsed, known)
+            late = f"last time it took {duration(known)}" if 0 < known <= elapsed and not work.total else ""
+            parts += [f"{duration(elapsed)} so far", *filter(None, [left or late])]
+        return f"{work.text}: {', '.join(parts)}" if parts else work.text
+
+    def _keep(self, work: Work) -> None:
+        elapsed = self._monotonic() - work.begun
+        if elapsed < SLOW_SECONDS or work.total:
+            return
+        self._known[work.kind] = round(elapsed, 1)
+        with suppress(OSError):  # Only an estimate is lost.
+            self._path.touch(0o600)
+            self._path.write_text(json.dumps(self._known), encoding="utf-8")
+
+
+def work_text(work: SlowWork) -> str:
+    """A phrase such as `downloading the model x: 120 of 1,200 MB, about 40 s left`."""
+    amount = f"{work.done:,.0f} of {work.total:,.0f} {work.unit}" if work.total else f"{work.done:,.0f} {work.unit}"
+    return ", ".join(filter(None, [f"{work.text}: {amount}", remaining(work.seconds, work.done, work.total)]))
+
+
+def _read(path: Path) -> dict[str, float]:
+    """Returns the kept durations; none from a missing or damaged file."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        return {str(kind): float(seconds) for kind, seconds in json.loads(path.read_bytes()).items()}
+    return {}
+
+
+# ---- the lag of the event loop ---------------------------------------------------------------------------------------
+
+EVERY = 0.01
+"""Seconds between two runs of the timer."""
+BOUND = 0.05
+"""CPU seconds for which no request, batch, checkpoint or clean-up may hold the loop."""
+LOGGED = 1.0
+"""CPU seconds from which a gap is logged."""
+RECENT_SECONDS = 600.0
+"""Age up to which the status and the health rule show a gap."""
+OWN = "agentjet."
+MAX_GAPS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Time between two runs of the timer."""
+
+    at: float
+    """Monotonic time of its end."""
+    cpu: float
+    """CPU seconds of the process, all threads, at most the wall seconds."""
+    wall: float
+    held_by: str = ""
+    """The function of AgentJet that ran in it, or ''."""
+
+
+class LoopLag:
+    """Measures from `start` to `close`. It belongs to one event loop, and `worst` is called in it."""
+
+    def __init__(
+        self, *, cpu: Callable[[], float] = time.process_time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cpu = cpu
+        self._monotonic = monotonic
+        self._gaps: list[Gap] = []
+        """Oldest first, each with more CPU time than all after it: others are the worst of no period until now."""
+        self._last = (0.0, 0.0)
+        self._timer: asyncio.TimerHandle | None = None
+        self._held_by = ""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts to measure in the running event loop, or starts again without the gaps so far."""
+        self._gaps.clear()
+        self._last = (self._cpu(), self._monotonic())
+        if self._timer is None:
+            self._closed.clear()
+            self._timer = asyncio.get_running_loop().call_later(EVERY, self._run)
+            arguments = (threading.get_ident(),)
+            self._thread = threading.Thread(target=self._look, args=arguments, name="loop-lag", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the measurement. Idempotent."""
+        self._closed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def worst(self, since: float) -> Gap | None:
+        """Returns the gap with the most CPU time that ended after the monotonic time `since`."""
+        return next((gap for gap in self._gaps if gap.at > since), None)
+
+    def recent(self) -> Gap | None:
+        """Returns the worst gap of the last `RECENT_SECONDS`."""
+        return self.worst(self._monotonic() - RECENT_SECONDS)
+
+    def now(self) -> float:
+        """Returns the monotonic time, for `worst`."""
+        return self._monotonic()
+
+    def _run(self) -> None:
+        self.note()
+        self._timer = asyncio.get_running_loop().call_later(EVERY, self._run)
+
+    def note(self) -> None:
+        """Ends one gap and begins the next."""
+        (cpu_before, before), now = self._last, (self._cpu(), self._monotonic())
+        self._last, held_by, self._held_by = now, self._held_by, ""
+        wall = now[1] - before
+        # Other threads may compute beside the loop, which is not held longer than the wall time.
+        gap = Gap(now[1], min(now[0] - cpu_before, wall), wall, held_by)
+        if gap.cpu >= LOGGED:
+            log.warning("the event loop was held for %.1f s of CPU time by %s", gap.cpu, held_by or "unknown code")
+        while self._gaps and self._gaps[-1].cpu <= gap.cpu:
+            self._gaps.pop()
+        if len(self._gaps) < MAX_GAPS:
+            self._gaps.append(gap)
+
+    def _look(self, loop_thread: int) -> None:
+        """The loop of the thread. It sleeps until the timer would be late, so it wakes about 20 times a second."""
+        pause = BOUND
+        while not self._closed.wait(pause):
+            late = self._monotonic() - self._last[1]
+            if late >= BOUND and not self._held_by:
+                self._held_by = function_of(sys._current_frames().get(loop_thread))
+            pause = BOUND - late if late < BOUND else BOUND
+
+
+def function_of(frame: FrameType | None) -> str:
+    """Returns the innermost function of AgentJet on a stack as `module.function`, or ''."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(OWN) and not frame.f_code.co_qualname.startswith("LoopLag."):
+            return f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return ""

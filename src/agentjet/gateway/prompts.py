@@ -1,18 +1,34 @@
-"""`Prompt`: the tokens of a conversation. Known tokens are kept; only new text is tokenised."""
+"""Conversations to tokens and back: `Prompt`, `CompletionParser`, demonstrations.
+
+Known tokens of a prompt are kept; only new text is tokenised.
+
+A parser turns the sampled tokens of one choice into text, reasoning and tool calls while they arrive. Invariant: the
+streamed pieces, joined, equal the content and the reasoning of the final message. So an answer does not depend on
+streaming, and a streamed turn is recognised when the agent sends it back.
+
+`answer_all` turns demonstrations into calls: the tokens that the policy would see and sample, from conversations with
+given answers. The answer is the text that the chat template writes after the prompt, with the end token. An answer
+that would be read back differently is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
-from agentjet.errors import ContextOverflow
+from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
+from agentjet.rendering.parser import MARKERS
+from agentjet.swarm.demonstrations import Answered
+from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
-from agentjet.timeline.identity import raw_key
+from agentjet.timeline.identity import context_hash, raw_key
+from agentjet.timeline.support import EVERYTHING
 from agentjet.timeline.tree import new_context
-from agentjet.types import Call, Conversation, Fork, Message, NewContext
+from agentjet.types import Call, Conversation, FinishReason, Fork, Message, NewContext, Sampled
 
 MAX_BYTES_PER_TOKEN = 8
 """Text with more bytes per context token than this is counted before it is tokenised."""
@@ -216,3 +232,292 @@ def _answered_prefix(
             return call.id, len(prefix)
         call = tree.call(call.ask.after) if call.ask.after is not None else None
     return None, 0
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token for display. `utf8` is exact; `text` may hold a replacement character."""
+
+    text: str
+    utf8: bytes
+    logprob: float
+
+
+class CompletionParser:
+    """Parses one choice. Call `push` until the completion ends or `stopped` is True, then `message`."""
+
+    def __init__(self, renderer: Renderer, conversation: Conversation, *, stop: Sequence[str], id_prefix: str) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.support: list[bytes] = []
+        """The support set of each token (see `timeline.support`)."""
+        self.stopped_by = ""
+        """The stop string that ended the completion. Later tokens are ignored."""
+        self._renderer = renderer
+        self._conversation = conversation
+        self._stop = tuple(stop)
+        self._tool_format = renderer.model.tool_format if conversation.tools else ""
+        self._id_prefix = id_prefix
+        self._stream = renderer.stream()
+        self._text = ""
+        self._ending = (*MARKERS, *self._stop)
+        """Strings that change the message once they are complete. A partial one at the end is held back."""
+        self._sent_reasoning = 0
+        self._sent_content = 0
+        self._reasoning_at = 0
+        """Offset of the reasoning in the text. Valid once some of it was sent."""
+        self._content_at = 0
+        """Offset of the content in the text. Valid once some of it was sent."""
+        self._holds_rest = False
+        """True if the rest of the text may belong to a tool call. It is then sent with the final message only."""
+        self._shown_tokens = 0
+        self._worker_reason: FinishReason | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_by)
+
+    def push(self, sampled: Sampled) -> None:
+        """Adds sampled tokens, up to the one that completes a stop string."""
+        self._worker_reason = sampled.finish_reason
+        sets = sampled.support or (EVERYTHING,) * len(sampled.tokens)
+        for token, logprob, support in zip(sampled.tokens, sampled.logprobs, sets, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.support.append(support)
+            self.versions.append(sampled.policy_version)
+            if self._grow(self._stream.push([token])):
+                return
+
+    def stable_delta(self) -> tuple[str, str]:
+        """Returns new reasoning and new content that no later token can change.
+
+        The work is linear in the new text: text that was sent is not parsed again.
+        """
+        if self._holds_rest:
+            return "", ""
+        end = len(self._text) - max(_partial_length(self._text, literal) for literal in self._ending)
+        if self._sent_content:
+            fresh = self._before_calls(self._text[self._content_at + self._sent_content : end])
+            self._sent_content += len(fresh)
+            return "", fresh
+        if self._sent_reasoning:
+            fresh = self._text[self._reasoning_at + self._sent_reasoning : end]
+            if "</think>" not in fresh:
+                fresh = fresh.rstrip("\n")
+                self._sent_reasoning += len(fresh)
+                return fresh, ""
+        return self._first_delta(self._text[:end])
+
+    def _first_delta(self, text: str) -> tuple[str, str]:
+        """Returns the stable text before any content was sent. Finds where reasoning ends and content begins."""
+        if not text.strip():
+            return "", ""
+        # Parsed without tools: later text may show that a complete tool call is plain text.
+        message = self._renderer.parse_text(text, replace(self._conversation, tools=()))
+        self._content_at = len(text) - len(message.content)
+        if not self._sent_reasoning:
+            self._reasoning_at = 0 if "</think>" in text else len(text.rstrip("\n")) - len(message.reasoning)
+        return self._unsent(message.reasoning, self._stable_content(message.content))
+
+    def message(self) -> tuple[Message, str, str]:
+        """Returns the final assistant message, and its reasoning and content that were not returned before."""
+        if not self.stopped:
+            self._grow(self._stream.flush())
+        message = self._renderer.parse_text(self._text, self._conversation, id_prefix=self._id_prefix)
+        return message, *self._unsent(message.reasoning, message.content)
+
+    def finish_reason(self, message: Message) -> FinishReason:
+        """Returns the reason why the completion ended."""
+        reason = "stop" if self.stopped else self._worker_reason or "length"
+        return "tool_calls" if message.tool_calls and reason == "stop" else reason
+
+    def new_tokens(self) -> tuple[TokenLogprob, ...]:
+        """Returns the tokens since the last call of this method, for display."""
+        start, self._shown_tokens = self._shown_tokens, len(self.tokens)
+        shown = []
+        for token, logprob in zip(self.tokens[start:], self.logprobs[start:], strict=True):
+            raw = self._renderer.token_bytes(token)
+            shown.append(TokenLogprob(raw.decode(errors="replace"), raw, logprob))
+        return tuple(shown)
+
+    def _grow(self, text: str) -> bool:
+        """Appends text and cuts it before the first stop string. Returns True if there is one."""
+        if not text:
+            return False
+        longest = max(map(len, self._stop), default=1)
+        start = max(0, len(self._text) - longest + 1)
+        self._text += text
+        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
+        if found:
+            at, self.stopped_by = min(found, key=lambda place: place[0])
+            self._text = self._text[:at]
+        return self.stopped
+
+    def _stable_content(self, content: str) -> str:
+        """Returns the stable part of the content's beginning, or '' if a tool call may begin there."""
+        if self._tool_format and (
+            content[:1].isspace() or (self._tool_format == "llama3" and content.startswith(("{", "[")))
+        ):
+            self._holds_rest = True
+            return ""
+        return self._before_calls(content)
+
+    def _before_calls(self, content: str) -> str:
+        """Returns the content before a possible tool call, without the white space that the call would strip."""
+        if not self._tool_format:
+            return content
+        starts = [at for at in map(content.find, MARKERS) if at >= 0]
+        self._holds_rest = bool(starts)
+        return content[: min(starts, default=len(content))].rstrip()
+
+    def _unsent(self, reasoning: str, content: str) -> tuple[str, str]:
+        fresh = reasoning[self._sent_reasoning :], content[self._sent_content :]
+        self._sent_reasoning = max(self._sent_reasoning, len(reasoning))
+        self._sent_content = max(self._sent_content, len(content))
+        return fresh
+
+
+def _partial_length(text: str, literal: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `literal`."""
+    at = max(0, len(text) - len(literal) + 1)
+    while (at := text.find(literal[0], at)) >= 0:
+        if literal.startswith(text[at:]):
+            return len(text) - at
+        at += 1
+    return 0
+
+
+# ---- demonstrations --------------------------------------------------------------------------------------------------
+
+CONTEXT_ONLY = "weight"
+"""The call's reason not to train for an answer with weight 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation with given answers. `learned` are the indices of the assistant messages that are learned."""
+
+    task_id: str
+    conversation: Conversation
+    learned: frozenset[int]
+
+
+def answer_all(
+    renderer: Renderer,
+    demonstrations: Sequence[Demonstration],
+    role: str,
+    history: Literal["template", "as_sampled"],
+    now: float,
+) -> list[Answered]:
+    """Returns the calls of each demonstration. Raises `InvalidRequest` that names the first wrong one."""
+    return [_answer(renderer, one, role, history, now) for one in demonstrations]
+
+
+def _answer(
+    renderer: Renderer, given: Demonstration, role: str, history: Literal["template", "as_sampled"], now: float
+) -> Answered:
+    if not given.learned:
+        raise InvalidRequest(
+            f"{given.task_id}: no answer to learn: a demonstration needs an assistant message without weight 0.",
+            code="no_answer",
+            param="messages",
+        )
+    tree, calls = ConversationTree(), list[RecordedCall]()
+    for i, message in enumerate(given.conversation.messages):
+        if message.role != "assistant":
+            continue
+        where = f"{given.task_id}: messages.{i}"
+        try:
+            call, suffix, completion = _call(renderer, tree, given.conversation, i, role, history, now)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{where}: {error}", code=error.code, param=error.param) from None
+        call = call if i in given.learned else replace(call, untrained=CONTEXT_ONLY)
+        tree.add(call, suffix, completion)
+        calls.append((call, suffix, completion))
+    return Answered(given.task_id, tuple(calls))
+
+
+def _call(
+    renderer: Renderer,
+    tree: ConversationTree,
+    conversation: Conversation,
+    at: int,
+    role: str,
+    history: Literal["template", "as_sampled"],
+    now: float,
+) -> RecordedCall:
+    """Returns the call whose answer is message `at`."""
+    asked, answer = replace(conversation, messages=conversation.messages[:at]), conversation.messages[at]
+    if not asked.messages:
+        raise InvalidRequest("an answer without a question: begin with a user or system message", param="messages")
+    if answer.tool_calls and not conversation.tools:
+        raise InvalidRequest("the answer calls tools, and the demonstration offers none: add tools", param="tools")
+    offered = [tool["function"]["name"] for tool in conversation.tools]
+    for called in answer.tool_calls:
+        if called.name not in offered:
+            raise InvalidRequest(
+                f"the answer calls {called.name!r}, and the demonstration offers {', '.join(offered)}", param="tools"
+            )
+    prompt = prepare_prompt(renderer, tree, asked, history)
+    completion = renderer.tokenize_answer(asked, answer)
+    if len(prompt.tokens) + len(completion) > renderer.context_length:
+        raise ContextOverflow("messages", len(prompt.tokens) + len(completion), renderer.context_length)
+    _check_reading(renderer.parse(completion, asked), answer)
+    call = Call(
+        id=uuid.uuid4().hex,
+        episode_id="",
+        role=role,
+        parent=prompt.parent,
+        kept=prompt.kept,
+        suffix=prompt.suffix,
+        completion=completion,
+        logprobs=(),
+        versions=(),
+        temperature=1.0,
+        finish_reason="tool_calls" if answer.tool_calls else "stop",
+        response=answer,
+        prompt_key=prompt.key,
+        created=now,
+        ask=prompt.ask,
+        fork=prompt.fork,
+        context=context_hash(prompt.tokens, completion).digest(),
+    )
+    return call, prompt.pieces, tuple(renderer.pieces(completion))
+
+
+def _check_reading(read: Message, given: Message) -> None:
+    """Raises `InvalidRequest` if the tokens of an answer mean another message to agents."""
+    for part, ours, theirs in (
+        ("content", read.content.strip(), given.content.strip()),
+        ("reasoning_content", read.reasoning.strip(), given.reasoning.strip()),
+        ("tool_calls", _meaning(read), _meaning(given)),
+    ):
+        if ours != theirs:
+            raise InvalidRequest(
+                f"the chat template of this model writes the answer so that its {part} would be read as {ours!r:.200}, "
+                f"not as {theirs!r:.200}",
+                code="template_error",
+                param=f"messages.{part}",
+            )
+
+
+def _meaning(message: Message) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for call in message.tool_calls:
+        try:
+            arguments = call.value()
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the arguments of the tool call {call.name!r} are not JSON ({error})", param="messages.tool_calls"
+            ) from None
+        if not isinstance(arguments, Mapping):
+            raise InvalidRequest(
+                f"the arguments of the tool call {call.name!r} are not an object", param="messages.tool_calls"
+            )
+        found.append((call.name, arguments))
+    return found

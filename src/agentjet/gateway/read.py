@@ -9,11 +9,12 @@ thread would be missing to all other reads.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
@@ -22,20 +23,25 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from agentjet import __version__
-from agentjet.errors import ConfigError, Later, RequestError
+from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable
 from agentjet.gateway import records
 from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.concurrency import GroupCommit
 from agentjet.gateway.health import (
     REASONS,
     CodeCounts,
     RunFacts,
     ServerFacts,
     SilentEpisode,
+    cutting_limit,
     health,
+    is_solved,
+    reward,
 )
 from agentjet.gateway.records import Unfinished
-from agentjet.gateway.variance import variance_facts, zero_variance
+from agentjet.gateway.run_policies import RunPolicies
 from agentjet.protocol import (
+    REPORTED_BATCHES,
     CellView,
     CheckpointInfo,
     ClusterView,
@@ -46,11 +52,15 @@ from agentjet.protocol import (
     HealthView,
     JobBody,
     Response,
+    ScoredAnswer,
     StatusResponse,
     StepList,
     WaitingGroupView,
     WaitingView,
+    ZeroVariance,
+    batches_without_variance,
     flatten,
+    report_lines,
 )
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import EpisodeRecord, Journal
@@ -58,8 +68,9 @@ from agentjet.swarm.advantages import AdvantageHook, Members
 from agentjet.swarm.origin import policies_of
 from agentjet.swarm.queries import FIRST_STEPS, Queries, Refill, Silence
 from agentjet.swarm.state import Group
-from agentjet.types import JOURNAL, EpisodeFilter
+from agentjet.types import JOURNAL, EpisodeFilter, Message, beginning
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 View = TypeVar("View", bound=Response)
 
@@ -86,15 +97,16 @@ class Live(Protocol):
     @property
     def queries(self) -> Queries: ...
 
-    async def durable(self) -> None:
-        """Waits until committed changes are on disk."""
+    @property
+    def commits(self) -> GroupCommit: ...
+
+    @property
+    def hosted(self) -> RunPolicies: ...
 
     def leases(self) -> Mapping[str, float]:
         """Returns the time at which each live episode expires."""
 
     async def current_status(self) -> StatusResponse: ...
-
-    def cluster(self) -> ClusterView: ...
 
     def waiting_for(self, *, names_silent: bool = True) -> str:
         """Returns a phrase for the thing that training waits for."""
@@ -145,25 +157,24 @@ class RunReader:
     async def read(self, work: Callable[[Journal], Result]) -> Result:
         """Returns the result of `work`, which runs in the thread.
 
-        Raises `Later` if too many reads wait or the journal is busy, and `RequestError` (500) for a journal that this
+        Raises `Later` if too many reads wait or the journal is busy, and `ServerFailed` for a journal that this
         version of AgentJet cannot read.
         """
         if self._num_reads >= MOST_READS:
-            raise Later(
+            raise Unavailable(
                 f"{MOST_READS} reads of this run are waiting: read again later.",
                 code="too_many_reads",
-                status=503,
                 retry_after=1.0,
             )
         if self._is_closed:
-            raise Later("The run was closed during the request.", code="run_closed", status=503, retry_after=1.0)
+            raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
         self._num_reads += 1
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
         finally:
             self._num_reads -= 1
         if self._live is not None:  # What was read is committed, but perhaps not on disk.
-            await self._live.durable()
+            await self._live.commits.durable()
         return found
 
     # ---- records -----------------------------------------------------------------------------------------------------
@@ -224,7 +235,7 @@ class RunReader:
 
     def cluster(self) -> ClusterView:
         """Returns the processes that host the weights; none without a server."""
-        return ClusterView(processes=[]) if self._live is None else self._live.cluster()
+        return ClusterView(processes=[]) if self._live is None else self._live.hosted.cluster()
 
     async def health(self) -> HealthView:
         """Returns the answers to "is it learning?" and "is it healthy?". A busy journal leaves out what only it has.
@@ -299,13 +310,12 @@ class RunReader:
             finally:
                 self._journal.file.db.rollback()
         except ConfigError as error:
-            raise RequestError(f"{error}.", code="journal_unreadable", status=500) from None
+            raise ServerFailed(f"{error}.", code="journal_unreadable") from None
         except sqlite3.OperationalError as error:
             self._disconnect()
-            raise Later(
+            raise Unavailable(
                 f"The journal cannot be read now ({error}): read again later.",
                 code="journal_unavailable",
-                status=503,
                 retry_after=1.0,
             ) from None
         finally:
@@ -546,3 +556,104 @@ def _group_view(one: FillingGroup, failed: Sequence[EpisodeRecord]) -> WaitingGr
         size=one.size,
         cells=cells,
     )
+
+
+# ---- batches without reward variance ---------------------------------------------------------------------------------
+
+
+class VarianceReport:
+    """The report of a served run whose newest batches had no reward variance, with a prompt and its answers.
+
+    Facts in memory are collected in the event loop. Calls, which may have megabytes, are read in the reader's thread.
+    Neither the start of a run nor its training depends on a report: one that cannot be read is logged and left out.
+    """
+
+    def __init__(
+        self,
+        queries: Queries,
+        read: Callable[[Callable[[Journal], ZeroVariance | None]], Awaitable[ZeroVariance | None]],
+    ) -> None:
+        """`read` runs a function in the reader's thread."""
+        self.found: ZeroVariance | None = None
+        """The report as last refreshed."""
+        self._queries = queries
+        self._read = read
+        self._of: tuple[int, int] | None = None
+        """Policy version and revision of the settings that `found` is about."""
+        self._turn = asyncio.Lock()
+        self._is_logged = False
+        """True once the log has the present report, or if the run began with it."""
+        self._logging: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._is_logged = await self.refresh() is not None
+
+    async def close(self) -> None:
+        for task in self._logging:
+            task.cancel()
+        await asyncio.gather(*self._logging, return_exceptions=True)
+
+    def batch_learned(self) -> None:
+        """Refreshes and logs the report in the background: pages may keep the reader's thread busy for long."""
+        task = asyncio.create_task(self._log_new())
+        self._logging.add(task)
+        task.add_done_callback(self._logging.discard)
+
+    async def _log_new(self) -> None:
+        """Logs a report once, until a batch has variance again."""
+        found = await self.refresh()
+        if found is not None and not self._is_logged:
+            log.warning("\n".join(report_lines(found)))
+        self._is_logged = found is not None
+
+    async def refresh(self) -> ZeroVariance | None:
+        """Returns the report. Reads it if a batch was learned, or if settings changed. A busy journal leaves it."""
+        async with self._turn:
+            queries = self._queries
+            of = queries.policy_version, queries.settings.revision
+            if of != self._of:
+                try:
+                    facts = variance_facts(queries)
+                    self.found = None if facts is None else await self._read(partial(zero_variance, facts))
+                except Later:  # It is read the next time.
+                    return self.found
+                except Exception:  # The boundary: a row may be damaged, or of a plug-in that is missing.
+                    log.exception("the batches without reward variance could not be reported")
+                    self.found = None
+                self._of = of
+        return self.found
+
+
+def variance_facts(queries: Queries) -> RunFacts | None:
+    """Returns the facts in memory if the newest batches had no reward variance."""
+    if batches_without_variance(queries.recent_steps) < REPORTED_BATCHES:
+        return None
+    return RunFacts(queries.recent_steps, queries.settings.job, queries.step_versions)
+
+
+def zero_variance(facts: RunFacts, journal: Journal) -> ZeroVariance | None:
+    """Returns the report, with the first group of the newest batch; None if the run is solved."""
+    facts = replace(facts, first=journal.first_steps(FIRST_STEPS))
+    newest = facts.steps[-1]
+    members = [journal.known_episode(member) for member in journal.first_group(facts.versions[-1] - 1)]
+    if not members or is_solved(facts):
+        return None
+    asked = journal.first_call(members[0].id)
+    prompt = () if asked is None else asked.ask.messages
+    last = [(member, journal.last_call(member.id)) for member in members]
+    answers = Counter(("" if call is None else _text(call.response), member.reward or 0.0) for member, call in last)
+    fell = reward(facts)
+    return ZeroVariance(
+        batches=batches_without_variance(facts.steps),
+        truncated=newest.get("completion/truncated", 0.0),
+        limit=cutting_limit([newest], facts.job)[0],
+        task_id=members[0].task_id,
+        prompt=beginning(prompt[-1].content, SHOWN_CHARACTERS) if prompt else "",
+        answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
+        rewards_fell=fell is not None and fell.level == "bad",
+    )
+
+
+def _text(response: Message) -> str:
+    calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
+    return beginning(" ".join([response.content, *calls]).strip(), SHOWN_CHARACTERS)

@@ -24,11 +24,10 @@ from weakref import WeakValueDictionary
 
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, PolicyConfig, ServeConfig, check_models, first_mistake, parse_config
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
+from agentjet.errors import ConfigError, Conflict, Later, NotFound, Unavailable, Unprocessable
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
-from agentjet.gateway.loop_lag import LoopLag
-from agentjet.gateway.observability import Tracing
+from agentjet.gateway.observability import LoopLag, Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.swarm import Journal
 from agentjet.types import DEFAULT_RUN, JOURNAL, RUN_NAME, EngineState
@@ -140,8 +139,8 @@ class Runs:
             gateway = self._gateways[name]
             if settings.job is not None and gateway.swarm.job != job:
                 await gateway.replace_job(JobBody(revision=gateway.swarm.job_revision, job=job.model_dump(mode="json")))
-            if gateway.engine.state == "failed":
-                await gateway.start_engine()
+            if gateway.phase.state == "failed":
+                gateway.engine.start()
             return self._view(name)
 
     async def end(self, name: str) -> RunView:
@@ -217,7 +216,7 @@ class Runs:
             if not is_open:
                 check_models(config, only_of_policies=True)  # The start of the server has checked `model.name`.
         except ConfigError as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
+            raise Unprocessable(str(error), code="invalid_setting") from None
         before, after = self._config_of(record.policies, {}).policies, config.policies
         if not is_open:
             before, after = _without_workers(before), _without_workers(after)
@@ -227,7 +226,7 @@ class Runs:
 
     def _is_up(self, name: str) -> bool:
         """True for an open run whose start did not fail."""
-        return name in self._gateways and self._gateways[name].engine.state != "failed"
+        return name in self._gateways and self._gateways[name].phase.state != "failed"
 
     def _is_unused(self, name: str) -> bool:
         """True for a run without an episode."""
@@ -241,17 +240,16 @@ class Runs:
         """Raises `InvalidRequest` if a worker has adapters of another run on another base model."""
         bases = config.base_models()
         for gateway in self.open_gateways():
-            theirs = {} if gateway.run == name or gateway.engine.state == "failed" else gateway.config.base_models()
+            theirs = {} if gateway.run == name or gateway.phase.state == "failed" else gateway.config.base_models()
             for worker in bases.keys() & theirs.keys():
                 (ours, model), (_, other) = bases[worker], theirs[worker]
                 if model != other:
                     called = f"the worker {worker!r}" if worker else "the worker without a name"
-                    raise InvalidRequest(
+                    raise Unprocessable(
                         f"policies.{ours}.model = {model!r}: {called} has adapters of {other!r} for the "
                         f"run {gateway.run!r}, and the adapters of one worker share one base model; set "
                         f"policies.{ours}.worker to another name.",
                         code="invalid_setting",
-                        status=422,
                         param="policies",
                     )
 
@@ -284,7 +282,7 @@ class Runs:
 
     def _check_not_closing(self) -> None:
         if self._closing:
-            raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
+            raise Unavailable("The server is being stopped.", code="server_stopping", retry_after=10.0)
 
     def _read_recipes(self, name: str) -> None:
         """Makes the recipes of the run's present job and batch, so that the event loop runs no code of a plug-in when
@@ -331,14 +329,14 @@ class Runs:
     def _view(self, name: str) -> RunView:
         path = "" if name == DEFAULT_RUN else f"/runs/{name}"
         if (gateway := self._gateways.get(name)) is not None:
-            engine, version = gateway.engine, gateway.swarm.policy_version
+            phase, version = gateway.phase, gateway.swarm.policy_version
             return RunView(
                 name=name,
                 path=path,
                 policies=gateway.policies,
                 is_open=True,
-                state=engine.state,
-                reason=engine.reason,
+                state=phase.state,
+                reason=phase.reason,
                 policy_version=version,
             )
         reason, record = self._failed.get(name, ""), None

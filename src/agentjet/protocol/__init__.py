@@ -13,7 +13,9 @@ from agentjet.protocol.base import (
     Response,
     Temperature,
     duration,
+    refusal_of,
     remaining,
+    status_of,
 )
 from agentjet.protocol.control import (
     MAX_CLOSED_GROUPS,
@@ -196,8 +198,10 @@ __all__ = [
     "check_run_name",
     "check_tag",
     "duration",
+    "refusal_of",
     "flatten",
     "newest_held_out",
     "remaining",
+    "status_of",
     "report_lines",
 ]

@@ -12,11 +12,43 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from agentjet.errors import (
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    Later,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    ServerFailed,
+    StorageFailed,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    Unprocessable,
+    UpstreamFailed,
+)
 from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, beginning
 
 PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
-
+STATUSES: dict[type[RequestError], int] = {
+    InvalidRequest: 400,
+    Unauthorized: 401,
+    Forbidden: 403,
+    NotFound: 404,
+    MethodNotAllowed: 405,
+    Conflict: 409,
+    TooLarge: 413,
+    Unprocessable: 422,
+    Later: 429,
+    ServerFailed: 500,
+    UpstreamFailed: 502,
+    Unavailable: 503,
+    StorageFailed: 507,
+}
+"""The HTTP status of each class of refusals, for the server's answers and for their reading by clients."""
+REFUSALS = {status: kind for kind, status in STATUSES.items()}
 
 NO_EFFECT = {"wait", "instance_id", "ends_at_version"}
 """Fields of requests that do not change their effect."""
@@ -88,6 +120,16 @@ class Response(BaseModel):
         """The fields in one line; cut in the middle of a long one, such as an episode with its tokens."""
         text = super().__repr__()
         return text if len(text) <= MAX_REPR else f"{beginning(text, MAX_REPR)} ({len(text)} characters)"
+
+
+def status_of(error: RequestError) -> int:
+    """Returns the HTTP status of a refusal: that of the nearest class in `STATUSES`."""
+    return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+
+
+def refusal_of(status: int) -> type[RequestError]:
+    """Returns the class of refusals with this HTTP status, for an unknown one by its hundreds."""
+    return REFUSALS.get(status, InvalidRequest if status < 500 else ServerFailed)
 
 
 def duration(seconds: float) -> str:

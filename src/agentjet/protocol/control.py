@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, computed_field, field_validator, model_validator
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import Unprocessable
 from agentjet.protocol.base import (
     MAX_CALL_REWARDS,
     NO_EFFECT,
@@ -565,7 +565,7 @@ def _check_name(name: str, pattern: re.Pattern[str], noun: str, rule: str) -> No
     if not pattern.fullmatch(name):
         message = f"{name[:100]!r} is not the name of a {noun}: give {rule}, dots, dashes or underscores."
         code = "run_name_invalid" if noun == "run" else "tag_invalid"
-        raise InvalidRequest(message, code=code, status=422, param="name")
+        raise Unprocessable(message, code=code, param="name")
 
 
 REPORTED_BATCHES = 3

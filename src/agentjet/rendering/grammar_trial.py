@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
-from agentjet.errors import InvalidRequest, Later
+from agentjet.errors import InvalidRequest, Unavailable
 from agentjet.rendering.grammar import OutputStyle, write_grammar
 from agentjet.types import ANY_ANSWER, Constraint
 
@@ -80,8 +80,8 @@ class GrammarTrials:
             answer = await self._ask(asked)
         except (OSError, asyncio.IncompleteReadError):
             await self._end_process()
-            raise Later(
-                "The process that checks grammars ended.", code="grammar_check_failed", status=503, retry_after=1.0
+            raise Unavailable(
+                "The process that checks grammars ended.", code="grammar_check_failed", retry_after=1.0
             ) from None
         except BaseException:  # A cancelled trial would leave its answer in the pipe.
             await self._end_process()
@@ -121,7 +121,7 @@ class GrammarTrials:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Later("The run was closed during the request.", code="run_closed", status=503, retry_after=1.0)
+            raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
 
     async def close(self) -> None:
         """Ends the child process and refuses what waits for it. Idempotent."""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentjet.errors import Forbidden, InvalidRequest, NotFound, TooLarge, Unauthorized
+from agentjet.errors import Forbidden, NotFound, TooLarge, Unauthorized, Unprocessable
 from agentjet.gateway import observability
 from agentjet.gateway.concurrency import offload
 from agentjet.gateway.read import RunReader
@@ -213,10 +213,9 @@ async def _shared(request: Request, handle: Callable[[Request], Coroutine[Any, A
     """Returns the answer to a read `at` an event: see `SharedAnswers`. The handler does not get the parameter."""
     at = request.query_params["at"]
     if not at.isdecimal() or len(at) > 18 or not route_path(request.scope).startswith(SHARED):
-        raise InvalidRequest(
+        raise Unprocessable(
             f"at = {at[:30]!r}: give the number of an event, and only to {', '.join(SHARED)}.",
             code="invalid_value",
-            status=422,
             param="at",
         )
     query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "at"])

@@ -18,8 +18,17 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from agentjet.errors import CheckpointError, InvalidRequest, Later, RequestError, nearest_name
-from agentjet.protocol import Problem
+from agentjet.errors import (
+    CheckpointError,
+    InvalidRequest,
+    Later,
+    RequestError,
+    ServerFailed,
+    StorageFailed,
+    Unprocessable,
+    nearest_name,
+)
+from agentjet.protocol import Problem, refusal_of, status_of
 from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
 from agentjet.server.runs import INFERENCE_PATH, deps_of, route_path
@@ -45,16 +54,15 @@ async def respond_to_error(request: Request, error: Exception) -> Response:
         case RequestError():
             refused = error
         case RequestValidationError():
-            refused = describe_validation(error, 400 if INFERENCE_PATH.match(path) else 422, _known_names(request))
+            kind = InvalidRequest if INFERENCE_PATH.match(path) else Unprocessable
+            refused = describe_validation(error, kind, _known_names(request))
         case HTTPException():
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
             shown_path = re.sub(r"^/k/[^/]+", "/k/…", path)
-            refused = RequestError(
-                f"{request.method} {shown_path}: {error.detail}", code=code, status=error.status_code
-            )
+            refused = refusal_of(error.status_code)(f"{request.method} {shown_path}: {error.detail}", code=code)
             headers = error.headers or {}
         case CheckpointError():
-            refused = RequestError(str(error), code="checkpoint_failed", status=507)
+            refused = StorageFailed(str(error), code="checkpoint_failed")
         case _:
             refused = internal_error()
     await count_refusal(request, refused)
@@ -68,29 +76,29 @@ HANDLED = (ClientGone, RequestError, RequestValidationError, HTTPException, Chec
 
 
 def internal_error() -> RequestError:
-    return RequestError("Internal error: see the server's log.", code="internal_error", status=500)
+    return ServerFailed("Internal error: see the server's log.", code="internal_error")
 
 
 def error_response(path: str, error: RequestError) -> Response:
     """Returns the response to `error` in the shape of the route `path`, which is without `/runs/NAME`."""
-    headers = {}
+    headers, status = {}, status_of(error)
     retry_after = error.retry_after if isinstance(error, Later) else None
     if retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     if inference := INFERENCE_PATH.match(path):
         # Without this header, OpenAI's SDKs also repeat requests after a 409 or 500, which cannot help here.
         headers["x-should-retry"] = "true" if retry_after is not None else "false"
-        return JSONResponse(error_shape(inference[2]).body(error), error.status, headers)
+        return JSONResponse(error_shape(inference[2]).body(error), status, headers)
     problem = Problem(
-        title=HTTPStatus(error.status).phrase,
-        status=error.status,
+        title=HTTPStatus(status).phrase,
+        status=status,
         code=error.code,
         detail=error.message,
         param=error.param,
         retry_after=retry_after,
     )
     body = problem.model_dump(exclude_none=True)
-    return JSONResponse(body, error.status, headers, media_type="application/problem+json")
+    return JSONResponse(body, status, headers, media_type="application/problem+json")
 
 
 async def count_refusal(request: Request, error: RequestError) -> None:
@@ -98,27 +106,28 @@ async def count_refusal(request: Request, error: RequestError) -> None:
     inference = INFERENCE_PATH.match(route_path(request.scope))
     is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
     episode_id = getattr(request.state, "episode_id", None)  # stored by the guard of the route
-    if is_call and request.method == "POST" and error.status in COUNTED and episode_id is not None:
-        await deps_of(request).gateway.refused(episode_id, error)
+    if is_call and request.method == "POST" and status_of(error) in COUNTED and episode_id is not None:
+        await deps_of(request).gateway.calls.refused(episode_id, error)
 
 
-def describe_validation(error: RequestValidationError, status: int, known: tuple[str, ...]) -> InvalidRequest:
+def describe_validation(
+    error: RequestValidationError, kind: type[InvalidRequest], known: tuple[str, ...]
+) -> InvalidRequest:
     """Returns the most specific error of a body: with the key, the value and, for an unknown key, the nearest known."""
     first = _most_specific(error.errors())
     name = _place(first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
         near = nearest_name(str(first["loc"][-1]), known)
         hint = f"; did you mean {near!r}?" if near else "."
-        return InvalidRequest(f"{name!r} is not a known key{hint}", code="unknown_parameter", status=status, param=name)
+        return kind(f"{name!r} is not a known key{hint}", code="unknown_parameter", param=name)
     if isinstance(first.get("input"), bytes):
-        return InvalidRequest(
+        return kind(
             "The body was not read as JSON: send the header 'Content-Type: application/json'.",
             code="not_json",
-            status=status,
         )
     given = short_repr(first.get("input"))[:80]  # a value can be as large as a body
     message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{name}: {message} (given: {given})", code="invalid_value", status=status, param=name)
+    return kind(f"{name}: {message} (given: {given})", code="invalid_value", param=name)
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:

@@ -22,9 +22,9 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
-from agentjet.errors import InvalidRequest, NotFound, RequestError, nearest_name
+from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, nearest_name
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
-from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.deps import (
     EPISODE_KEY,
     ClientGone,
@@ -86,10 +86,10 @@ async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenC
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = role_of(body.model, deps)
     num_bytes = len(await request.body())
-    await deps.gateway.read_calls(request.state.episode_id)
+    await deps.gateway.calls.read(request.state.episode_id)
     conversation = await offload(num_bytes, prompt_to_count, body, deps.gateway.swarm.job.images)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
-    return TokenCount(input_tokens=await deps.gateway.count_tokens(request.state.episode_id, role, asked))
+    return TokenCount(input_tokens=await deps.gateway.calls.count_tokens(request.state.episode_id, role, asked))
 
 
 @routes.get("/v1/models", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
@@ -117,7 +117,7 @@ async def unknown_route(path: str) -> None:
     """Refuse unknown paths, and GET of a known one, with an error in the shape of the nearest dialect."""
     paths = [dialect.path for dialect in DIALECTS]
     if f"/v1/{path}" in paths:
-        raise InvalidRequest(f"/v1/{path} takes requests with POST.", code="method_not_allowed", status=405)
+        raise MethodNotAllowed(f"/v1/{path} takes requests with POST.", code="method_not_allowed")
     served = ", ".join(["/v1/models", *paths])
     raise NotFound(f"/v1/{path} is not served here. Available: {served}.", code="unknown_route")
 
@@ -134,12 +134,12 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     policy = policy_of(role, gateway.policies)
     head = AnswerHead(uuid.uuid4().hex, gateway.model_name or policy, int(time.time()), policy)
     content = await request.body()
-    await gateway.read_calls(episode_id)
-    past: CallLookup = partial(gateway.lookup_call, episode_id, role)
+    await gateway.calls.read(episode_id)
+    past: CallLookup = partial(gateway.calls.lookup, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
     to_request = partial(dialect.to_request, body, past, gateway.swarm.job.images)
     call = await offload(len(content), _to_call, to_request, content, request.headers, head)
-    chunks = gateway.call(episode_id, role, call)
+    chunks = gateway.calls.answer(episode_id, role, call)
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import agentjet.protocol as bodies
 from agentjet import __version__
 from agentjet.config import ServerConfig
-from agentjet.errors import InvalidRequest, NotFound, RequestError, Unauthorized
+from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, Unauthorized
 from agentjet.gateway.collection import Collection
 from agentjet.gateway.read import RunReader
 from agentjet.server import page, records
@@ -107,10 +107,9 @@ class Forwarding:
         try:
             self._look.keys.control(bearer_of(HTTPConnection(scope)))
             if scope["method"] != "GET":
-                raise RequestError(
+                raise MethodNotAllowed(
                     "`agentjet look` only reads: open the page of the server itself (agentjet open).",
                     code="method_not_allowed",
-                    status=405,
                 )
             if relative == "/events" or not {".", ".."}.isdisjoint(relative.split("/")):
                 raise NotFound(f"`agentjet look` has no path {path[:100]!r}.", code="not_found")

@@ -139,10 +139,10 @@ class _GatewayCollector(Collector):
         self._gateway = gateway
 
     def collect(self) -> Iterator[Metric]:
-        status, engine, family = self._gateway.status(), self._gateway.engine, self._family
+        status, phase, family = self._gateway.status(), self._gateway.phase, self._family
         states = {state: float(state == status.state) for state in get_args(EngineState)}
         yield family("state", "1 for the present state of the engine.", states, "state")
-        yield family("state_seconds", "Seconds since the engine entered its state.", engine.seconds_in_state())
+        yield family("state_seconds", "Seconds since the engine entered its state.", phase.seconds_in_state())
         waiting = {name: count for name, count in status.episodes.items() if name in GAUGES}
         yield family("episodes", "Episodes that are live, or finished and not yet trained.", waiting, "status")
         ended = {name: count for name, count in status.episodes.items() if name not in GAUGES}
@@ -160,7 +160,7 @@ class _GatewayCollector(Collector):
         yield family("unusable_checkpoints", "Checkpoints that could not be used.", unusable)
         journal = [path for path in self._gateway.folder.glob("journal.sqlite*") if path.suffix != ".lock"]
         yield family("journal_bytes", "Size of the journal on disk.", sum(path.stat().st_size for path in journal))
-        worst = self._gateway.lag.recent()
+        worst = self._gateway.telemetry.lag.recent()
         meaning = "Longest time without an answer of the event loop in the last ten minutes"
         lag = {} if worst is None else {"cpu": worst.cpu, "wall": worst.wall}
         yield family("loop_lag_seconds", f"{meaning}, in CPU time of the process and in wall time.", lag, "clock")
@@ -193,7 +193,7 @@ async def readyz(deps: Deps) -> JSONResponse:
 
     Needs no token for the default run.
     """
-    state = deps.gateway.engine.state
+    state = deps.gateway.phase.state
     is_ready = state in READY and not deps.gateway.swarm.store.file.refusal
     return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
 

@@ -140,7 +140,7 @@ async def put_job(body: bodies.JobBody, deps: Deps) -> bodies.JobBody:
 @router.post("/start", dependencies=ADMIN)
 async def start_engine(deps: Deps) -> bodies.StatusResponse:
     """Load the policies of the run. The answer does not wait until they are ready."""
-    await deps.gateway.start_engine()
+    deps.gateway.engine.start()
     return deps.gateway.status()
 
 
@@ -149,14 +149,14 @@ async def stop_engine(deps: Deps) -> bodies.StatusResponse:
     """Save a checkpoint and free the policies of the run. If that takes long, the answer's state is `draining`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(STOP_PATIENCE):
-            await deps.gateway.stop_engine()
+            await deps.gateway.engine.stop()
     return deps.gateway.status()
 
 
 @router.post("/cluster/scale", dependencies=ADMIN)
 async def scale_cluster(body: bodies.ScaleRequest, deps: Deps) -> bodies.ClusterView:
     """Change the number of sampler replicas of a policy. The answer does not wait until new ones sample."""
-    return await deps.gateway.scale(body)
+    return await deps.gateway.hosted.scale(body)
 
 
 @router.post("/checkpoints", dependencies=CLIENT)
@@ -198,13 +198,13 @@ async def record_evaluation(
 @router.put("/tags/{name}", dependencies=CLIENT)
 async def put_tag(name: TagName, body: bodies.TagRequest, deps: Deps) -> list[bodies.CheckpointInfo]:
     """Tag a checkpoint, which is then kept until the tag is removed. The answer lists the checkpoints."""
-    return await deps.gateway.versions.tag(name, body.policy_version)
+    return deps.gateway.versions.tag(name, body.policy_version)
 
 
 @router.delete("/tags/{name}", dependencies=CLIENT)
 async def delete_tag(name: TagName, deps: Deps) -> list[bodies.CheckpointInfo]:
     """Remove a tag. The next checkpoint can then remove the checkpoint that had it."""
-    return await deps.gateway.versions.untag(name)
+    return deps.gateway.versions.untag(name)
 
 
 @router.get("/runs", dependencies=SERVER_ADMIN)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from agentjet.errors import InvalidRequest, did_you_mean
+from agentjet.errors import InvalidRequest, Unprocessable, did_you_mean
 from agentjet.protocol import FinishRequest
 from agentjet.swarm.batch_forest import turns_of
 from agentjet.swarm.journal import Journal
@@ -60,4 +60,4 @@ def _unknown(name: str, known: list[str], kind: str) -> str:
 
 
 def _refused(message: str, param: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_reward", status=422, param=param)
+    return Unprocessable(message, code="invalid_reward", param=param)

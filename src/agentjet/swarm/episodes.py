@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from agentjet.config import JobConfig
-from agentjet.errors import Conflict, InvalidRequest, Later
+from agentjet.errors import Conflict, Later, Unavailable, Unprocessable
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -136,11 +136,10 @@ class SwarmState:
         if self.store.recall(scope, idempotency_key, request) is not None:
             return
         if request.policy_version > self.policy_version:
-            raise InvalidRequest(
+            raise Unprocessable(
                 f"policy_version = {request.policy_version}: the policy is at version {self.policy_version}; report "
                 "the version that was evaluated",
                 code="version_unknown",
-                status=422,
                 param="policy_version",
             )
         with self.store.transaction():
@@ -285,7 +284,7 @@ class SwarmState:
         reward.
         """
         if self.store.policies and (wrong := wrong_reward_name(request.by_role, self.store.policies)):
-            raise InvalidRequest(wrong[1], code="invalid_reward", status=422, param=wrong[0])
+            raise Unprocessable(wrong[1], code="invalid_reward", param=wrong[0])
         scope = f"finish/{episode_id}"
         if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
@@ -306,10 +305,9 @@ class SwarmState:
         of_calls = call_rewards(self._journal, episode_id, request)
         recipe = self.job.recipe
         if recipe.needs_call_rewards and not of_calls and episode.mode == "train" and episode.num_calls:
-            raise InvalidRequest(
+            raise Unprocessable(
                 f"The recipe {recipe.name} needs rewards of calls: finish the episode with by_turn or by_call.",
                 code="invalid_reward",
-                status=422,
                 param="by_turn",
             )
         now = self._clock()
@@ -427,10 +425,9 @@ class SwarmState:
         episode = self._live(call.episode_id)
         tree = self.tree(call.episode_id, call.role)
         if call.parent is not None and not tree.knows(call.parent):
-            raise Later(
+            raise Unavailable(
                 "The journal lost the call that this one continues, because the disk refused a write.",
                 code="journal_unavailable",
-                status=503,
                 retry_after=1.0,
             )
         num_tokens, oldest = episode.num_tokens, episode.oldest_version

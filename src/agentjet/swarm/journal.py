@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet import database
 from agentjet.config import ModelConfig
-from agentjet.errors import ConfigError, InvalidRequest, NotFound
+from agentjet.errors import ConfigError, NotFound, Unprocessable
 from agentjet.protocol import EvaluationView, Event, newest_held_out
 from agentjet.protocol.records import REWARD, EpisodeQuery
 from agentjet.recipes.rollout import TaskStats
@@ -438,7 +438,7 @@ class Journal:
         value = self._one(f"SELECT {key} FROM episodes WHERE seq = ?", seq)
         if value is None:
             message = f"before = {episode_id!r}: it has no reward, so no page of this order follows it."
-            raise InvalidRequest(message, code="invalid_value", status=422, param="before")
+            raise Unprocessable(message, code="invalid_value", param="before")
         return {"seq": seq, "key": value}
 
     def never_trained(self, start: float, end: float, longest: float, limit: int) -> list[EpisodeRecord]:

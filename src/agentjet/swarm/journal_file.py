@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeGuard
 
 from agentjet import database
-from agentjet.errors import ConfigError, Later
+from agentjet.errors import ConfigError, Later, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class _Closed:
     """In place of the connection of a closed file: refuses the requests that began before."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Later("The run was closed during the request.", code="run_closed", status=503, retry_after=1.0)
+        raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
 
 
 class JournalFile:
@@ -201,7 +201,7 @@ class JournalFile:
     def transaction(self) -> Iterator[None]:
         """Group changes: all or none. An error undoes this transaction only. Transactions are not nested.
 
-        Raises `Later` (503) if the disk refuses the write.
+        Raises `Unavailable` if the disk refuses the write.
         """
         self._require_trusted()
         follows = self.has_uncommitted
@@ -252,10 +252,9 @@ class JournalFile:
         if _is_of_disk(error) or (isinstance(error, Later) and error.code == UNAVAILABLE):
             self._lost = error
         else:
-            self._lost = Later(
+            self._lost = Unavailable(
                 f"Another change in the same commit failed ({error!r}) and undid this one: repeat the request.",
                 code="commit_undone",
-                status=503,
                 retry_after=1.0,
             )
 
@@ -338,7 +337,7 @@ class JournalFile:
         if not self.refusal:  # Logged once, when it begins.
             log.error("%s", sentence)
         self.refusal = sentence
-        return Later(sentence, code=UNAVAILABLE, status=503, retry_after=retry_after)
+        return Unavailable(sentence, code=UNAVAILABLE, retry_after=retry_after)
 
     # ---- rows ----------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Copies the steps of a run to trackers: TensorBoard, Weights & Biases, MLflow, Trackio, files, or a class of yours.
 
-A `Follower` reads the steps from a `Source` and writes them to a `Sink`, each step once. It runs in a separate process,
-so a tracker that is slow, down or wrong cannot delay training.
+A `Follower` reads the steps from a `Source` and writes them to a `Tracker`, each step once. It runs in a separate
+process, so a tracker that is slow, down or wrong cannot delay training.
 """
 
-from agentjet.trackers.sinks import Run, Sink, Step
+from agentjet.trackers.follower import Follower, Source
+from agentjet.trackers.sinks import FORMS, Run, Sink, Step, Tracker, open_tracker
 
-__all__ = ["Run", "Sink", "Step"]
+__all__ = ["FORMS", "Follower", "Run", "Sink", "Source", "Step", "Tracker", "open_tracker"]

@@ -1,7 +1,7 @@
-"""`Follower`: copies the steps of a source to a sink, each once, also after a kill at any moment.
+"""`Follower`: copies the steps of a source to a tracker, each once, also after a kill at any moment.
 
-At its start it asks the sink which steps it has. Steps are written in rising order, so the newest version is enough.
-A `Cursor` is a small file with the run of a sink and its newest written version.
+At its start it asks the tracker which steps it has. Steps are written in rising order, so the newest version is enough.
+A `Cursor` is a small file with the run of a tracker and its newest written version.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, TrackerError
-from agentjet.trackers.sinks import Run, Sink, Step, id_of_run
+from agentjet.trackers.sinks import Run, Step, Tracker, id_of_run
 
-T = TypeVar("T")
 PAGE = 200
 """Steps that are read and written together."""
 REPORT_SECONDS = 2.0
@@ -48,14 +47,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Follower:
-    """`label` is KIND:TARGET of the sink, and `name` that of the run in the tracker.
+    """`name` is that of the run in the tracker. `folder` has the cursor, if the tracker is not a file of this machine.
 
-    `folder` has the cursor, if the sink is not a file of this machine. `pause` waits for new steps, `say` shows a line.
+    `pause` waits for new steps, `say` shows a line.
     """
 
     source: Source
-    sink: Sink
-    label: str
+    tracker: Tracker
     name: str
     folder: Path
     say: Callable[[str], None]
@@ -68,21 +66,33 @@ class Follower:
         Raises `ConfigError` if the target belongs to another run or, without `stay`, if the run has no step. Raises
         `TrackerError`.
         """
-        run = Run.of(self._first_step(stay), self.name, self.source.settings())
-        path = getattr(self.sink, "path", None)
-        place = path if isinstance(path, Path) else None
-        with open_cursor(self._cursor_path(run, place), run.id) as cursor:
-            version = self._begin(run, cursor, place)
+        run_id = id_of_run(self._first_step(stay))
+        run = Run(run_id, self.name or f"agentjet-{run_id}", self.source.settings())
+        with open_cursor(self._cursor_path(run), run.id) as cursor, ExitStack() as stack:
+            if cursor.is_new:
+                if _has_content(self.tracker.path):
+                    raise ConfigError(f"{self.tracker.label} has content of another program: choose another target")
+                cursor.advance(0)  # From here on the target belongs to this run.
+            with self._library():
+                held, write = stack.enter_context(self.tracker.open(run))
             try:
+                version = cursor.version if held is None else held
+                place = f"{self.source.title} -> {self.tracker.label}"
+                self.say(f"{place}: run {run.name}, written up to step {version}")
                 while True:
                     newest, end = self.source.progress()
-                    version = self._catch_up(version, newest, run, cursor)
+                    for steps in self._new_steps(run, version, newest):
+                        with self._library():
+                            write(steps)
+                        version = steps[-1].version
+                        cursor.advance(version)
                     if not stay or newest >= end > 0:
-                        self.say(f"{self.label} has all steps up to {version}")
+                        self.say(f"{self.tracker.label} has all steps up to {version}")
                         return
                     self.pause()
             finally:
-                self._call(self.sink.end)
+                with self._library():
+                    stack.close()
 
     def _first_step(self, stay: bool) -> Step:
         is_told = False
@@ -95,57 +105,48 @@ class Follower:
             self.pause()
         return found[0]
 
-    def _cursor_path(self, run: Run, place: Path | None) -> Path:
-        """`place` is the file or folder that the sink writes; None for a tracker elsewhere."""
-        if place is not None:
-            return place.with_name(f"{place.name}.cursor")
-        target = hashlib.sha256(self.label.encode()).hexdigest()[:6]
-        return self.folder / f"{self.label.partition(':')[0]}-{run.id}-{target}.cursor"
+    def _cursor_path(self, run: Run) -> Path:
+        label, path = self.tracker.label, self.tracker.path
+        if path is not None:
+            return path.with_name(f"{path.name}.cursor")
+        target = hashlib.sha256(label.encode()).hexdigest()[:6]
+        return self.folder / f"{label.partition(':')[0]}-{run.id}-{target}.cursor"
 
-    def _begin(self, run: Run, cursor: Cursor, place: Path | None) -> int:
-        """Returns the newest version that the sink has."""
-        if cursor.is_new:
-            if place is not None and _has_content(place):
-                raise ConfigError(f"{self.label} has content of another program: choose another target")
-            cursor.advance(0)  # From here on the target belongs to this run.
-        found = self._call(lambda: self.sink.begin(run))
-        version = cursor.version if found is None else found
-        self.say(f"{self.source.title} -> {self.label}: run {run.name}, written up to step {version}")
-        return version
-
-    def _catch_up(self, version: int, newest: int, run: Run, cursor: Cursor) -> int:
-        """Copies all steps above `version`. Returns the newest version."""
-        started, first, told = self.clock(), version, self.clock()
+    def _new_steps(self, run: Run, version: int, newest: int) -> Iterator[list[Step]]:
+        """Yields all steps above `version`, some at a time. Earlier ones are written before the next are requested."""
+        started = told = self.clock()
+        first = version
         while steps := self.source.steps(version, PAGE):
             if id_of_run(self.source.steps(0, 1)[0]) != run.id:
                 raise ConfigError(f"{self.source.title} has another run now: start `agentjet track` again")
-            self._call(lambda steps=steps: self.sink.write(steps))  # type: ignore[misc]
+            yield steps
             version = steps[-1].version
-            cursor.advance(version)
             if (now := self.clock()) - told >= REPORT_SECONDS:
                 told = now
                 left = (now - started) / (version - first) * max(0, newest - version)
                 self.say(f"step {version} of {newest}, {left:.0f} s left")
-        return version
 
-    def _call(self, work: Callable[[], T]) -> T:
+    @contextmanager
+    def _library(self) -> Iterator[None]:
         """The boundary to the tracker's library. Raises `TrackerError`."""
         try:
-            return work()
+            yield
         except (AgentJetError, OSError):
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise TrackerError(f"{self.label} failed ({reason}). Start it again: it goes on where it was") from error
+            failed = f"{self.tracker.label} failed ({type(error).__name__}: {error})"
+            raise TrackerError(f"{failed}. Start it again: it goes on where it was") from error
 
 
-def _has_content(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
+def _has_content(path: Path | None) -> bool:
+    if path is None or not path.exists():
+        return False
+    return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0
 
 
 @contextmanager
 def open_cursor(path: Path, run_id: str) -> Iterator[Cursor]:
-    """Context in which no other process has the cursor of a sink.
+    """Context in which no other process has the cursor of a tracker.
 
     Raises `ConfigError` if another process has it, or if it belongs to another run.
     """
@@ -165,7 +166,7 @@ def open_cursor(path: Path, run_id: str) -> Iterator[Cursor]:
 
 
 class Cursor:
-    """The cursor of a sink, of an open and locked file."""
+    """The cursor of a tracker, of an open and locked file."""
 
     def __init__(self, path: Path, run_id: str, file: int) -> None:
         """Raises `ConfigError` if the cursor belongs to another run."""
@@ -185,7 +186,7 @@ class Cursor:
             )
 
     def advance(self, version: int) -> None:
-        """Records that the sink has the steps up to this version."""
+        """Records that the tracker has the steps up to this version."""
         text = json.dumps({"run": self._run_id, "version": version})
         os.pwrite(self._file, f"{text:{LENGTH - 1}}\n".encode(), 0)
         os.fsync(self._file)

@@ -1,6 +1,7 @@
-"""`Sink`: one tracker, or one file. `Run` and `Step` are what it gets. `open_sink` finds that of `--to KIND:TARGET`.
+"""Trackers and files that get the steps of a run. `open_tracker` finds that of `--to KIND:TARGET`.
 
-A built-in sink is a small object. It imports its library in its methods, so this module needs none of them.
+A built-in kind is a function: the context in which a run is open there. It imports its library itself, so this module
+needs none of them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -53,12 +56,6 @@ class Run:
     settings: Mapping[str, Any]
     """Settings by dotted name."""
 
-    @classmethod
-    def of(cls, first: Step, name: str, settings: Mapping[str, Any]) -> Run:
-        """The run whose first step this is."""
-        run_id = id_of_run(first)
-        return cls(run_id, name or f"agentjet-{run_id}", settings)
-
 
 def id_of_run(first: Step) -> str:
     """Identifies the run with this first step. A journal keeps its steps for ever."""
@@ -66,10 +63,30 @@ def id_of_run(first: Step) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
-class Sink(Protocol):
-    """A tracker. A class of yours has these three methods, and is constructed without arguments.
+Written = tuple[int | None, Callable[[Sequence[Step]], None]]
+"""The newest policy version that an opened tracker has, 0 if it has none, and the function that writes further steps.
 
-    A sink that writes one file or folder of this machine has its `path`, which belongs to one run.
+The version is None if the tracker cannot be asked: then the newest step that was written counts. Steps are written in
+rising order. They are stored when the function returns.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """A tracker, or a file."""
+
+    label: str
+    """`KIND:TARGET`, or `module:Class`."""
+    open: Callable[[Run], AbstractContextManager[Written]]
+    """The context in which a run is open there. It may be opened again."""
+    path: Path | None = None
+    """The file or folder of this machine that it writes, which belongs to one run."""
+
+
+class Sink(Protocol):
+    """A tracker of yours: a class with these three methods, which is constructed without arguments.
+
+    If it writes one file or folder of this machine, `path` is that path.
     """
 
     def begin(self, run: Run) -> int | None:
@@ -86,71 +103,63 @@ class Sink(Protocol):
         """Closes the run in the tracker. It may begin again."""
 
 
+@contextmanager
+def opened(sink: Sink, run: Run) -> Iterator[Written]:
+    yield sink.begin(run), sink.write
+    sink.end()
+
+
 # ---- files: the file itself shows which steps it has ----------------------------------------------------------------
 
 
-class JsonlSink:
+@contextmanager
+def jsonl_file(target: str, run: Run) -> Iterator[Written]:
     """`jsonl:FILE`: one JSON object a step, as in `metrics.jsonl`."""
-
-    def __init__(self, target: str) -> None:
-        self.path = Path(target)
-
-    def begin(self, run: Run) -> int | None:
-        *_, newest = ["", *_complete_text(self.path).splitlines()]
-        return _version_of(self.path, lambda: json.loads(newest)["step"]) if newest else 0
-
-    def write(self, steps: Sequence[Step]) -> None:
-        _append(self.path, "".join(json.dumps(step.row) + "\n" for step in steps))
-
-    def end(self) -> None: ...
+    path = Path(target)
+    *_, newest = ["", *_complete_text(path).splitlines()]
+    version = _version_of(path, lambda: json.loads(newest)["step"]) if newest else 0
+    yield version, lambda steps: _append(path, "".join(json.dumps(step.row) + "\n" for step in steps))
 
 
-FIRST_COLUMNS = ["step", "time"]
-
-
-class CsvSink:
+@contextmanager
+def csv_file(target: str, run: Run) -> Iterator[Written]:
     """`csv:FILE`: one row a step and one column a metric. A new metric adds a column: then the file is replaced."""
+    path = Path(target)
+    rows = _csv_rows(path)
+    columns = next(rows, [])  # The header is complete, because a new one comes with a new file.
+    if columns and columns[:2] != ["step", "time"]:
+        raise ConfigError(f"{path} does not begin with the columns step and time: name another file")
+    newest = deque(rows, maxlen=1)
 
-    def __init__(self, target: str) -> None:
-        self.path = Path(target)
-        self._columns: list[str] = []
-
-    def begin(self, run: Run) -> int | None:
-        rows = self._rows()
-        self._columns = next(rows, [])  # The header is complete, because a new one comes with a new file.
-        if self._columns and self._columns[:2] != FIRST_COLUMNS:
-            raise ConfigError(f"{self.path} does not begin with the columns step and time: name another file")
-        newest = deque(rows, maxlen=1)
-        return _version_of(self.path, lambda: int(newest[0][0])) if newest else 0
-
-    def write(self, steps: Sequence[Step]) -> None:
-        columns = self._columns or FIRST_COLUMNS
+    def write(steps: Sequence[Step]) -> None:
         known = set(columns)
-        new = dict.fromkeys(name for step in steps for name in step.metrics if name not in known)
-        if new or not self._columns:
-            self._widen([*columns, *new])
-        _append(self.path, self._text(step.row for step in steps))
+        if new := dict.fromkeys(name for step in steps for name in step.row if name not in known):
+            columns.extend(new)
+            _replace_header(path, columns)
+        _append(path, _csv_text(columns, (step.row for step in steps)))
 
-    def end(self) -> None: ...
+    yield _version_of(path, lambda: int(newest[0][0])) if newest else 0, write
 
-    def _rows(self) -> Iterator[list[str]]:
-        return csv.reader(io.StringIO(_complete_text(self.path), newline=""))
 
-    def _widen(self, columns: list[str]) -> None:
-        """Replaces the file by one with these columns, of which it has the first ones."""
-        self._columns, rows = columns, self._rows()
-        before, text = next(rows, FIRST_COLUMNS), io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(columns)
-        text.write(self._text(dict(zip(before, row, strict=False)) for row in rows))
-        unfinished = self.path.with_name(f".{self.path.name}.new")
-        unfinished.unlink(missing_ok=True)
-        _append(unfinished, text.getvalue())
-        unfinished.replace(self.path)
+def _csv_rows(path: Path) -> Iterator[list[str]]:
+    return csv.reader(io.StringIO(_complete_text(path), newline=""))
 
-    def _text(self, rows: Iterable[Mapping[str, object]]) -> str:
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns, restval="", lineterminator="\n").writerows(rows)
-        return text.getvalue()
+
+def _csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _replace_header(path: Path, columns: Sequence[str]) -> None:
+    """Replaces the file by one with these columns, of which it has the first ones."""
+    rows = _csv_rows(path)
+    before = next(rows, [])
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.unlink(missing_ok=True)
+    header = _csv_text(columns, [dict(zip(columns, columns, strict=True))])
+    _append(unfinished, header + _csv_text(columns, (dict(zip(before, row, strict=False)) for row in rows)))
+    unfinished.replace(path)
 
 
 def _complete_text(path: Path) -> str:
@@ -187,47 +196,37 @@ def _append(path: Path, text: str) -> None:
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------
 
 
-class TensorBoardSink:
+@contextmanager
+def tensorboard(target: str, run: Run) -> Iterator[Written]:
     """`tensorboard:DIR`: event files, written by `tensorboardX`, which needs no torch. TensorBoard stores float32.
 
     A step is one record, so a killed process leaves it whole or not at all. Each process writes a new file, because
     TensorBoard reads a file only up to a torn record.
     """
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.summary import text
 
-    def __init__(self, target: str) -> None:
-        self.path = Path(target)
-        self._writer: Any = None
-        self._settings = ""
-        """Written with the first step of the run."""
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = sorted(folder.glob("*.tfevents.*"))
+    newest = max((event.step for file in files for event in tensorboard_events(file)), default=0)
+    # The names of two processes of the same second differ by the number of files.
+    writer = EventsWriter(str(folder / "events"), f".{len(files)}.agentjet")
+    table = "\n".join(f"    {name} = {json.dumps(value)}" for name, value in run.settings.items())
+    unwritten = [] if newest else [text("settings", f"    run {run.name} ({run.id})\n{table}")]
 
-    def begin(self, run: Run) -> int | None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        self.path.mkdir(parents=True, exist_ok=True)
-        files = sorted(self.path.glob("*.tfevents.*"))
-        version = max((event.step for file in files for event in tensorboard_events(file)), default=0)
-        # The names of two processes of the same second differ by the number of files.
-        self._writer = EventsWriter(str(self.path / "events"), f".{len(files)}.agentjet")
-        if not version:
-            table = "\n".join(f"    {name} = {json.dumps(value)}" for name, value in run.settings.items())
-            self._settings = f"    run {run.name} ({run.id})\n{table}"
-        return version
-
-    def write(self, steps: Sequence[Step]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import text
-
+    def write(steps: Sequence[Step]) -> None:
         for step in steps:
             summary = Summary(value=[Summary.Value(tag=name, simple_value=v) for name, v in step.metrics.items()])
-            if self._settings:
-                summary.MergeFrom(text("settings", self._settings))
-                self._settings = ""
-            self._writer.write_event(Event(wall_time=step.time, step=step.version, summary=summary))
-        self._writer.flush()
+            if unwritten:  # The first step of the run has its settings.
+                summary.MergeFrom(unwritten.pop())
+            writer.write_event(Event(wall_time=step.time, step=step.version, summary=summary))
+        writer.flush()
 
-    def end(self) -> None:
-        self._writer.close()
+    yield newest, write
+    writer.close()
 
 
 def tensorboard_events(file: Path) -> Iterator[Any]:
@@ -256,42 +255,36 @@ LONGEST_NAME, LONGEST_VALUE = 250, 6000
 FORBIDDEN = re.compile(r"[^/\w.\- :]", re.ASCII)
 
 
-class MlflowSink:
+@contextmanager
+def mlflow(target: str, run: Run) -> Iterator[Written]:
     """`mlflow:URI`: a tracking server, or a database such as `mlflow:sqlite:///mlflow.db`. Settings are parameters.
 
     MLflow ignores a metric that it has with the same key, step, time and value, so a step that was half written is
     written again as a whole. The tag `agentjet.version` follows the metrics.
     """
+    from mlflow.entities import Param
+    from mlflow.tracking import MlflowClient
 
-    def __init__(self, target: str) -> None:
-        from mlflow.tracking import MlflowClient
+    client = MlflowClient(tracking_uri=target)
+    found = client.get_experiment_by_name("agentjet")
+    experiment = found.experiment_id if found else client.create_experiment("agentjet")
+    held = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
+    mine = held[0] if held else client.create_run(experiment, tags={RUN_TAG: run.id}, run_name=run.name)
+    run_id = mine.info.run_id
+    client.update_run(run_id, status="RUNNING")
+    values = ((mlflow_name(name), str(value)[:LONGEST_VALUE]) for name, value in run.settings.items())
+    new = (Param(name, value) for name, value in values if name not in mine.data.params)
+    while some := list(islice(new, PARAMS_A_CALL)):
+        client.log_batch(run_id, params=some)
 
-        self._client = MlflowClient(tracking_uri=target)
-        self._run_id = ""
-
-    def begin(self, run: Run) -> int | None:
-        from mlflow.entities import Param
-
-        found = self._client.get_experiment_by_name("agentjet")
-        experiment = found.experiment_id if found else self._client.create_experiment("agentjet")
-        held = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
-        mine = held[0] if held else self._client.create_run(experiment, tags={RUN_TAG: run.id}, run_name=run.name)
-        self._run_id = mine.info.run_id
-        self._client.update_run(self._run_id, status="RUNNING")
-        values = ((mlflow_name(name), str(value)[:LONGEST_VALUE]) for name, value in run.settings.items())
-        new = (Param(name, value) for name, value in values if name not in mine.data.params)
-        while some := list(islice(new, PARAMS_A_CALL)):
-            self._client.log_batch(self._run_id, params=some)
-        return int(mine.data.tags.get(VERSION_TAG, 0))
-
-    def write(self, steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[Step]) -> None:
         metrics = mlflow_metrics(steps)
         while some := list(islice(metrics, METRICS_A_CALL)):
-            self._client.log_batch(self._run_id, metrics=some)
-        self._client.set_tag(self._run_id, VERSION_TAG, str(steps[-1].version))
+            client.log_batch(run_id, metrics=some)
+        client.set_tag(run_id, VERSION_TAG, str(steps[-1].version))
 
-    def end(self) -> None:
-        self._client.set_terminated(self._run_id)
+    yield int(mine.data.tags.get(VERSION_TAG, 0)), write
+    client.set_terminated(run_id)
 
 
 def mlflow_metrics(steps: Sequence[Step]) -> Iterator[Any]:
@@ -313,29 +306,18 @@ def mlflow_name(name: str) -> str:
 # ---- Trackio --------------------------------------------------------------------------------------------------------
 
 
-class TrackioSink:
+@contextmanager
+def trackio(target: str, run: Run) -> Iterator[Written]:
     """`trackio:PROJECT`: Trackio's database on this machine. `trackio sync` sends it to a Space.
 
     The rows are written as Trackio's own importers do, because `trackio.log` stores them later, in a thread. Each row
     has a key, so Trackio ignores a step that it has.
     """
+    from trackio.sqlite_storage import SQLiteStorage
 
-    def __init__(self, target: str) -> None:
-        from trackio.sqlite_storage import SQLiteStorage
-
-        SQLiteStorage.validate_project_name(target)
-        self._project, self._storage = target, SQLiteStorage
-        self._run: Run | None = None
-
-    def begin(self, run: Run) -> int | None:
-        self._run = run
-        return self._storage.get_max_step_for_run(self._project, run.name, run_id=run.id) or 0
-
-    def write(self, steps: Sequence[Step]) -> None:
-        run = self._run
-        assert run is not None
-        self._storage.bulk_log(
-            self._project,
+    def write(steps: Sequence[Step]) -> None:
+        SQLiteStorage.bulk_log(
+            target,
             run.name,
             [dict(step.metrics) for step in steps],
             steps=[step.version for step in steps],
@@ -345,7 +327,8 @@ class TrackioSink:
             run_id=run.id,
         )
 
-    def end(self) -> None: ...
+    SQLiteStorage.validate_project_name(target)
+    yield SQLiteStorage.get_max_step_for_run(target, run.name, run_id=run.id) or 0, write
 
 
 # ---- Weights & Biases -----------------------------------------------------------------------------------------------
@@ -355,45 +338,41 @@ FILE_HEADER, BLOCK, CHUNK_HEADER = 7, 32_768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
-class WandbSink:
+@contextmanager
+def wandb(target: str, run: Run) -> Iterator[Written]:
     """`wandb:PROJECT` or `wandb:ENTITY/PROJECT`: Weights & Biases, online, or offline with WANDB_MODE=offline.
 
     The library writes and sends in a second process, so a kill loses steps that were given to it. Which ones arrived is
     asked at the next start: online from W&B, offline from the files of the run.
     """
+    *entity, project = target.split("/")
+    if len(entity) > 1 or not project:
+        raise ConfigError(f"wandb:{target} is not wandb:PROJECT or wandb:ENTITY/PROJECT")
+    import wandb as library
 
-    def __init__(self, target: str) -> None:
-        *entity, self._project = target.split("/")
-        if len(entity) > 1 or not self._project:
-            raise ConfigError(f"wandb:{target} is not wandb:PROJECT or wandb:ENTITY/PROJECT")
-        self._entity = entity[0] if entity else None
-        self._run: Any = None
+    # The folder of the run is named after the second. A killed process of this second has left one.
+    time.sleep(1 - time.time() % 1)
+    held = library.init(
+        entity=entity[0] if entity else None,
+        project=project,
+        id=run.id,
+        name=run.name,
+        config=dict(run.settings),
+        resume="allow",
+        settings=library.Settings(console="off", x_disable_stats=True),  # The machine is not that of the training.
+    )
+    if held.offline:
+        files = Path(held.settings.wandb_dir).glob(f"*run-*-{run.id}/run-{run.id}.wandb")
+        newest = max((version for file in files for version in _wandb_versions(file)), default=0)
+    else:
+        newest = max(0, int(held.starting_step) - 1)
 
-    def begin(self, run: Run) -> int | None:
-        import wandb
-
-        # The folder of the run is named after the second. A killed process of this second has left one.
-        time.sleep(1 - time.time() % 1)
-        self._run = wandb.init(
-            entity=self._entity,
-            project=self._project,
-            id=run.id,
-            name=run.name,
-            config=dict(run.settings),
-            resume="allow",
-            settings=wandb.Settings(console="off", x_disable_stats=True),  # The machine is not that of the training.
-        )
-        if self._run.offline:
-            files = Path(self._run.settings.wandb_dir).glob(f"*run-*-{run.id}/run-{run.id}.wandb")
-            return max((version for file in files for version in _wandb_versions(file)), default=0)
-        return max(0, int(self._run.starting_step) - 1)
-
-    def write(self, steps: Sequence[Step]) -> None:
+    def write(steps: Sequence[Step]) -> None:
         for step in steps:
-            self._run.log({**step.metrics, "_timestamp": step.time}, step=step.version, commit=True)
+            held.log({**step.metrics, "_timestamp": step.time}, step=step.version, commit=True)
 
-    def end(self) -> None:
-        self._run.finish()
+    yield newest, write
+    held.finish()
 
 
 def _wandb_versions(file: Path) -> Iterator[int]:
@@ -422,39 +401,41 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
         start = end
 
 
-# ---- the sink of a label --------------------------------------------------------------------------------------------
+# ---- the tracker of a label -----------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
-    """A built-in kind of sink: the name of the part behind the colon, the class, and the package that it imports."""
+    """A built-in kind: the name of the part behind the colon, the function, and the package that it imports."""
 
     target: str
-    sink: Callable[[str], Sink]
+    open: Callable[[str, Run], AbstractContextManager[Written]]
     package: str = ""
 
 
 KINDS = {
-    "tensorboard": Kind("DIR", TensorBoardSink, "tensorboardX"),
-    "wandb": Kind("PROJECT", WandbSink, "wandb"),
-    "mlflow": Kind("URI", MlflowSink, "mlflow"),
-    "trackio": Kind("PROJECT", TrackioSink, "trackio"),
-    "csv": Kind("FILE", CsvSink),
-    "jsonl": Kind("FILE", JsonlSink),
+    "tensorboard": Kind("DIR", tensorboard, "tensorboardX"),
+    "wandb": Kind("PROJECT", wandb, "wandb"),
+    "mlflow": Kind("URI", mlflow, "mlflow"),
+    "trackio": Kind("PROJECT", trackio, "trackio"),
+    "csv": Kind("FILE", csv_file),
+    "jsonl": Kind("FILE", jsonl_file),
 }
 FORMS = ", ".join(f"{name}:{kind.target}" for name, kind in KINDS.items())
 
 
-def open_sink(label: str) -> Sink:
-    """Returns the sink of `KIND:TARGET` or `module:Class`. Raises `ConfigError`."""
+def open_tracker(label: str) -> Tracker:
+    """Returns the tracker of `KIND:TARGET` or `module:Class`. Raises `ConfigError`."""
     name, _, target = label.partition(":")
     if not target:
         raise ConfigError(f"--to {label} has no target: give one of {FORMS}, or module:Class")
     kind = KINDS.get(name)
     if kind is None:
-        return _own_sink(label, name, target)
+        sink = _own_sink(label, name, target)
+        path = getattr(sink, "path", None)
+        return Tracker(label, partial(opened, sink), path if isinstance(path, Path) else None)
     if kind.package and importlib.util.find_spec(kind.package) is None:
         raise ConfigError(f"--to {label} needs the package {kind.package!r}: {install_extra(name)}")
-    return kind.sink(target)
+    return Tracker(label, partial(kind.open, target), Path(target) if kind.target in ("DIR", "FILE") else None)
 
 
 def _own_sink(label: str, place: str, name: str) -> Sink:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.cli.research.campaign import proposers_of
+from agentjet.cli.research import Proposers
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.coding_agent import CodingAgent
 from agentjet.research.campaign.llm import (
@@ -304,7 +304,7 @@ def test_a_played_record_is_a_limit_of_the_campaign(tmp_path: Path) -> None:
     record = tmp_path / "llm.jsonl"
     record.write_text(json.dumps({"reply": Reply("x").to_json()}) + "\n", encoding="utf-8")
     played, asked = (
-        proposers_of(tmp_path / "new", name, model, "openai", None, None, None, [])[0]
+        Proposers(llm=name, llm_model=model).of(tmp_path / "new")[0]
         for name, model in ((str(record), ""), ("http://127.0.0.1:1/v1", "m"))
     )
     assert isinstance(played, LanguageModel) and "played from a record, llm.jsonl" in played.limit

@@ -25,17 +25,16 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import torch
 
 from agentjet.compute.channel import Answer, WorkerRequest
-from agentjet.compute.cluster import checkpoint
-from agentjet.compute.cluster.group import RankGroup, Rendezvous, join
+from agentjet.compute.cluster.group import Rendezvous, join
 from agentjet.compute.cluster.hub import Link
-from agentjet.compute.cluster.learner import RankLearner, chosen_sharding
+from agentjet.compute.cluster.memory import USABLE, Learning, gathered_need
 from agentjet.compute.cluster.weights import (
     PROBE_TOKENS,
     Publication,
@@ -44,12 +43,14 @@ from agentjet.compute.cluster.weights import (
     write_adapter,
 )
 from agentjet.compute.embedded.backend import MIN_CPU_SECONDS
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
 from agentjet.compute.embedded.policy_host import PolicyHost
+from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.compute.hook_limit import end_overdue
-from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig
+from agentjet.config import ComputeConfig, ModelConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo
@@ -60,93 +61,44 @@ SIGN_OF_WORK = Answer(0)
 """The answer to no request. The gateway counts it as a message."""
 
 
-class RankPolicyHost(PolicyHost[RankLearner]):
-    """A policy on one rank. All ranks apply the same requests."""
+def publish(learner: PolicyLearner, server: WeightsServer | None, version: int, *, is_hot: bool) -> Publication | None:
+    """Write the weights of a version for the replicas, with all ranks; returns the publication on rank 0.
 
-    def __init__(
-        self,
-        learner: RankLearner,
-        group: RankGroup,
-        server: WeightsServer | None,
-        *,
-        has_hot_adapter: bool,
-        is_colocated: bool = False,
-    ) -> None:
-        """`server` is that of rank 0, which writes the weights of all ranks.
+    `server` is that of rank 0, which writes the weights of all ranks. `is_hot` is the result of `publishes_adapter`.
+    Raises `ComputeError` for a file that cannot be written.
+    """
+    policy = learner.policy
+    tokens = probe_tokens(policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
+    logprobs = learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
+    weights = learner.adapter_weights() if is_hot else learner.whole_weights()
+    adapter = ""
 
-        `has_hot_adapter` is the result of `publishes_adapter`.
-        """
-        super().__init__(learner)
-        self._group = group
-        self._server = server
-        self._has_hot_adapter = has_hot_adapter
-        self._is_colocated = is_colocated
-        self._publication: Publication | None = None
+    def save(path: Path) -> None:
+        nonlocal adapter
+        if is_hot:
+            adapter = write_adapter(policy.model, weights, path)
+        else:
+            write_weights(policy, weights or {}, path)
 
-    def publish(self, version: int, wanted: bool = True) -> Publication | None:
-        """Give the present weights this version; returns their publication on rank 0, if one is `wanted`. Idempotent.
-
-        Raises `ComputeError` for a file that cannot be written.
-        """
-        if not self._is_published or version != self.version:
-            self._change_version(version)
-        if not wanted:
+    def write() -> Publication | None:
+        if server is None:
             return None
-        if not all(self._group.gather(self._server is None or self._publication is not None)):
-            self._publication = self._published(version)
-        if self._is_colocated:
-            torch.cuda.empty_cache()  # The replicas need the memory now.
-        return self._publication
+        sent = policy.trainable() if is_hot else weights or {}
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+        path, digest = server.write(version, num_bytes, save)
+        return Publication(
+            version,
+            server.address,
+            str(path),
+            path.stat().st_size,
+            digest,
+            policy.info.dtype,
+            tuple(tokens.tolist()),
+            tuple(logprobs.tolist()),
+            adapter,
+        )
 
-    def export(self, path: Path, adapter: bool) -> None:
-        checkpoint.export(path, self.learner, self._group, adapter=adapter)
-
-    def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
-        return {**super()._update(optimizer), "learner/ranks": float(self._group.num_ranks)}
-
-    def _change_version(self, version: int) -> None:
-        super()._change_version(version)
-        self._publication = None
-
-    def _save(self, path: Path, state: dict[str, Any]) -> str:
-        return checkpoint.save(path, self.learner, self._group, state)
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        return checkpoint.load(path, self.learner, self._group)
-
-    def _published(self, version: int) -> Publication | None:
-        tokens = probe_tokens(self.policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
-        logprobs = self.learner.logprobs(build_forest([Row(tokens, slice(1, None), {})])).double().cpu()
-        is_hot, policy = self._has_hot_adapter, self.policy
-        weights = self.learner.adapter_weights() if is_hot else self.learner.whole_weights()
-        adapter = ""
-
-        def save(path: Path) -> None:
-            nonlocal adapter
-            if is_hot:
-                adapter = write_adapter(policy.model, weights, path)
-            else:
-                write_weights(policy, weights or {}, path)
-
-        def write() -> Publication | None:
-            if self._server is None:
-                return None
-            sent = policy.trainable() if is_hot else weights or {}
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
-            path, digest = self._server.write(version, num_bytes, save)
-            return Publication(
-                version,
-                self._server.address,
-                str(path),
-                path.stat().st_size,
-                digest,
-                self.policy.info.dtype,
-                tuple(tokens.tolist()),
-                tuple(logprobs.tolist()),
-                adapter,
-            )
-
-        return self._group.agreed(write)
+    return learner.ranks.agreed(write)
 
 
 def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) -> None:
@@ -170,7 +122,7 @@ class Rank:
         """The request that this rank works on."""
         self._place: tuple[int, int] | None = None
         self._server: WeightsServer | None = None
-        self._policy: RankPolicyHost | None = None
+        self._policy: PolicyHost | None = None
 
     def run(self) -> None:
         """The main loop. Raises the first failure that is not an `AgentJetError`."""
@@ -224,12 +176,35 @@ class Rank:
         policy = group.agreed(lambda: load_policy(model))
         sharding = chosen_sharding(compute.sharding, policy, group)
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
-        learner = group.agreed(lambda: RankLearner(policy, group, sharding))
+        learner = group.agreed(lambda: PolicyLearner(policy, group, sharding))
         is_hot = publishes_adapter(model.lora, policy.config.architectures)
-        self._policy = RankPolicyHost(
-            learner, group, self._server, has_hot_adapter=is_hot, is_colocated=compute.colocated
-        )
+
+        def write(version: int) -> Publication | None:
+            found = publish(learner, self._server, version, is_hot=is_hot)
+            if compute.colocated:
+                torch.cuda.empty_cache()  # The replicas need the memory now.
+            return found
+
+        self._policy = PolicyHost(learner, write=write)
         return policy.info
+
+
+def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: RankGroup) -> Sharding:
+    """Returns the mode of a group: `auto` is `gathered` for one rank, or if that fits the memory of every rank."""
+    if wanted != "auto":
+        return wanted
+    if group.num_ranks == 1:
+        return "gathered"
+    if policy.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(policy.device).total_memory
+    else:
+        memory = psutil.virtual_memory().total // group.num_ranks
+    numbers = [p.numel() for p in policy.model.parameters()]
+    trained = sum(p.numel() for p in policy.trainable().values())
+    offload = policy.offloads_optimizer and policy.device.type == "cuda"
+    need = gathered_need(sum(numbers), Learning(policy.dtype.itemsize, trained, offload), ranks=group.num_ranks)
+    fits = need.total <= USABLE * memory
+    return "gathered" if all(group.gather(fits)) else "sharded"
 
 
 def show_work(send: Callable[[Answer], object], interval: float) -> None:

@@ -31,7 +31,7 @@ from agentjet.compute.cluster import vllm_worker
 from agentjet.compute.cluster.launcher import reason_in
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
 from agentjet.compute.cluster.weights import MODULES, as_folder, publishes_adapter, size_in_engine
-from agentjet.compute.grammars import Grammars
+from agentjet.compute.token_choice import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache

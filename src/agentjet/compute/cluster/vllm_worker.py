@@ -25,8 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from agentjet.compute.grammars import Grammars, Guide
-from agentjet.compute.truncation import restrict
+from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.errors import GrammarError
 from agentjet.types import ModelInfo
 

@@ -1,4 +1,4 @@
-"""The sampler's key-value cache in blocks of `BLOCK` tokens, and the attention of one sampling step over it.
+"""The sampler's key-value cache in blocks of `BLOCK` tokens.
 
 A sequence takes a block when it grows into it. Its blocks are reserved when it starts, so a running sequence never
 waits for a block. A finished sequence stays as an idle row: a prefix that later requests continue or copy. When blocks
@@ -18,11 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
-from agentjet.compute.embedded.attention import attend_part
 from agentjet.compute.embedded.policy import CacheShape
 from agentjet.timeline.forest import common_prefix
 
@@ -30,8 +27,6 @@ BLOCK = 128
 """Tokens of a block. Smaller blocks cost more merges of attention; larger ones waste more of each last block."""
 MIN_PREFIX_TO_AWAIT = 8
 """Minimum number of additional shared tokens for which a request waits until another row has computed them."""
-BLOCKS_PER_CALL = 64
-"""Blocks of one attention call. Gathered blocks of this number still fit into the processor's cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +66,7 @@ class KeyValueCache:
         self._num_blocks = max_tokens // BLOCK
         shape = shape or CacheShape(0, 0, 0)
         sizes = [shape.layers, self._num_blocks + 1, shape.kv_heads, BLOCK, shape.head_dim]
-        if device.type == "cuda":  # The blocks of a head lie one after the other: see `paged_attention`.
+        if device.type == "cuda":  # The blocks of a head lie one after the other: see `PagedPlan`.
             sizes[1], sizes[2] = sizes[2], sizes[1]
         # A CPU allocates memory at the first write; blocks are zeroed when they are taken.
         self.keys = torch.empty(sizes, dtype=dtype, device=device)
@@ -206,108 +201,3 @@ class KeyValueCache:
 
 def _blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK)
-
-
-class StepPlan:
-    """The attention plan of one sampling step on a CPU.
-
-    Single tokens attend together, block by block, each to its row's past. A longer span attends to its row's past and,
-    causally, to itself.
-    """
-
-    def __init__(self, spans: list[tuple[CacheRow, int]], positions: NDArray[np.int64], cache: KeyValueCache) -> None:
-        """`positions` [N] belong to the tokens of all spans, in order."""
-        self._cache = cache
-        device = cache.keys.device
-        blocks = [row.blocks[at // BLOCK] for row, n in spans for at in range(row.filled, row.filled + n)]
-        self._block, self._slot = torch.tensor(blocks, device=device), torch.from_numpy(positions % BLOCK).to(device)
-        singles = [row for row, n in spans if n == 1]
-        self._parts: list[_Singles | _Span] = [_Singles(singles, cache)] if singles else []
-        self._parts += [_Span(row, n, cache) for row, n in spans if n > 1]
-        self._sizes = [part.num_tokens for part in self._parts]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._block, :, self._slot] = key
-        values[self._block, :, self._slot] = value
-        queries = torch.split(query, self._sizes)
-        return torch.cat([part.attend(q, keys, values, scale) for part, q in zip(self._parts, queries, strict=True)])
-
-
-class _Span:
-    """Attention of several tokens of one row."""
-
-    def __init__(self, row: CacheRow, count: int, cache: KeyValueCache) -> None:
-        self.num_tokens = count
-        self._stop = row.filled + count
-        self._blocks = torch.tensor(row.blocks, device=cache.keys.device)
-        positions = torch.arange(self._stop, device=cache.keys.device)
-        self._mask = positions[None, :] <= positions[row.filled :, None]
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Returns [N, H, D] for queries [N, H, D] over one layer of the cache."""
-        key, value = (
-            x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2)[None, :, : self._stop] for x in (keys, values)
-        )
-        out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key, value, attn_mask=self._mask, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-
-class _Singles:
-    """Attention of one token of each of R rows.
-
-    Each block of a row gives a partial output. The log-sum-exps merge them, so rows need no padding.
-    """
-
-    def __init__(self, rows: list[CacheRow], cache: KeyValueCache) -> None:
-        device, dtype = cache.keys.device, cache.keys.dtype
-        self.num_tokens = len(rows)
-        counts = [row.filled // BLOCK + 1 for row in rows]
-        blocks = np.concatenate([row.blocks[:count] for row, count in zip(rows, counts, strict=True)])
-        owner = np.repeat(np.arange(len(rows)), counts)
-        ordinal = np.concatenate([np.arange(count) for count in counts])
-        visible = np.minimum(np.repeat([row.filled + 1 for row in rows], counts) - ordinal * BLOCK, BLOCK)
-        order = np.argsort(blocks)
-        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal))
-        self._longest = max(counts)
-        self._width = int(visible.max())
-        hidden = np.arange(self._width) >= visible[order][:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        self._masks = torch.split(mask.to(device)[:, None, None], BLOCKS_PER_CALL)
-        ascending = blocks[order]
-        self._blocks = [
-            _place(ascending[at : at + BLOCKS_PER_CALL], device) for at in range(0, len(ascending), BLOCKS_PER_CALL)
-        ]
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Returns [R, H, D] for queries [R, H, D] over one layer of the cache."""
-        rows, heads, dim = query.shape
-        kv_heads = keys.shape[1]
-        queries = torch.split(query.view(rows, kv_heads, heads // kv_heads, dim)[self._owner], BLOCKS_PER_CALL)
-        found = [
-            attend_part(q, _at(keys, where, self._width), _at(values, where, self._width), scale, mask)
-            for q, where, mask in zip(queries, self._blocks, self._masks, strict=True)
-        ]
-        out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
-        if self._longest == 1:
-            return torch.empty_like(out).index_copy_(0, self._owner, out).view(rows, heads, dim)
-        by_row = lse.new_full((rows, self._longest, *lse.shape[1:]), -torch.inf)
-        by_row[self._owner, self._ordinal] = lse
-        share = by_row.softmax(1)[self._owner, self._ordinal]
-        merged = lse.new_zeros(rows, *out.shape[1:]).index_add_(0, self._owner, out * share.unsqueeze(-1))
-        return merged.to(query.dtype).view(rows, heads, dim)
-
-
-def _place(blocks: NDArray[np.int64], device: torch.device) -> slice | Tensor:
-    """Returns ascending blocks as an index; as a slice, which needs no copy, if they have no gaps."""
-    low, high = int(blocks[0]), int(blocks[-1]) + 1
-    return slice(low, high) if high - low == len(blocks) else torch.from_numpy(blocks).to(device)
-
-
-def _at(stored: Tensor, where: slice | Tensor, width: int) -> Tensor:
-    """Returns the first `width` tokens of some blocks, [T, K, width, D]."""
-    chosen = stored[where] if isinstance(where, slice) else stored.index_select(0, where)
-    return chosen[:, :, :width]

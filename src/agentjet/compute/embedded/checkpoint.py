@@ -1,6 +1,7 @@
 """Checkpoint folders: `policy/` (Hugging Face layout), `trainer.pt` (tensors only), and `state.json` with digests.
 
-Ranks write `trainer/` (`torch.distributed.checkpoint`) instead of `trainer.pt`. Both backends read both.
+Ranks write `trainer/` (`torch.distributed.checkpoint`) instead of `trainer.pt`: each its part, and any number of ranks
+divides it again. All ranks must see the folder. Both backends read both.
 
 A folder is written beside its final place, then renamed. `state.json` names every other file with its size and
 SHA-256, and ends with a digest of itself. The command line verifies checkpoints without torch.
@@ -14,7 +15,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from agentjet.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from agentjet.compute.embedded.learner import PolicyLearner
     from agentjet.compute.embedded.policy import Policy
+    from agentjet.compute.embedded.rank_group import RankGroup
 
 STATE_FILE = "state.json"
 TRAINER_FILE = "trainer.pt"
@@ -33,27 +35,83 @@ FORMAT = 3
 """Version of `state.json`. No other version is read."""
 
 
-def save(path: Path, policy: Policy, learner: PolicyLearner, state: dict[str, Any]) -> str:
-    """Write a checkpoint; returns its digest. An old folder at `path` is replaced only by a complete new one."""
+def save(path: Path, learner: PolicyLearner, state: dict[str, Any]) -> str:
+    """Write a checkpoint; returns its digest. An old folder at `path` is replaced only by a complete new one.
+
+    Each rank writes its part of masters and moments, rank 0 the other files. An error of one rank is raised on all.
+    """
     import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    with atomic_folder(path) as folder:
-        policy.save(folder / "policy", merged=False)
-        with (folder / TRAINER_FILE).open("wb") as file:  # With a path, torch reports a full disk as "unexpected pos".
-            torch.save(learner.state(), file)
-        return seal(folder, {**identity(policy), **state})
+    policy, ranks = learner.policy, learner.ranks
+    weights = learner.adapter_weights() if policy.has_adapters else learner.whole_weights()
+    with ExitStack() as stack:
+        folder = _shared_folder(path, ranks, stack)
+        if ranks.mesh is not None:
+            try:
+                dcp.save(learner.state(), checkpoint_id=folder / TRAINER_FOLDER)  # type: ignore[attr-defined]
+            except CheckpointException as error:  # It has the errors of all ranks and is raised on all of them.
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise CheckpointError(f"{path} could not be written: rank {rank}: {cause}") from error
+
+        def complete() -> str:
+            if ranks.rank != 0:
+                return ""
+            with _writing(path):
+                policy.save(folder / "policy", merged=False, weights=weights)
+                if ranks.mesh is None:
+                    # With a path, torch reports a full disk as "unexpected pos".
+                    with (folder / TRAINER_FILE).open("wb") as file:
+                        torch.save(learner.state(), file)
+                digest = seal(folder, {**identity(policy), **state})
+            stack.close()
+            return digest
+
+        return str(ranks.gather(ranks.agreed(complete))[0])
 
 
-def load(path: Path, policy: Policy, learner: PolicyLearner) -> dict[str, Any]:
+def _shared_folder(path: Path, ranks: RankGroup, stack: ExitStack) -> Path:
+    """Returns the new folder of a checkpoint, which all ranks see. Rank 0 completes it with `stack`."""
+
+    def begin() -> str:
+        return str(stack.enter_context(atomic_folder(path))) if ranks.rank == 0 else ""
+
+    folder = Path(ranks.gather(ranks.agreed(begin))[0])
+
+    def find() -> None:
+        if not folder.is_dir():
+            raise CheckpointError(_not_shared(path, ranks))
+
+    ranks.agreed(find)
+    return folder
+
+
+def _not_shared(path: Path, ranks: RankGroup) -> str:
+    return (
+        f"rank {ranks.rank} does not see {path}: server.data_dir must be on a file system that the gateway and all "
+        "ranks mount at the same path"
+    )
+
+
+def load(path: Path, learner: PolicyLearner) -> dict[str, Any]:
     """Restore weights and optimiser; returns the saved state.
 
-    Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one that was made with other settings.
+    Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one that was made with other settings, and for
+    a folder that a rank does not see.
     """
+    ranks = learner.ranks
 
-    state = verified_state(path)
-    check_identity(path, state, policy)
+    def verify() -> dict[str, Any]:
+        if ranks.mesh is not None and not path.is_dir():
+            raise ConfigError(_not_shared(path, ranks))  # Not damaged: the checkpoint must stay.
+        return verified_state(path) if ranks.rank == 0 else {}
+
+    state: dict[str, Any] = ranks.gather(ranks.agreed(verify))[0]
+    ranks.agreed(lambda: check_identity(path, state, learner.policy))
+    trainer = ranks.agreed(lambda: read_trainer(path, learner))
     with fitting(path):
-        learner.restore(read_trainer(path, learner))
+        learner.restore(trainer)
     return state
 
 
@@ -101,11 +159,17 @@ def fitting(path: Path) -> Iterator[None]:
         raise CheckpointError(f"checkpoint {path} does not fit this model: {type(error).__name__}: {error}") from error
 
 
-def export(path: Path, policy: Policy, *, adapter: bool = False) -> None:
+def export(path: Path, learner: PolicyLearner, *, adapter: bool = False) -> None:
     """Write the policy as a Hugging Face folder (`transformers`, vLLM), or its `adapter` as a folder for `peft`."""
-    assert policy.has_adapters or not adapter, "the gateway refuses the adapter of a policy without one"
-    with atomic_folder(path) as folder:
-        policy.save(folder, merged=not adapter)
+    assert learner.policy.has_adapters or not adapter, "the gateway refuses the adapter of a policy without one"
+    weights = learner.adapter_weights() if adapter else learner.whole_weights()
+
+    def write() -> None:
+        if learner.ranks.rank == 0:
+            with atomic_folder(path) as folder:
+                learner.policy.save(folder, merged=not adapter, weights=weights)
+
+    learner.ranks.agreed(write)
 
 
 @contextmanager
@@ -117,24 +181,31 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():  # safetensors ignores the umask: it writes files that only their owner can read.
-                file.chmod(partial.stat().st_mode & 0o666)
-            _flush(file)
-        replaced = path.with_name(f".{path.name}.replaced")
-        if path.exists():
-            path.rename(replaced)
-        partial.rename(path)
-        _flush(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with _writing(path):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():  # safetensors ignores the umask: it writes files that only their owner can read.
+                    file.chmod(partial.stat().st_mode & 0o666)
+                _flush(file)
+            replaced = path.with_name(f".{path.name}.replaced")
+            if path.exists():
+                path.rename(replaced)
+            partial.rename(path)
+            _flush(path.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
     except CheckpointError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises `CheckpointError` for a folder that cannot be written inside the context."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         cause = error.__context__ or error  # Of a full disk, torch reports a RuntimeError after the OSError.
         raise CheckpointError(f"{path} could not be written: {cause}") from error
 

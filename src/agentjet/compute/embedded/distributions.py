@@ -1,4 +1,4 @@
-"""The distributions that predict a forest's targets: log-probabilities, entropies; of a policy, and of a `Teacher`.
+"""The distributions that predict a forest's targets, of a policy and of a `Teacher`; and values beside them.
 
 * Logits over the vocabulary exist only for positions that predict a target, `HEAD_ROWS` at a time.
 * If a token was chosen from a set (a grammar, `top_p`, `top_k`), its distribution is restricted to that set. So are
@@ -9,8 +9,9 @@ Shapes: M targets, U positions that predict a target, D distributions, V vocabul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,13 +21,79 @@ from torch import Tensor
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import Pass, pass_of
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.value_model import ValueModel
 from agentjet.config import ModelConfig
-from agentjet.timeline.forest import Forest
+from agentjet.recipes.recipe import ValueHeads
+from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.timeline.support import decode_set
+from agentjet.types import TokenScore
 
 HEAD_ROWS = 512
 """Number of distributions whose logits over the vocabulary exist at the same time."""
+
+
+BIAS = 0.1
+"""Size of the constant feature."""
+
+
+class ValueModel:
+    """Linear heads that predict values from a policy's last hidden states, and their optimiser.
+
+        V(s) = w f(s) + BIAS b,  f(s) = h(s) / (|h(s)| sqrt(width))
+
+    The absolute values of `f` add up to at most 1 for any model, so an Adam step moves a value by about the rate at
+    most. All heads begin at 0: the first advantages are those of a value 0. Heads are float32, and float64 for a
+    float64 policy. They are saved with the trainer's state of the policy. Shapes: U positions, K heads.
+    """
+
+    def __init__(self, heads: ValueHeads, policy: Policy) -> None:
+        self.heads = heads
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        size = len(heads.names), int(policy.config.hidden_size) + 1
+        self.weights = torch.zeros(size, dtype=dtype, device=policy.device, requires_grad=True)
+        """Weights and bias [K, width + 1]."""
+        self._optimizer = torch.optim.AdamW([self.weights], lr=heads.lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+    def values(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Returns the values [U] of each head, from hidden states [U, width]. Gradients reach the body scaled."""
+        if hidden.requires_grad:
+            hidden = hidden * 1.0 if self.heads.body_coef else hidden.detach()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * self.heads.body_coef)  # type: ignore[no-untyped-call]
+        wide = hidden.to(self.weights.dtype)
+        features = torch.nn.functional.normalize(wide, dim=-1) / math.sqrt(wide.shape[-1])
+        found = features @ self.weights[:, :-1].T + BIAS * self.weights[:, -1]
+        return dict(zip(self.heads.names, found.unbind(-1), strict=True))
+
+    @property
+    def has_finite_gradient(self) -> bool:
+        """True if the gradient is finite or missing."""
+        return self.weights.grad is None or bool(self.weights.grad.isfinite().all())
+
+    def step(self) -> None:
+        """Apply the gradient, if there is one, and drop it."""
+        self._optimizer.param_groups[0]["lr"] = self.heads.lr
+        self._optimizer.step()
+        self.drop_gradient()
+
+    def drop_gradient(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        """Returns names, weights and moments. `restored` continues from them bit by bit."""
+        return {
+            "names": list(self.heads.names),
+            "weights": self.weights.detach(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], policy: Policy) -> Self:
+        """The inverse of `state`. The next batch brings the other parameters."""
+        found = cls(ValueHeads(tuple(state["names"]), 0.0, 0.0), policy)
+        with torch.no_grad():
+            found.weights.copy_(state["weights"])
+        found._optimizer.load_state_dict(state["optimizer"])
+        return found
 
 
 class Chunk(NamedTuple):
@@ -136,3 +203,24 @@ def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tenso
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+HEAD_POSITIONS = 128
+"""Positions whose logits over the vocabulary exist at the same time."""
+
+
+@torch.inference_mode()
+def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
+    """Returns T - 1 scores: of each token of `tokens` [T] except the first, given those before it, at temperature 1."""
+    if len(tokens) == 1:
+        return []
+    hidden, _ = pass_of(policy).hidden(build_forest([Row(tokens, slice(1, None), {})]))
+    targets = torch.from_numpy(tokens[1:].astype(np.int64)).to(policy.device)
+    scores = []
+    for start in range(0, len(targets), HEAD_POSITIONS):
+        logprobs = policy.head(hidden[start : start + HEAD_POSITIONS]).float().log_softmax(-1)
+        own = logprobs.gather(-1, targets[start : start + HEAD_POSITIONS, None])[:, 0].tolist()
+        best, ids = logprobs.topk(min(num_likeliest, logprobs.shape[-1]), -1)
+        for logprob, values, which in zip(own, best.tolist(), ids.tolist(), strict=True):
+            scores.append(TokenScore(logprob, tuple(zip(which, values, strict=True))))
+    return scores

@@ -4,28 +4,44 @@
 * Masters, moments and gradients are on the weights' device, or on the CPU if the policy offloads its optimiser.
 * `distributions` gives log-probabilities, of the learning policy, the old policy and the reference alike.
 * The state of the recipe changes with an optimiser step, and is saved with the weights.
-* Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads.
+* Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads or
+  ranks.
+
+With several ranks, every rank receives the whole batch. Advantages, loss weights and mini-batches are computed on the
+whole batch. Then each rank computes its part of the forest (`timeline.deal`), and gradients are summed. So any number
+of ranks gives the gradient of one within rounding.
+
+* *gathered*: each rank has all weights and its own gradients. Masters and moments are divided among the ranks.
+  Ranks meet once a mini-batch, so any pass works, with any number of micro-batches.
+* *sharded*: the decoder's layers are divided, too (FSDP2). They are gathered for each pass and freed after it. So ranks
+  do equal numbers of passes: a rank with fewer micro-batches fills in passes over one node without a target. Prefixes
+  are not kept between micro-batches. Embeddings, norms and head stay gathered, because tied weights have two users.
+
+Collectives of offloaded tensors are those of gloo, because their mesh stays that of the device.
+
+Invariant: gathered weights are equal on all ranks, bit by bit. `weights_changed` checks it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from agentjet.compute.embedded.distributions import Teacher, chunks, measured, to_device
+from agentjet.compute.embedded.distributions import Teacher, ValueModel, chunks, measured, to_device
 from agentjet.compute.embedded.passes import Pass, pass_of
-from agentjet.compute.embedded.policy import Policy, fingerprint
-from agentjet.compute.embedded.value_model import ValueModel
+from agentjet.compute.embedded.policy import Policy, merged_weights
+from agentjet.compute.embedded.rank_group import RankGroup, Sharding, fingerprint, shard_layers
 from agentjet.compute.operations import means, merged_metrics
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import JobConfig, OptimizerConfig
@@ -35,12 +51,12 @@ from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.policy_gradient import MISMATCH
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.forest import Forest, select
+from agentjet.timeline.deal import part_of
+from agentjet.timeline.forest import Forest, Row, build_forest, restrict, select
 
 TOKENS_COMPUTED = "forest/tokens_computed"
 NOT_FINITE = "recipe/not_finite"
 """Sum over the tokens of a mini-batch; not a metric."""
-Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +90,20 @@ class _PreparedBatch:
 
 
 class PolicyLearner:
-    """Owns the masters and the optimiser of one policy.
+    """Owns the masters and the optimiser of one policy, or a rank's part of them.
 
-    `cluster.learner` overrides the methods that differ if several processes learn together: the part of a forest that
-    this process computes, sums over all parts, and the masters.
+    All ranks call the same methods in the same order.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, ranks: RankGroup | None = None, sharding: Sharding = "gathered") -> None:
+        """Divides the layers of `policy` in place if `sharded`. Raises `ConfigError` for a model that cannot be."""
         self.policy = policy
+        self.ranks = ranks or RankGroup()
+        self._layers = shard_layers(policy, self.ranks) if sharding == "sharded" else []
         self._pass = self._make_pass()
         self._params = policy.trainable()
+        self._sums: dict[str, Tensor] = {}
+        """Gradients of this process since the last reduction, by name, in the type of the masters."""
         self._masters = {name: self._make_master(p) for name, p in self._params.items()}
         self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
         self.recipe_states: dict[str, Mapping[str, float]] = {}
@@ -100,6 +120,10 @@ class PolicyLearner:
         """True if a target contributed to the loss since the last optimiser step."""
         self._fingerprints: dict[str, int] = {}
         self.weights_changed()
+        if self._layers:
+            # FSDP notes at its first pass which weights learn. That must not be a pass of the reference, because an
+            # adapter that is switched off counts as frozen.
+            self.logprobs(build_forest([Row(np.zeros(1, np.int32), slice(0), {})]))
 
     def forward_backward(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         """Add the gradient of one mini-batch to the accumulated gradient; returns its metrics.
@@ -152,6 +176,7 @@ class PolicyLearner:
 
     def _take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Remove the gradients of masters, weights and value heads; returns them beside their tensors."""
+        self._sums.clear()
         tensors = [*self.masters(), *self._params.values()]
         tensors += [] if self._values is None else [self._values.weights]
         taken: list[tuple[Tensor, Tensor]] = []
@@ -276,11 +301,12 @@ class PolicyLearner:
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
-        self._gather_gradients()
         self._reduce_gradients()
         sums[TOKENS_COMPUTED] = float(sum(map(self._pass.num_computed, pieces)))
         counts = {MISMATCH: weighted.num_targets, TOKENS_COMPUTED: 1}
-        totals = dict(self._totals(sums))
+        totals: Counter[str] = Counter()
+        for of_rank in self.ranks.gather(dict(sums)):
+            totals.update(of_rank)
         hooks.check_loss(recipe, totals.pop(NOT_FINITE, 0.0), weighted)
         return {name: total / counts.get(name, forest.num_targets) for name, total in totals.items()}
 
@@ -291,7 +317,7 @@ class PolicyLearner:
         ratios = [_array(self.logprobs(piece).double()) - piece["logprob"] for piece in pieces]
         sums[0] = np.bincount(sequences, np.concatenate([np.zeros(0), *ratios]), num_sequences)
         sums[1] = np.bincount(sequences, minlength=num_sequences)
-        ratio_sums, counts = self._sum(sums)
+        ratio_sums, counts = self.ranks.sum(sums)
         means = ratio_sums / np.maximum(1, counts)
         return [_with_column(piece, "sequence_log_ratio", means[piece["sequence"]]) for piece in pieces]
 
@@ -301,7 +327,7 @@ class PolicyLearner:
         for piece, targets in self._pieces(forest, max_tokens):
             for name, values in measured(self.policy, self._pass, piece, names, self._values).items():
                 found[name][targets] = _array(values.float())
-        return {name: self._sum(values) for name, values in found.items()}
+        return {name: self.ranks.sum(values) for name, values in found.items()}
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Returns the log-probabilities [M] of the forest's targets, without gradient."""
@@ -341,78 +367,145 @@ class PolicyLearner:
             sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
             for name, values in metrics.items():
                 sums[name] += float(values.detach().sum())
-        self._pass.backward(hidden, self._hidden_gradient(cut))
+        # Of a sharded model, the other ranks wait for a backward pass of every piece.
+        self._pass.backward(hidden, torch.zeros_like(cut) if cut.grad is None and self._layers else cut.grad)
         self._gather_gradients()
 
     def _make_pass(self) -> Pass:
-        return pass_of(self.policy)
+        return pass_of(self.policy, keeps=not self._layers)
 
     def _make_master(self, p: nn.Parameter) -> Tensor:
-        """Returns the tensor that the optimiser changes instead of a weight."""
+        """Returns the tensor that the optimiser changes instead of a weight; with several ranks this rank's rows."""
+        if isinstance(p, DTensor):  # FSDP's weights of a sharded layer are masters already.
+            return p
+        values = p.detach().to(torch.promote_types(p.dtype, torch.float32))
+        if self.ranks.mesh is not None:
+            return self._part(values, [Shard(0) if p.dim() else Replicate()]).requires_grad_()
         if self.policy.offloads_optimizer:
-            return p.detach().to("cpu", torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
-        return p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
+            return values.to("cpu", copy=True).requires_grad_()
+        return p if values.dtype == p.dtype else values.requires_grad_()
+
+    def _part(self, values: Tensor, placements: Sequence[Any]) -> DTensor:
+        """Returns a copy of this rank's part of a tensor that all ranks have, where masters are."""
+        mesh = self.ranks.mesh
+        whole = distribute_tensor(values, mesh, placements, src_data_rank=None)
+        part = DTensor.from_local(
+            whole.to_local().clone(), mesh, placements, shape=values.shape, stride=values.stride()
+        )
+        return cast(DTensor, part.cpu()) if self.policy.offloads_optimizer else part
 
     def _pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
         """Returns the micro-batches that this process computes, with the indices of their targets."""
-        return self._pass.pieces(forest, max_tokens)
-
-    def _hidden_gradient(self, hidden: Tensor) -> Tensor | None:
-        """Returns the gradient of the hidden states of a piece; None if it has no target."""
-        return hidden.grad
-
-    def _sum(self, values: NDArray[Number]) -> NDArray[Number]:
-        """Returns the sum of an array over the processes that learn together."""
-        return values
-
-    def _totals(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Returns the sums of named numbers over the processes that learn together."""
-        return sums
+        if self.ranks.num_ranks == 1:
+            return self._pass.pieces(forest, max_tokens)
+        part, targets = part_of(forest, self.ranks.rank, self.ranks.num_ranks)
+        found = self._pass.pieces(part, max_tokens) if part.num_targets else ()
+        pieces: list[tuple[Forest, NDArray[np.int64]]] = [(piece, targets[of]) for piece, of in found]
+        if self._layers:
+            missing = max(self.ranks.gather(len(pieces))) - len(pieces)
+            filling = restrict(forest, np.zeros(1, np.int64), np.zeros(forest.num_targets, bool))
+            pieces += [(filling, np.zeros(0, np.int64))] * missing
+        return pieces
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(tensors)
+        return _whole(torch.nn.utils.get_total_norm(tensors))
 
     def _gather_gradients(self) -> None:
-        """Move the weights' gradients to the masters, in the masters' type and on their device."""
+        """Add the weights' gradients to the sums in the masters' type, unless autograd adds them up in that type.
+
+        Sums are on the masters' device, but with several ranks on that of the weights, where they are reduced.
+        """
+        has_ranks = self.ranks.mesh is not None
         for name, p in self._params.items():
             master = self._masters[name]
-            if p.grad is None or master is p:
+            if p.grad is None or master is p or (has_ranks and p.dtype == master.dtype):
                 continue
-            grad = p.grad.to(master.device)
-            master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
+            own = p.grad.to(p.device if has_ranks else master.device).to(master.dtype)
+            self._sums[name] = self._sums[name].add_(own) if name in self._sums else own
             p.grad = None
 
     def _reduce_gradients(self) -> None:
-        """Add up the gradients of the processes that learn together, after the last micro-batch."""
+        """Give the masters their gradients after the last micro-batch, summed over all ranks.
+
+        FSDP has added up those of its layers.
+        """
+        self._gather_gradients()
+        for name, p in self._params.items():
+            master = self._masters[name]
+            if master is p:
+                continue
+            total = self._sums.pop(name, p.grad)
+            if isinstance(master, DTensor):
+                own = torch.zeros_like(p, dtype=master.dtype) if total is None else total
+                partial = DTensor.from_local(own, self.ranks.mesh, [Partial()], run_check=False)
+                total = partial.redistribute(placements=master.placements).to(master.device)
+            master.grad, p.grad = total, None
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for name, p in self._params.items():
-            if self._masters[name] is not p:
-                p.copy_(self._masters[name])
+            if (master := self._masters[name]) is not p:
+                p.copy_(_whole(master.to(p.device, p.dtype)) if isinstance(master, DTensor) else master)
 
     @property
     def fingerprint(self) -> int:
         """52 bits that depend on all bits of the masters, as `weights_changed` found them."""
         return self._fingerprints["weights/learner"] % 2**52
 
-    def _fingerprint(self, weights: Sequence[Tensor], known: dict[int, Tensor]) -> int:
-        return fingerprint(weights, known)
-
     def _exchange_reference(self, reference: dict[str, Tensor]) -> None:
         """Exchange the weights with those of the reference."""
+        parts: dict[str, DTensor] = {}
         for name, p in self._params.items():
-            p.data, reference[name] = reference[name], p.data
+            if isinstance(tensor := cast(Tensor, p), DTensor):
+                parts[name] = tensor
+            else:
+                p.data, reference[name] = reference[name], p.data
+        if parts and self.policy.offloads_optimizer and self.policy.device.type == "cuda":
+            torch.cuda.synchronize()  # The last pass may still copy layers from the CPU's memory.
+        for name, part in parts.items():  # FSDP gathers a layer from this very tensor.
+            if not isinstance(reference[name], DTensor):
+                reference[name] = self._part(reference[name].to(part.dtype), part.placements)
+            own, other = (cast(DTensor, tensor).to_local().detach() for tensor in (part, reference[name]))
+            present = own.clone()
+            own.copy_(other)
+            other.copy_(present)
 
     def masters(self) -> list[Tensor]:
         """Returns the tensors that the optimiser changes: for float32 policies the weights themselves, or offloaded."""
         return list(self._masters.values())
 
+    def adapter_weights(self) -> dict[str, Tensor] | None:
+        """Returns the whole adapter as `policy.model` names it, or None if the model has it whole."""
+        if not self._layers:
+            return None
+        return {name: _whole(p.detach().to(self.policy.dtype)) for name, p in self._params.items()}
+
+    @torch.no_grad()
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Returns all weights of the base model with the adapter folded in; on ranks other than 0 an empty dict."""
+        base: Any = self.policy.model
+        base = base.get_base_model() if self.policy.has_adapters else base
+        is_first = self.ranks.rank == 0
+        found = dict(merged_weights(base, without=self._layers)) if is_first else {}
+        for path, module in base.named_modules():
+            if module in self._layers:
+                module.unshard()
+                if is_first:
+                    found |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_weights(module, f"{path}.")}
+                module.reshard()
+        return found
+
     def state(self) -> dict[str, Any]:
-        """Returns masters and moments as tensors. `restore` continues from them bit by bit."""
-        masters = {name: master.detach() for name, master in self._masters.items()}
+        """Returns masters and moments by name, of this rank's parts. `restore` continues from them bit by bit."""
+        moments = {name: dict(self._optimizer.state[master]) for name, master in self._masters.items()}
+        if self.ranks.mesh is not None:  # Every rank writes the same names.
+            moments = {name: moments[name] or new_moments(master) for name, master in self._masters.items()}
         values = {} if self._values is None else {"values": self._values.state()}
-        return {"masters": masters, "optimizer": self._optimizer.state_dict(), **values}
+        return {
+            "masters": {name: master.detach() for name, master in self._masters.items()},
+            "moments": moments,
+            **values,
+        }
 
     def new_state(self) -> dict[str, Any]:
         """Returns new tensors like masters and moments, by name, for `torch.distributed.checkpoint` to fill."""
@@ -422,20 +515,38 @@ class PolicyLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; also takes moments by name. Drops an accumulated gradient."""
-        if "moments" in state:
-            moments = {number: state["moments"][name] for number, name in enumerate(self._masters)}
-            state = {**state, "optimizer": {**self._optimizer.state_dict(), "state": moments}}
+        """The inverse of `state`; also takes whole tensors, and the optimiser's state by number.
+
+        Drops an accumulated gradient.
+        """
+        moments = state.get("moments")
+        if moments is None:
+            by_number = state["optimizer"]["state"]
+            moments = {name: by_number.get(number) for number, name in enumerate(self._masters)}
+        found = {}
+        with torch.no_grad():
+            for number, (name, master) in enumerate(self._masters.items()):
+                master.copy_(self._like(state["masters"][name], master))
+                if of_master := moments[name]:
+                    found[number] = {
+                        key: value if key == "step" else self._like(value, master) for key, value in of_master.items()
+                    }
         self._optimizer.zero_grad(set_to_none=True)
+        self._sums.clear()
         self._prepared = self._next_states = None
         self._contributed = False
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                master.copy_(state["masters"][name])
         self._copy_masters()
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": found})
         self._values = ValueModel.restored(state["values"], self.policy) if "values" in state else None
         self.weights_changed()
+
+    def _like(self, values: Tensor, master: Tensor) -> Tensor:
+        """Returns a whole tensor in the parts of its master, and a tensor in parts unchanged."""
+        if isinstance(values, DTensor) or not isinstance(master, DTensor):
+            return values
+        if values.shape != master.shape:
+            raise ValueError(f"a weight has the shape {tuple(values.shape)} instead of {tuple(master.shape)}")
+        return self._part(values.to(master.dtype), master.placements)
 
     def weights_changed(self) -> dict[str, float]:
         """Returns 1 for the masters and for the sampler's weights if they changed since the last call, else 0.
@@ -445,10 +556,15 @@ class PolicyLearner:
         known: dict[int, Tensor] = {}
         before = self._fingerprints
         self._fingerprints = {
-            "weights/learner": self._fingerprint(self.masters(), known),
-            "weights/sampler": self._fingerprint(list(self.policy.trainable().values()), known),
+            "weights/learner": fingerprint(self.masters(), self.ranks, known),
+            "weights/sampler": fingerprint(list(self.policy.trainable().values()), self.ranks, known),
         }
         return {name: float(now != before.get(name)) for name, now in self._fingerprints.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Returns the whole of a tensor that is divided among ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def new_moments(master: Tensor) -> dict[str, Tensor]:

@@ -11,12 +11,16 @@ Any other model samples and learns one row per timeline with its own attention. 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import logging
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,9 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from agentjet.compute.embedded.adapters import copied_modules, mixable_layers
-from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward
-from agentjet.compute.embedded.forest_attention import forest_plan
+from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward, forest_plan
 from agentjet.compute.embedded.policy import (
     Policy,
     cached_folder,
@@ -40,7 +42,6 @@ from agentjet.compute.embedded.policy import (
     probe_tokens,
     resolve_device,
     resolve_dtype,
-    save_once,
     text_decoder,
     tolerance,
     why_not_loaded,
@@ -49,7 +50,7 @@ from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.rendering import template_for
 from agentjet.timeline.forest import Row, build_forest
-from agentjet.types import ModelInfo
+from agentjet.types import ModelInfo, SlowWork
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,24 @@ def _try_adapter(policy: Policy, modules: str) -> None:
         raise ConfigError(
             f"model.lora.target_modules = {modules!r}: the model does not compute an adapter there; {OTHER_MODULES}"
         )
+
+
+def copied_modules(model: nn.Module) -> Any:
+    """Returns a copy of the modules that shares all weights and buffers."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, cast(Any, shared))
+
+
+def mixable_layers(policy: Policy) -> dict[str, Any]:
+    """Returns the layers of a policy's adapter by their path in the decoder; empty if a mixture cannot compute them.
+
+    A mixture needs layers that see all tokens in order. A routed expert sees some of them.
+    """
+    from peft.tuners.lora import Linear, LoraLayer
+
+    num_layers = sum(isinstance(layer, LoraLayer) for layer in policy.model.modules())
+    found = {path: layer for path, layer in policy.decoder.named_modules() if type(layer) is Linear}
+    return found if len(found) == num_layers and not any("experts" in path.split(".") for path in found) else {}
 
 
 def load_policy(config: ModelConfig) -> Policy:
@@ -308,7 +327,7 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
         )
     text = backend.to_str()
     name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return str(cached_folder(name, lambda target: save_once(target, tokenizer)))
+    return str(cached_folder(name, tokenizer.save_pretrained))
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
@@ -387,6 +406,93 @@ class _RecordingPlan:
         self.calls: list[tuple[int, ...]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
         self.calls.append((layer, *key.shape[1:]))
         return self._plan.attend(layer, query, key, value, scale)
+
+
+LOOK_SECONDS = 1.0
+INFO_SECONDS = 5.0
+"""Limit of the request for the sizes of a model's files."""
+SILENT_SECONDS = 10.0
+"""Time without a first byte after which the hub is named."""
+MEGABYTE = 1e6
+
+
+@contextmanager
+def reported_download(name: str, report: Callable[[SlowWork], object]) -> Iterator[None]:
+    """Context in which a download of the model `name` is reported each second. `report` is called in a thread.
+
+    Nothing is reported for a local folder, and while a cache with files does not grow.
+    """
+    if Path(name).is_dir() or name.count("/") != 1:
+        yield
+        return
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
+    meter, ended = DownloadMeter(name, folder, time.monotonic), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if (work := meter.look(lambda: size_of_weights(name))) is not None:
+                report(work)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class DownloadMeter:
+    """Measures how much the cache of the Hugging Face Hub has grown: the libraries download the files themselves."""
+
+    def __init__(self, name: str, folder: Path, clock: Callable[[], float]) -> None:
+        self._text = f"downloading the model {name}"
+        self._folder = folder
+        self._clock = clock
+        self._begun = clock()
+        self._before = self._size = size_of(folder)
+        self._total: float | None = None
+
+    def look(self, total: Callable[[], float]) -> SlowWork | None:
+        """The progress, if the folder has grown since the last look. `total` is called once, when it first grows."""
+        before, self._size = self._size, size_of(self._folder)
+        seconds = self._clock() - self._begun
+        if self._size <= before:
+            if self._size or seconds < SILENT_SECONDS:
+                return None
+            return SlowWork(f"{self._text} (the hub has sent nothing yet)", 0.0, 0.0, "MB", seconds)
+        if self._total is None:
+            self._total = total()
+        grown, left = self._size - self._before, self._total - self._before
+        total_mb = max(left, grown) / MEGABYTE if left > 0 else 0.0
+        return SlowWork(self._text, grown / MEGABYTE, total_mb, "MB", seconds)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files of a folder; 0 without the folder. Files may vanish while they are counted."""
+    total = 0
+    try:
+        for path in folder.iterdir():
+            total += path.stat().st_size
+    except OSError:
+        return total
+    return total
+
+
+def size_of_weights(name: str) -> float:
+    """Bytes of the files that loading downloads, as the Hub lists them; 0 if the Hub does not answer."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().model_info(name, files_metadata=True, timeout=INFO_SECONDS).siblings or []
+    except Exception as error:  # The boundary: the size is only shown, and loading reports its own errors.
+        log.info("the size of %s is not known: %s", name, error)
+        return 0.0
+    sizes = {file.rfilename: file.size or 0 for file in files if "/" not in file.rfilename}
+    weights = {name: size for name, size in sizes.items() if name.endswith(".safetensors")}
+    weights = weights or {name: size for name, size in sizes.items() if name.endswith(".bin")}
+    return float(sum(weights.values()) + sum(size for name, size in sizes.items() if name.endswith(".json")))

@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import flat_forward
-from agentjet.compute.embedded.forest_attention import ForestPlan, KeyValues, forest_plan
+from agentjet.compute.embedded.attention import ForestPlan, KeyValues, flat_forward, forest_plan
 from agentjet.compute.embedded.policy import Policy
 from agentjet.timeline.forest import Forest, ForestChunk, chunk_forest, restrict, split
 
@@ -62,9 +61,9 @@ class Pass(Protocol):
         return
 
 
-def pass_of(policy: Policy) -> Pass:
-    """Returns the pass for a policy."""
-    return PrefixPass(policy) if policy.info.shares_prefixes else RowPass(policy)
+def pass_of(policy: Policy, *, keeps: bool = True) -> Pass:
+    """Returns the pass for a policy. `keeps` is that of `PrefixPass`."""
+    return PrefixPass(policy, keeps=keeps) if policy.info.shares_prefixes else RowPass(policy)
 
 
 class RowPass(Pass):

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -138,10 +138,11 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config._name_or_path = BUNDLED_ID
-    plain = type(quantised)(config)
+    plain: Any = type(quantised)(config)
     plain.load_state_dict(quantised.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
-    save_once(target, cast(Any, plain).to(torch.bfloat16), tokenizer)
+    for part in (plain.to(torch.bfloat16), tokenizer):
+        part.save_pretrained(target)
     del quantised, plain
     gc.collect()
 
@@ -181,17 +182,6 @@ def _is_whole(folder: Path) -> bool:
         return bool(listed) and listed.items() <= _sizes(folder).items()
     except (OSError, ValueError, RecursionError, AttributeError):
         return False
-
-
-def save_once(target: Path, *parts: Any) -> None:
-    """Save models and tokenizers to a folder that appears whole, because other workers may read or write it, too."""
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    for part in parts:
-        part.save_pretrained(partial)
-    try:
-        partial.rename(target)
-    except OSError:
-        shutil.rmtree(partial)
 
 
 def first_line(error: BaseException) -> str:
@@ -456,26 +446,23 @@ LANE = 8
 """Bytes of one addition: several elements at once."""
 
 
-def fingerprint(weights: Iterable[Tensor], known: dict[int, Tensor]) -> int:
-    """Returns one number for all bits of some weights. `known` caches the sums of tensors by id.
-
-    135 million weights in bfloat16 and their masters take 27 ms on two cores.
-    """
-    weights = list(weights)
-    known |= {id(tensor): summed(tensor) for tensor in weights if id(tensor) not in known}
-    return int(summed(torch.stack([known[id(tensor)] for tensor in weights])))
-
-
 def model_fingerprint(model: nn.Module) -> str:
     """Returns the fingerprint of a model in bfloat16. It is equal on every device, for bfloat16 and float32 weights."""
     sums = [summed(weights.detach().to(torch.bfloat16, copy=True)) for weights in model.parameters()]
     return f"{int(summed(torch.stack(sums))) % 2**64:016x}"
 
 
-def summed(weights: Tensor) -> Tensor:
-    """Returns the sum of the bits modulo 2^64, each row times a different odd number, which detects swapped rows."""
-    rows = weights.detach().reshape(len(weights) if weights.dim() else 1, -1).contiguous()
-    wide = rows.shape[1] * rows.element_size() % LANE == 0 and rows.storage_offset() * rows.element_size() % LANE == 0
-    lanes = rows.view(torch.int64) if wide else rows.view(BITS[rows.element_size()]).long()
-    odd = torch.arange(1, 2 * len(rows), 2, device=rows.device)
+def summed(weights: Tensor, first_row: int = 0) -> Tensor:
+    """Returns the sum of the bits modulo 2^64, each row times a different odd number, which detects swapped rows.
+
+    The sum of a tensor is that of its parts, each with the number of its `first_row`.
+    """
+    rows = weights.detach()
+    rows = (rows.flatten(1) if rows.dim() > 1 else rows.reshape(-1, 1)).contiguous()
+    if rows.shape[1] * rows.element_size() % LANE == 0:
+        is_aligned = rows.storage_offset() * rows.element_size() % LANE == 0
+        lanes = (rows if is_aligned else rows.clone()).view(torch.int64)
+    else:
+        lanes = rows.view(BITS[rows.element_size()]).long()
+    odd = torch.arange(2 * first_row + 1, 2 * (first_row + len(rows)), 2, device=rows.device)
     return (lanes.sum(1) * odd).sum()

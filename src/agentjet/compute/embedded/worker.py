@@ -18,26 +18,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
 
 from agentjet.compute.channel import Answer, Message, WorkerRequest, encode, requests
-from agentjet.compute.embedded import checkpoint, downloads
+from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.model import BaseModel, reported_download
 from agentjet.compute.embedded.policy_host import HEAP, PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.token_sampling import score
-from agentjet.compute.grammars import Guide
 from agentjet.compute.hook_limit import end_overdue
-from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
+from agentjet.compute.token_choice import Guide
+from agentjet.config import ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
@@ -52,48 +48,14 @@ _COMPILED = "compiled"
 _UNANSWERED = ("sample", "cancel", _COMPILED)
 """Requests about one completion. Its tokens are the answer."""
 _OF_WORKER = ("add", "remove", "sample", "cancel", "score", _COMPILED)
-"""Requests that the worker handles itself. `WorkerPolicyHost` handles the others."""
-
-
-class WorkerPolicyHost(PolicyHost[PolicyLearner]):
-    """A policy whose sampler shares its weights and may serve other policies, too."""
-
-    def __init__(self, base: BaseModel, policy: Policy, sampler: ModelSampler, deliver: Callable[[], None]) -> None:
-        """`deliver` sends the tokens of this policy that were sampled and not sent yet."""
-        super().__init__(PolicyLearner(policy))
-        self.base = base
-        self.sampler = sampler
-        self._deliver = deliver
-
-    def publish(self, version: int) -> None:
-        if not self._is_published or version != self.version:
-            self._change_version(version)
-
-    def export(self, path: Path, adapter: bool) -> None:
-        checkpoint.export(path, self.policy, adapter=adapter)
-
-    def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
-        self.sampler.pause(self.policy)  # Until the next `publish`, because it shares the weights.
-        return super()._update(optimizer)
-
-    def _change_version(self, version: int) -> None:
-        """Send the tokens of the old weights with the old version, then drop the cached keys of this policy."""
-        self._deliver()
-        super()._change_version(version)
-        self.sampler.invalidate(self.policy)
-
-    def _save(self, path: Path, state: dict[str, Any]) -> str:
-        return checkpoint.save(path, self.policy, self.learner, state)
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        return checkpoint.load(path, self.policy, self.learner)
+"""Requests that the worker handles itself. `PolicyHost` handles the others."""
 
 
 @dataclass(slots=True)
 class _Piece:
     """Sampled tokens of a completion that are not sent yet. A piece is sent when it has `size` tokens."""
 
-    hosted: WorkerPolicyHost
+    hosted: PolicyHost
     size: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -119,7 +81,9 @@ class Worker:
         """By completion that has not started."""
         self._present: WorkerRequest | None = None
         """The request that the main loop works on."""
-        self.policies: dict[PolicyId, WorkerPolicyHost] = {}
+        self.policies: dict[PolicyId, PolicyHost] = {}
+        self._shared: tuple[BaseModel, ModelSampler] | None = None
+        """The base model of all adapters, and its sampler."""
 
     def read_forever(self, stream: BinaryIO) -> None:
         """The loop of the reader thread."""
@@ -189,23 +153,26 @@ class Worker:
 
     def _add(self, policy: PolicyId, model: ModelConfig, settings: SamplerConfig) -> ModelInfo:
         self._remove(policy)
-        users = {other: hosted for other, hosted in self.policies.items() if hosted.policy.has_adapters}
-        if model.lora.rank and users:
-            shared = next(iter(users.values()))
-            base, sampler = shared.base, shared.sampler
+        if model.lora.rank and self._shared is not None:
+            base, sampler = self._shared
             if reason := base.difference(model):
-                own = next((f"policy {other}" for other in users if other.run == policy.run), "another run")
+                own = next((f"policy {other}" for other in self._adapters() if other.run == policy.run), "another run")
                 raise ConfigError(
                     f"policy {policy}: {reason} of {own}; the adapters of one worker share one base model: "
                     f"set policies.{policy.policy}.worker to another name, or use the same base"
                 )
         else:
-            with downloads.reported(model.name, self._send):
+            with reported_download(model.name, self._send):
                 base = BaseModel(model)
             sampler = ModelSampler(base.policy, settings.max_concurrent, settings.cache_tokens)
         loaded = base.policy_of(model)
-        self.policies[policy] = WorkerPolicyHost(base, loaded, sampler, lambda: self._flush(policy))
+        self.policies[policy] = PolicyHost(PolicyLearner(loaded), sampler, lambda: self._flush(policy))
+        if loaded.has_adapters:
+            self._shared = base, sampler
         return loaded.info
+
+    def _adapters(self) -> list[PolicyId]:
+        return [policy for policy, hosted in self.policies.items() if hosted.policy.has_adapters]
 
     def _remove(self, policy: PolicyId) -> None:
         """Free a policy. The base model of adapters is freed with the last of them."""
@@ -214,8 +181,10 @@ class Worker:
             for id in [*compiling, *(id for id, piece in self._pieces.items() if piece.hosted is hosted)]:
                 self._cancel(policy, id)
                 self._send(Answer(id, error=PolicyRemoved(f"the policy {policy} was removed from the worker")))
-            hosted.sampler.invalidate(hosted.policy)
+            _sampler_of(hosted).invalidate(hosted.policy)
             del hosted
+        if not self._adapters():
+            self._shared = None
         gc.collect()
         HEAP.trim()
 
@@ -227,7 +196,7 @@ class Worker:
     def _sample(self, policy: PolicyId, id: int, tokens: np.ndarray, params: SamplingParams) -> None:
         hosted = self._hosted(policy)
         _check_tokens(hosted, tokens)
-        grammars = hosted.sampler.grammars
+        grammars = _sampler_of(hosted).grammars
         guide = grammars.known_guide(params.grammar)
         if guide is not None or not params.grammar:
             self._start(hosted, id, tokens, params, guide)
@@ -247,9 +216,9 @@ class Worker:
             self._start(self._hosted(policy), id, tokens, params, compiled.result())
 
     def _start(
-        self, hosted: WorkerPolicyHost, id: int, tokens: np.ndarray, params: SamplingParams, guide: Guide | None
+        self, hosted: PolicyHost, id: int, tokens: np.ndarray, params: SamplingParams, guide: Guide | None
     ) -> None:
-        hosted.sampler.submit(id, tokens, params, hosted.policy, guide)
+        _sampler_of(hosted).submit(id, tokens, params, hosted.policy, guide)
         self._pieces[id] = _Piece(hosted, params.piece_tokens)
 
     def _cancel(self, policy: PolicyId, id: int) -> None:
@@ -257,10 +226,10 @@ class Worker:
         if id in self._compiling:
             self._compiling.pop(id)[1].cancel()
         if (piece := self._pieces.pop(id, None)) is not None:
-            piece.hosted.sampler.cancel(id)
+            _sampler_of(piece.hosted).cancel(id)
 
     def _samplers(self) -> list[ModelSampler]:
-        return list({id(hosted.sampler): hosted.sampler for hosted in self.policies.values()}.values())
+        return list(dict.fromkeys(map(_sampler_of, self.policies.values())))
 
     def _sample_step(self) -> None:
         complete: dict[int, FinishReason | None] = {}
@@ -290,7 +259,7 @@ class Worker:
             if reason is None:
                 self._pieces[id] = _Piece(piece.hosted, piece.size)
 
-    def _hosted(self, policy: PolicyId) -> WorkerPolicyHost:
+    def _hosted(self, policy: PolicyId) -> PolicyHost:
         if policy not in self.policies:
             raise PolicyRemoved(f"the worker has no policy {policy}")
         return self.policies[policy]
@@ -301,7 +270,12 @@ class Worker:
             self._output.flush()
 
 
-def _check_tokens(hosted: WorkerPolicyHost, tokens: np.ndarray) -> None:
+def _sampler_of(hosted: PolicyHost) -> ModelSampler:
+    assert hosted.sampler is not None, "a worker samples every policy that it hosts"
+    return hosted.sampler
+
+
+def _check_tokens(hosted: PolicyHost, tokens: np.ndarray) -> None:
     """Raises `ComputeError` for an empty prompt, and for ids outside the vocabulary."""
     vocabulary = hosted.policy.vocabulary
     if not len(tokens) or tokens.min() < 0 or tokens.max() >= vocabulary:

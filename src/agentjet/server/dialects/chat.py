@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.demonstrations import Demonstration
-from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
+from agentjet.gateway.prompts import Demonstration
 from agentjet.protocol import DemonstrationBody
 from agentjet.server.dialects.completions import SamplingBody, answer_head, sampling_request, stream_choices, usage_of
 from agentjet.server.dialects.dialect import (

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 from pydantic import Field, Strict
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import MAX_CHOICES, CallChunk, CallRequest, ScoredToken, TokenLogprob
+from agentjet.gateway.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
+from agentjet.gateway.prompts import TokenLogprob
 from agentjet.protocol import Int64
 from agentjet.server.dialects.dialect import AnswerHead, CallLookup, Chunks, Dialect, OpenAIBody, call_of
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, sse

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
+from agentjet.gateway.calls import CallChunk, CallRequest
+from agentjet.gateway.prompts import TokenLogprob
 from agentjet.server.dialects.error_shapes import ErrorShape
 from agentjet.server.dialects.keys import (
     Body,

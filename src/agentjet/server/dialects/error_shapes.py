@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from agentjet.errors import ContextOverflow, Forbidden, NotFound, RequestError, Unauthorized
+from agentjet.protocol import status_of
 
 
 def sse(payload: dict[str, Any], *, name: str = "") -> str:
@@ -39,8 +40,9 @@ class OpenAIError(BaseModel):
 def openai_error(error: RequestError) -> dict[str, Any]:
     """Returns the body of an error."""
     kind = {Unauthorized: "authentication_error", Forbidden: "permission_error", NotFound: "not_found_error"}
-    name = kind.get(type(error), "server_error" if error.status >= 500 else "invalid_request_error")
-    name = "rate_limit_error" if error.status == 429 else name
+    status = status_of(error)
+    name = kind.get(type(error), "server_error" if status >= 500 else "invalid_request_error")
+    name = "rate_limit_error" if status == 429 else name
     return {"error": {"message": error.message, "type": name, "param": error.param, "code": error.code}}
 
 
@@ -90,7 +92,8 @@ class AnthropicError(BaseModel):
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
     """Returns the body of an error."""
-    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    status = status_of(error)
+    kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     is_named = error.param is None or error.param in error.message
     message = error.message if is_named else f"{error.param}: {error.message}"
     if isinstance(error, ContextOverflow):  # Claude Code reads both numbers to compact its history.

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.dialect import (
     AnswerHead,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from agentjet.errors import NotFound
-from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.server.dialects.dialect import (
     AnswerHead,
     CallLookup,

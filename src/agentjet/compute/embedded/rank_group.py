@@ -1,0 +1,140 @@
+"""The ranks that learn one policy together, as one of them sees them: `torch.distributed`. One alone needs no other.
+
+Tensors of the model travel over NCCL on CUDA and over gloo elsewhere. Arrays and errors travel over gloo. Every method
+must be called by all ranks in the same order.
+
+Never run: NCCL. There was no machine with several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from agentjet.compute.embedded.model import decoder_layers
+from agentjet.compute.embedded.policy import Policy, summed
+from agentjet.errors import AgentJetError, ConfigError
+
+Result = TypeVar("Result")
+Number = TypeVar("Number", bound=np.generic)
+Sharding = Literal["gathered", "sharded"]
+
+
+class RankGroup:
+    """The ranks that learn together. `mesh` has one dimension; without a mesh, this process learns alone."""
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None) -> None:
+        """With a device, the process group of `torch.distributed` must exist."""
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.mesh: DeviceMesh | None = None if device is None else init_device_mesh(device.type, (num_ranks,))
+
+    def sum(self, values: NDArray[Number]) -> NDArray[Number]:
+        """Returns the sum of equally shaped arrays of all ranks."""
+        if self.mesh is None:
+            return values
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total)
+        return total.numpy()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank. They must be small."""
+        values: list[Any] = [value] * self.num_ranks
+        if self.mesh is not None:
+            dist.all_gather_object(values, value)
+        return values
+
+    def agreed(self, action: Callable[[], Result]) -> Result:
+        """Call an action on every rank; returns this rank's result.
+
+        An `AgentJetError` of any rank is raised on all of them, so that none waits for one that gave up. The action
+        must not call other ranks after something that can fail on this rank only.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except AgentJetError as raised:
+            error = raised
+        for found in self.gather(error):
+            if found is not None:
+                raise found from error
+        return result  # type: ignore[return-value]  # Without an error there is a result.
+
+
+def fingerprint(weights: Sequence[Tensor], ranks: RankGroup, known: dict[int, Tensor]) -> int:
+    """Returns one number for all bits of some weights, which does not depend on the number of ranks.
+
+    `known` caches the sums of tensors by id. 135 million weights in bfloat16 and their masters take 27 ms on two cores.
+    Raises `RuntimeError` if weights that every rank has whole differ between ranks.
+    """
+    for tensor in weights:
+        if id(tensor) in known:
+            continue
+        if isinstance(tensor, DTensor):
+            # As `torch.chunk` divides the rows: the last ranks may have fewer, or none.
+            rows = -(-len(tensor) // ranks.num_ranks) if tensor.dim() else 0
+            known[id(tensor)] = summed(tensor.to_local(), ranks.rank * rows)
+        else:
+            known[id(tensor)] = summed(tensor)
+    sums = torch.stack([known[id(tensor)].to(weights[0].device) for tensor in weights])
+    if ranks.mesh is not None:
+        is_part = np.array([isinstance(w, DTensor) and w.placements[0].is_shard() for w in weights])
+        numbers = sums.cpu().numpy()
+        if len({whole.tobytes() for whole in ranks.gather(numbers[~is_part])}) > 1:
+            raise RuntimeError("the weights of the ranks differ, which would train another policy on each")
+        sums = torch.from_numpy(np.where(is_part, ranks.sum(numbers), numbers))
+    return int(summed(sums))
+
+
+def shard_layers(policy: Policy, ranks: RankGroup) -> list[nn.Module]:
+    """Divide the weights of the decoder's layers among the ranks; returns the layers.
+
+    Trained bfloat16 weights become float32 masters, from which FSDP makes the bfloat16 weights of a pass.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    layers = decoder_layers(policy, "compute.sharding = 'sharded'")
+    is_cuda = policy.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if policy.offloads_optimizer else OffloadPolicy()
+    for layer in layers:
+        types = {p.dtype for p in layer.parameters()}
+        is_half = torch.bfloat16 in types
+        if is_half and len(types) > 1:
+            raise ConfigError(
+                f"compute.sharding = 'sharded': layers of {policy.info.name!r} hold float32 weights beside bfloat16 "
+                "ones, which this mode would round: use 'gathered'"
+            )
+        for p in layer.parameters():
+            if is_half and p.requires_grad:
+                p.data = p.data.float()
+        fully_shard(
+            layer,
+            mesh=ranks.mesh,
+            reshard_after_forward=True,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if is_half else None,
+                reduce_dtype=torch.float32 if is_half else None,
+                cast_forward_inputs=False,
+            ),
+            offload_policy=offload,
+        )
+    inside = {p for layer in layers for p in layer.parameters()}
+    fully_shard(
+        policy.decoder,
+        mesh=ranks.mesh,
+        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        ignored_params={p for p in policy.decoder.parameters() if p not in inside},
+    )
+    for module in policy.decoder.modules():
+        if isinstance(module, FSDPModule):  # Loss weights are those of the whole batch, so gradients are summed.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    return layers
