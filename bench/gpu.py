@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.backend import WORKER_VARIABLES
 from bench.machine import CASES
 from bench.models import make_model
 from bench.workload import Workload

@@ -250,7 +250,7 @@ def open_episodes(folder: Path, sizes: Sizes) -> None:
 def live_episodes(live: Live) -> dict[str, float]:
     """The live episodes, and when they began."""
     with live.journal() as journal:
-        return dict(journal.execute("SELECT id, body ->> 'begun' FROM episodes WHERE status = 'live'").fetchall())
+        return dict(journal.execute("SELECT id, begun FROM episodes WHERE status = 'live'").fetchall())
 
 
 def turns(live: Live, sizes: Sizes) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentjet.compute.embedded.backend import WORKER_VARIABLES
+from agentjet.compute.backend import WORKER_VARIABLES
 
 ROOT = Path(__file__).parents[1]
 CASES = Path(__file__).parent / "cases"  # Data files: cases, texts, planted troubles

@@ -122,11 +122,9 @@ def write_history(path: Path, number: int) -> None:
     db.executemany("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", keys)
     events = (("episode", float(n), json.dumps({"episode_id": f"ep_{n:027x}"})) for n in range(min(number, 100_000)))
     db.executemany("INSERT INTO events (kind, time, body) VALUES (?, ?, ?)", events)
-    state = State()
-    state.policy_version = state.durable_version = batches
-    state.num_episodes, state.num_groups = number, number // GROUP_SIZE
-    state.counts |= {"finished": number, "trained": number}
-    journal.put_state(state)
+    journal.put_state(State(batches, durable_version=batches))
+    journal.count("outcome", "finished", number)
+    journal.count("outcome", "trained", number)
     db.execute("COMMIT")
     swarm = run_state(journal)
     live = [begin(swarm, f"live-{n}") for n in range(NUM_UNSETTLED // GROUP_SIZE) for _ in range(GROUP_SIZE)]

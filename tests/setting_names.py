@@ -1,6 +1,6 @@
 """The names of all settings."""
 
-from agentjet.cli.recipes import parameters
+from agentjet.cli.main import parameters
 from agentjet.config import SideCallRule
 from agentjet.config.reference import sections, settings
 from agentjet.recipes import registry

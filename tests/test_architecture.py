@@ -64,9 +64,10 @@ PACKAGES = {
         f"{VOCABULARY} database config protocol timeline recipes.hooks recipes.recipe recipes.rollout",
         "numpy pydantic",
     ),
+    "processes": rule(VOCABULARY, "psutil ray"),
     "compute": rule(
-        f"{VOCABULARY} config timeline rendering recipes",
-        "gguf huggingface_hub llguidance msgpack numpy peft psutil ray safetensors tokenizers torch transformers vllm",
+        f"{VOCABULARY} config timeline rendering recipes processes",
+        "gguf huggingface_hub llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers vllm",
     ),
     "gateway": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.operations compute.protocol",
@@ -88,7 +89,7 @@ COMMAND_LINE = rule(
 )
 LIGHT = ["agentjet"]
 LIGHT += [
-    f"agentjet.{name}" for name in ("client", "cli.main", "swarm", "rendering", "gateway", "server", "compute.embedded")
+    f"agentjet.{name}" for name in ("client", "cli.main", "swarm", "rendering", "gateway", "server", "compute.backend")
 ]
 """Modules without torch, in the order in which one interpreter imports them; the first three are the client's."""
 
@@ -220,7 +221,7 @@ def test_arrows_point_up_the_table() -> None:
         ("timeline", "import torch", "may use"),
         ("client", "import rich.progress", "only inside functions"),
         ("swarm", "from agentjet.recipes import losses", "may import"),
-        ("gateway", "from agentjet.compute.embedded import EmbeddedCompute", "may import"),
+        ("gateway", "from agentjet.compute.backend import ProcessCompute", "may import"),
         ("gateway", "from agentjet.compute import Compute", None),
         ("client", "def f():\n    import rich", None),
         ("server", "from agentjet.server import auth", None),

@@ -30,8 +30,7 @@ import pytest
 import typer
 
 from agentjet import Episode, Swarm
-from agentjet.cli.main import app
-from agentjet.cli.recipes import parameters, recipes_reference
+from agentjet.cli.main import app, parameters, recipes_reference
 from agentjet.config import load_config, settings_table
 from agentjet.config.reference import sections, settings
 from agentjet.recipes import registry

@@ -11,6 +11,8 @@ may raise a figure there, and says why in its message.
 * `forwards`: methods whose body only passes their own arguments to an attribute's method, or returns its attribute.
 * `same_names`: pairs of public classes with one name.
 * `comments`: comments per 100 lines of code. A docstring is neither.
+* `call_files`, `call_types`: files and value types of a completion in the server's process, which
+  `tests/e2e/test_call_path.py` traces and bounds.
 * `pages`: pages of `docs/` that a person wrote.
 """
 
@@ -20,6 +22,7 @@ import argparse
 import ast
 import itertools
 import json
+import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
@@ -30,6 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "agentjet"
+CALL_PATH = ROOT / "tests" / "e2e" / "test_call_path.py"
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = 120
 REGISTRIES = {"agentjet.cli.main", "agentjet.recipes.registry", "agentjet.trackers.sink"}
@@ -165,6 +169,12 @@ def source_modules() -> list[Module]:
     return [Module(path) for path in sorted(SOURCE.rglob("*.py"))]
 
 
+def traced() -> dict[str, float]:
+    """The bounds of the traced path of a completion."""
+    text = CALL_PATH.read_text(encoding="utf-8")
+    return {name.lower(): float(value) for name, value in re.findall(r"^(CALL_\w+) = (\d+)$", text, re.MULTILINE)}
+
+
 def figures(modules: list[Module]) -> dict[str, float]:
     """The figures by key."""
     pages = [path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED_PAGES]
@@ -178,6 +188,7 @@ def figures(modules: list[Module]) -> dict[str, float]:
         "same_names": len(same_names(modules)),
         "test_lines": num_lines("tests"),
         "bench_lines": num_lines("bench"),
+        **traced(),
         "pages": len(pages),
         "comments": round(100 * sum(module.num_comments() for module in modules) / code, 1),
     }

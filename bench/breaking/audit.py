@@ -142,18 +142,19 @@ def rows(journal: Path) -> dict[str, Row]:
     """Every episode."""
     with sqlite3.connect(journal) as db:
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-        episodes = [json.loads(body) for (body,) in db.execute("SELECT body FROM episodes ORDER BY seq")]
+        db.row_factory = sqlite3.Row
+        episodes = db.execute("SELECT * FROM episodes ORDER BY seq").fetchall()
     with closing(Journal.open_read_only(journal)) as opened:
         batches = {episode: batch.id for batch in opened.batches(0) for episode in batch.episode_ids}
     return {episode["id"]: _row(episode, batches.get(episode["id"])) for episode in episodes}
 
 
-def _row(episode: Mapping[str, Any], batch: int | None) -> Row:
+def _row(episode: sqlite3.Row, batch: int | None) -> Row:
     finished, lost = episode["status"] == "finished", episode["status"] in ("aborted", "expired")
     return Row(
         id=episode["id"],
         group_id=episode["group_id"],
-        reward=(episode["by_role"] or episode["reward"]) if finished else None,
+        reward=(json.loads(episode["by_role"]) or episode["reward"]) if finished else None,
         num_calls=episode["num_calls"] if finished else None,
         finished=episode["ended"] if finished else None,
         lost_as=episode["status"] if lost else None,

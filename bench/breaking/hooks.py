@@ -18,7 +18,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.swarm import Journal
@@ -100,7 +100,7 @@ class Trap:
         die()
 
 
-class MortalCompute(EmbeddedCompute):
+class MortalCompute(ProcessCompute):
     """The workers. One is killed a moment after it was given something to do."""
 
     say: Say
@@ -142,9 +142,13 @@ class MortalCompute(EmbeddedCompute):
         self.say(killed="worker", pid=pid, at=verb)
         os.kill(pid, self._signal)
 
+    def pid(self, policy: PolicyId) -> int | None:
+        """Returns the process id of a policy's worker while it runs."""
+        return next((int(one.place.split()[-1]) for one in self.processes(policy) if one.place), None)
+
     def _has_others_first(self, policy: PolicyId) -> bool:
-        channel = self._hosts[policy]._channel
-        waiting = [one.policy for one in channel.pending.values() if one.op != "sample"] if channel is not None else []
+        pending = [one for peer in self._policies[policy].ranks._peers for one in peer.pending.values()]
+        waiting = [one.policy for one in pending if one.op != "sample"]
         return policy in waiting and waiting[0] != policy
 
     async def add(self, policy: PolicyId, model: ModelConfig, **named: Any) -> ModelInfo:

@@ -17,7 +17,7 @@ RUNS: dict[str, tuple[str, ...]] = {"default": ("policy",), TEAM: ("planner", "c
 """The runs of the server, and their policies. All policies have the same worker."""
 WHOLE = 150
 TRANSITIONS = (
-    "put_state",
+    "count",
     "put_episode",
     "put_group",
     "add_call",

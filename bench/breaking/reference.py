@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.chosen import ChosenCompute
-from agentjet.compute.cluster.backend import ClusterCompute
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.operations import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.types import Op, PolicyId
@@ -33,7 +31,7 @@ async def undisturbed(
 ) -> Path:
     """Learn the kept batches of a policy in order, alone in a worker or cluster; returns the exported policy."""
     config = ServeConfig.model_validate({**settings, "server": {"data_dir": str(folder)}})
-    compute = ChosenCompute({"embedded": EmbeddedCompute(config), "cluster": ClusterCompute(config)})
+    compute = ProcessCompute(config)
     try:
         await compute.add(policy, config.model, settings=config.compute)
         op = Op.of(policy, 0)

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentjet.cli import server_process
 from agentjet.compute import Compute
-from agentjet.compute.chosen import ChosenCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.operations import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
@@ -39,7 +39,7 @@ def say(**fact: Any) -> None:
 class Orders:
     """Carries out what the bench orders, in the event loop, between two of the gateway's own turns."""
 
-    def __init__(self, compute: MortalCompute | ChosenCompute, clock: JumpingClock) -> None:
+    def __init__(self, compute: ProcessCompute, clock: JumpingClock) -> None:
         self._traps: list[Trap] = []
         self._disk = Disk(say)
         self._verbs: dict[str, Callable[..., None]] = {
@@ -113,7 +113,7 @@ def main() -> int:
 
     def make_gateway(config: ServeConfig, compute: Compute, **named: Any) -> Gateway:
         """The first one is that of the default run."""
-        assert isinstance(compute, MortalCompute | ChosenCompute)
+        assert isinstance(compute, ProcessCompute)
         gateway = Gateway(config, compute, **named)
         if not orders:
             orders.append(Orders(compute, jumping))
@@ -127,10 +127,7 @@ def main() -> int:
         (server_process, "steady_clock", lambda: jumping),
     ]
     if config.compute.backend == "embedded":
-        put_in_place += [
-            (server_process, "EmbeddedCompute", MortalCompute),
-            (server_process, "ChosenCompute", lambda backends: backends["embedded"]),
-        ]
+        put_in_place.append((server_process, "ProcessCompute", MortalCompute))
     for module, name, instead in put_in_place:
         assert hasattr(module, name), f"{module.__name__} has no {name} to take the place of"
         setattr(module, name, instead)

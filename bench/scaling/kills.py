@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Self
 
-from agentjet.compute.chosen import ChosenCompute
-from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy
-from agentjet.compute.cluster.fleet import ReplicaHandle
-from agentjet.compute.cluster.routing import RoutedCompletion
+from agentjet.compute.backend import Hosted, ProcessCompute
+from agentjet.compute.cluster.routing import ReplicaHandle, RoutedCompletion
 
 POLL_SECONDS = 0.002
 PROCESS = re.compile(r"process (\d+)")
@@ -46,11 +44,9 @@ class Resumed(list[int]):
 class Kills:
     """Carries out the order `kill`, one at a time."""
 
-    def __init__(self, compute: ChosenCompute, say: Callable[..., None]) -> None:
+    def __init__(self, compute: ProcessCompute, say: Callable[..., None]) -> None:
         """`say` sends a fact to the bench."""
-        cluster = compute._backends["cluster"]
-        assert isinstance(cluster, ClusterCompute)
-        self._cluster = cluster
+        self._cluster = compute
         self._say = say
         self._present: asyncio.Task[None] | None = None
 
@@ -71,9 +67,8 @@ class Kills:
         while not (victims := self._victims(kind, at, count)):
             await asyncio.sleep(POLL_SECONDS)
         cut = self._adopting() > 0
-        dead, hosted = self._replicas(victims), self._hosted()
-        fleet = hosted.fleet.replicas if hosted is not None else []
-        survives = any(one.version is not None and one not in dead for one in fleet)
+        dead = self._replicas(victims)
+        survives = any(one.version is not None and one not in dead for one in self._fleet())
         watched = [] if stops else [(one, work) for one in dead for work in one.load.running]
         self._say(killed=kind, at=at, pids=[*victims], cut=cut, completions=len(watched))
         now = time.monotonic()
@@ -88,19 +83,22 @@ class Kills:
         """A completion got its first token after a kill. `survives`: another replica served at the kill."""
         self._say(failover=time.monotonic() - killed_at, survives=survives)
 
-    def _hosted(self) -> HostedPolicy | None:
+    def _hosted(self) -> Hosted | None:
         return next(iter(self._cluster._policies.values()), None)
 
-    def _adopting(self) -> int:
+    def _fleet(self) -> list[ReplicaHandle]:
         hosted = self._hosted()
-        return 0 if hosted is None else sum(one.is_adopting for one in hosted.fleet.replicas)
+        return [] if hosted is None or hosted.samplers is None else hosted.samplers.replicas.fleet.replicas
+
+    def _adopting(self) -> int:
+        return sum(one.is_adopting for one in self._fleet())
 
     def _is_moment(self, at: str) -> bool:
         hosted = self._hosted()
-        if hosted is None or hosted.ranks is None:
+        if hosted is None:
             return False
         if at == "adopt":
-            return any(one.is_adopting and one.version is not None for one in hosted.fleet.replicas)
+            return any(one.is_adopting and one.version is not None for one in self._fleet())
         request = hosted.ranks.request
         return not at or request == at or (at == "start" and request in STARTING)
 
@@ -108,13 +106,13 @@ class Kills:
         """Returns the process ids of those that an order ends now."""
         if kind == "gateway":
             return [os.getpid()]
-        if (hosted := self._hosted()) is None:
+        if self._hosted() is None:
             return []
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
             # Rank 0 has the weights; the other ranks have a part of the gradient and of the checkpoint.
             return pids[-count:] if at in ("optim_step", "save") else pids[:count]
-        fleet = [one for one in hosted.fleet.replicas if one.version is not None]
+        fleet = [one for one in self._fleet() if one.version is not None]
         if at == "adopt":
             fleet.sort(key=lambda one: not one.is_adopting)
         elif not at:
@@ -124,11 +122,8 @@ class Kills:
         return [pid for one in fleet[:count] if (pid := known.get(one.name, 0))]
 
     def _replicas(self, pids: Sequence[int]) -> list[ReplicaHandle]:
-        hosted = self._hosted()
-        if hosted is None:
-            return []
         known = self._pids("replica")
-        return [one for one in hosted.fleet.replicas if known.get(one.name) in pids]
+        return [one for one in self._fleet() if known.get(one.name) in pids]
 
     def _pids(self, kind: str) -> dict[str, int]:
         """Process ids of a kind by name; 0 if unknown."""

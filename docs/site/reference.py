@@ -17,25 +17,23 @@ from typer.cli import get_docs_for_click
 from agentjet.cli.main import app as commands
 from agentjet.config import load_config
 from agentjet.gateway.runs import Runs
-from agentjet.server import deps
-from agentjet.server.app import create_app
-from agentjet.server.auth import Keys
+from agentjet.server import Keys, access, create_app
 
 TOKENS = {
     id(guard): opens
     for [guard], opens in (
-        (deps.VIEWER, "any token of the run"),
-        (deps.CLIENT, "the client token or the admin token"),
-        (deps.ADMIN, "the admin token"),
-        (deps.SERVER_ADMIN, "the admin token of the default run"),
-        (deps.EPISODE, "the client token, the admin token, or the key of the episode"),
-        (deps.EPISODE_READER, "any token of the run, or the key of the episode"),
+        (access.VIEWER, "any token of the run"),
+        (access.CLIENT, "the client token or the admin token"),
+        (access.ADMIN, "the admin token"),
+        (access.SERVER_ADMIN, "the admin token of the default run"),
+        (access.EPISODE, "the client token, the admin token, or the key of the episode"),
+        (access.EPISODE_READER, "any token of the run, or the key of the episode"),
         (
-            deps.EPISODE_SCORER,
+            access.EPISODE_SCORER,
             "the client token, the admin token, or the key of the episode if `server.episode_may_finish`",
         ),
-        (deps.EPISODE_KEY, "the key of an episode"),
-        (deps.SMALL_BODY, "none"),
+        (access.EPISODE_KEY, "the key of an episode"),
+        (access.SMALL_BODY, "none"),
     )
 }
 """Tokens by the guard that asks for them."""
@@ -101,7 +99,7 @@ def _tokens(app: FastAPI) -> dict[tuple[str, str], str]:
     found = {}
     for context in iter_route_contexts(app.routes):
         for guard in getattr(context.original_route, "dependencies", ()):
-            if isinstance(guard.dependency, deps.Guard):
+            if isinstance(guard.dependency, access.Guard):
                 found |= {(method, context.path_format): TOKENS[id(guard)] for method in context.methods or ()}
     return found
 

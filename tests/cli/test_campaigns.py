@@ -23,13 +23,11 @@ from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Outcome
 from tests.research.campaign.subjects import SUBJECT, write_subject
 
-RUNNER = CliRunner()
-
 
 def research(*arguments: object) -> str:
-    """Runs a command, and returns its output or its error."""
-    result = RUNNER.invoke(app, ["research", *map(str, arguments)])
-    return f"{result.output}{result.exception or ''}"
+    """Runs a command, and returns its output or its error, in one line."""
+    result = CliRunner().invoke(app, ["research", *map(str, arguments)])
+    return " ".join(f"{result.output}{result.exception or ''}".split())
 
 
 @pytest.mark.parametrize(
@@ -60,38 +58,39 @@ def test_options_that_do_not_fit(options: list[str], message: str, tmp_path: Pat
     usual = {"--topic": "why?", "--subject": subject, "--budget": "20runs", "--out": tmp_path / "c"}
     kept = [word for name, value in usual.items() if name not in options for word in (name, value)]
     given = ["start", *kept, *options]
-    assert message in " ".join(research(*given).split())
+    assert message in research(*given)
     assert not (tmp_path / "c" / "notebook.sqlite").exists()
 
 
-def test_a_wrong_key_of_the_subject(tmp_path: Path) -> None:
-    subject = write_subject(tmp_path / "user", subject=SUBJECT.replace("steps = 12", "stepps = 12"))
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("steps = 12", "stepps = 12", "stepps: unknown key; did you mean steps?"),
+        ("smollm2-135m", "../model", "model = '../model' is neither a folder here"),
+    ],
+)
+def test_a_subject_that_does_not_fit(before: str, after: str, message: str, tmp_path: Path) -> None:
+    subject = write_subject(tmp_path / "user", subject=SUBJECT.replace(before, after))
     output = research("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c")
-    assert "stepps: unknown key; did you mean steps?" in " ".join(output.split())
-
-
-def test_a_model_that_is_missing(tmp_path: Path) -> None:
-    subject = write_subject(tmp_path / "user", subject=SUBJECT.replace("smollm2-135m", "../model"))
-    output = research("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c")
-    assert "model = '../model' is neither a folder here" in " ".join(output.split())
+    assert message in output
 
 
 def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     with Notebook(tmp_path):
-        assert "a campaign is there" in " ".join(
-            research("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path).split()
+        assert "a campaign is there" in research(
+            "start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path
         )
     for command in ("resume", "digest"):
-        assert "there is no campaign" in " ".join(research(command, tmp_path / "none").split())
+        assert "there is no campaign" in research(command, tmp_path / "none")
     for command in ("status", "report"):
-        assert "neither a campaign" in " ".join(research(command, tmp_path / "none").split())
-    assert "an archived campaign" in " ".join(research("resume", tmp_path).split())
+        assert "neither a campaign" in research(command, tmp_path / "none")
+    assert "an archived campaign" in research("resume", tmp_path)
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "study.json").touch()
-    assert "is a study" in " ".join(research("digest", tmp_path / "study").split())
+    assert "is a study" in research("digest", tmp_path / "study")
     (tmp_path / "llm.jsonl").touch()
     started = ("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
-    assert "the record has no answers" in " ".join(research(*started, "--llm", tmp_path / "llm.jsonl").split())
+    assert "the record has no answers" in research(*started, "--llm", tmp_path / "llm.jsonl")
 
 
 def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "study.json").write_text("")
     given = ("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out")
-    assert "is not an empty folder: choose another one" in " ".join(research(*given, tmp_path / "study").split())
+    assert "is not an empty folder: choose another one" in research(*given, tmp_path / "study")
     inside = subject.parent / "campaign"
     for _ in range(2):
         assert "ZeroDivisionError" in research(*given, inside), "a start that failed leaves nothing"
@@ -116,23 +115,21 @@ def test_a_subject_that_could_not_run_needs_another_folder(tmp_path: Path) -> No
         notebook.entry("observed", {"why": "the subject", "trial": {"arm": "c0"}, "outcome": run, "signs": []})
         notebook.entry("ended", {"reason": f"the subject cannot run: {note}", "score": None}, key="ended")
         assert "ZeroDivisionError" not in line_of(notebook.entries[1]), "the end has it"
-    output = " ".join(research("resume", tmp_path / "c").split())
+    output = research("resume", tmp_path / "c")
     assert f"ended: the subject cannot run: ZeroDivisionError ({tmp_path}/user/agent.py:1)" in output
     assert "start with another --out" in output and output.count("ZeroDivisionError") == 1
 
 
 def test_a_report_of_a_campaign_is_not_checked(tmp_path: Path) -> None:
     with Notebook(tmp_path):
-        assert "only reports of studies are checked" in " ".join(research("report", tmp_path, "--check", "r").split())
+        assert "only reports of studies are checked" in research("report", tmp_path, "--check", "r")
     assert not (tmp_path / "report.md").exists()
 
 
 def test_a_demo_writes_over_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("")
-    assert "is not an empty folder: choose another one" in " ".join(
-        research("demo", "--out", tmp_path / "mine").split()
-    )
+    assert "is not an empty folder: choose another one" in research("demo", "--out", tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
 
 

@@ -1,4 +1,4 @@
-"""The commands that read from a server, and `eval`: their output and their errors."""
+"""Commands and their errors, and `eval`. The outputs of commands that list or show are in `tests.locks`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import openai
 import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli import printable
-from agentjet.cli.episodes import BY_AGENT, BY_POLICY, ORPHAN, episode_lines
 from agentjet.cli.main import app, main
-from agentjet.cli.server_process import check_data_dir
 from agentjet.client import Swarm
-from agentjet.errors import (
-    ConfigError,
-    InvalidRequest,
-    NotFound,
-    Unauthorized,
-    Unreachable,
-)
-from agentjet.protocol import EpisodeTree
-from agentjet.types import Reward
+from agentjet.errors import ConfigError, InvalidRequest, Unauthorized, Unreachable
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.swarm.world import World
 
@@ -40,12 +29,6 @@ def at(served: Served) -> list[str]:
     return ["--url", served.url, "--token", TOKEN]
 
 
-def test_status_for_people_and_for_programs(served: Served) -> None:
-    assert "state        sampling" in run("status", *at(served))
-    assert "step         0" in run("status", *at(served))
-    assert json.loads(run("status", "--json", *at(served)))["group_size"] == 2
-
-
 def test_a_token_may_be_in_a_file(served: Served, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     run("status", "--url", served.url, "--token-file", str(tmp_path / "token"))
@@ -53,6 +36,27 @@ def test_a_token_may_be_in_a_file(served: Served, tmp_path: Path) -> None:
         run("status", "--url", served.url, "--token-file", str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="exclude each other"):
         run("status", *at(served), "--token-file", str(tmp_path / "token"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["episodes", "list", "--min-reward", "nan"], InvalidRequest, r"min_reward = nan: .*finite"),
+        (["episodes", "export", "e.jsonl", "--min-reward", "nan"], ConfigError, "--min-reward nan: give a finite"),
+        (["cluster", "scale", "ranks=3"], ConfigError, "only samplers can be scaled, such as samplers=6"),
+    ],
+)
+def test_wrong_values_are_refused_with_the_way_out(
+    served: Served, arguments: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(*arguments, *at(served))
+
+
+@pytest.mark.parametrize("every", ["inf", "nan", "1e30", "0"])
+def test_watch_refuses_what_nobody_can_wait_for(every: str) -> None:
+    refused = CliRunner().invoke(app, ["watch", "--every", every])
+    assert refused.exit_code == 2 and "Invalid value for '--every'" in refused.output
 
 
 def test_a_wrong_token_says_where_the_right_one_is(served: Served) -> None:
@@ -97,11 +101,6 @@ def test_what_the_disk_refuses_is_a_sentence(
     assert capsys.readouterr().err == "agentjet: /root/out: Permission denied\n"
 
 
-def test_no_reward_is_at_least_nan(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--min-reward nan: give a finite number"):
-        run("episodes", "export", str(tmp_path / "e.jsonl"), "--min-reward", "nan")
-
-
 def test_export_into_what_is_no_folder(served: Served, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="out cannot be written"):
@@ -111,12 +110,6 @@ def test_export_into_what_is_no_folder(served: Served, tmp_path: Path) -> None:
     run("export", str(tmp_path / "out"), *at(served))
     assert mine.is_dir(), "the user's own folders stay"
     assert not list(tmp_path.glob(".out*"))
-
-
-@pytest.mark.parametrize("every", ["inf", "nan", "1e30", "0"])
-def test_watch_refuses_what_nobody_can_wait_for(every: str) -> None:
-    refused = CliRunner().invoke(app, ["watch", "--every", every])
-    assert refused.exit_code == 2 and "Invalid value for '--every'" in refused.output
 
 
 def test_eval_of_a_running_server(served: Served) -> None:
@@ -178,7 +171,7 @@ def test_eval_of_a_run_with_several_policies(tmp_path: Path) -> None:
 
 
 def test_eval_with_repeats(served: Served) -> None:
-    asked = (
+    asked = [
         "--tasks",
         "10",
         "--repeats",
@@ -191,7 +184,7 @@ def test_eval_with_repeats(served: Served) -> None:
         "newest",
         "--concurrency",
         "4",
-    )
+    ]
     score = json.loads(run("eval", served.url, "--token", TOKEN, *asked, "--json"))
     assert (score["success"], score["repeats"]) == (0.9, 4)
     assert (score["pass@1"], score["pass@4"]) == (0.9, 0.9)
@@ -204,6 +197,7 @@ def test_eval_with_repeats(served: Served) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("./a/b",), r"begins with http://, and as a model './a/b' is neither a folder here"),
         (("http://a", "--at-version", "old"), "or newest"),
         (("http://a", "--pass-at", "1", "--pass-at", "4"), "--pass-at 4 needs --repeats 4"),
         (("http://a", "--tasks", "501"), "--tasks 501: there are 500 tasks"),
@@ -215,11 +209,6 @@ def test_eval_with_repeats(served: Served) -> None:
 def test_eval_refuses(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run("eval", *arguments)
-
-
-def test_eval_of_a_folder_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"begins with http://, and as a model './a/b' is neither a folder here"):
-        run("eval", "./a/b")
 
 
 def test_a_demo_never_removes_what_no_demo_made(tmp_path: Path) -> None:
@@ -253,18 +242,6 @@ def test_a_recipe_that_is_gone_is_one_line(
     assert "stored job settings (recipe 'gone.package:Recipe') cannot be read" in line
 
 
-def test_a_data_dir_without_its_journal_has_a_way_out(tmp_path: Path) -> None:
-    run_folder = tmp_path / "runs" / "default"
-    (run_folder / "checkpoints").mkdir(parents=True)
-    (run_folder / "metrics.jsonl").touch()
-    with pytest.raises(
-        ConfigError, match=r"has checkpoints and no journal.*only checkpoints/ to runs/default/ of a new"
-    ):
-        check_data_dir(tmp_path)
-    (run_folder / "journal.sqlite").touch()
-    check_data_dir(tmp_path)
-
-
 def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
     evil = "a\x1b[31mRED\x07\u202e\x9b2J\nep9"
     with Swarm(served.url, TOKEN, client_id="c\x1b]0;t\x07") as swarm:
@@ -282,57 +259,6 @@ def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
     assert r"a\x1b[31mRED" in printed[0] and r"\nep9" in printed[1], "it is there to be read, in its line"
     assert r"why\x1b[2J" in printed[2] and r"c\x1b]0" in printed[3]
     assert json.loads(run("episodes", "show", live.id, "--json", *at(served)))["task_id"] == evil
-
-
-def test_what_people_write_is_printed_as_it_is() -> None:
     plain = "Grüße, 世界\tسلام می‌خواهم 👩‍🚀 1\u202f000 €\n"
-    assert printable(plain) == plain
+    assert printable(plain) == plain, "what people write is printed as it is"
     assert printable("\ud800\r\x00") == r"\ud800\r\x00"
-
-
-def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:
-    with Swarm(served.url, TOKEN) as swarm, swarm.episode("sum") as episode:
-        with openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key) as agent:
-            asked = [{"role": "user", "content": "What is 1 + 2"}]
-            for headers in ({}, {"x-stainless-retry-count": "1"}):
-                agent.chat.completions.create(model="policy", messages=asked, extra_headers=headers)  # type: ignore[arg-type]
-        shown = run("episodes", "show", episode.id, *at(served))
-        assert "new context tokens" in shown
-        assert "1 + 2 = 3<|im_end|>" in shown and "not trained: sent again" in shown
-        assert "call 2; a fork (retry)" in shown or "a fork (retry) of call 1" in shown
-        calls = json.loads(run("episodes", "show", episode.id, "--json", *at(served)))["calls"]
-        assert [call["orphan"] for call in calls] == ["retry", ""]
-        coloured = episode_lines(
-            EpisodeTree.model_validate_json(run("episodes", "show", episode.id, "--json", *at(served)))
-        )
-        assert {span.style for line in coloured for span in line.spans} == {BY_AGENT, BY_POLICY, ORPHAN}
-        episode.finish(Reward(1.0, text="the sum is\x1b 3"))
-    assert "\nreward text: the sum is\\x1b 3\n" in run("episodes", "show", episode.id, *at(served))
-    assert f"{episode.id}  finished  sum" in run("episodes", "list", *at(served))
-    with pytest.raises(NotFound, match="no episode 'nope'"):
-        run("episodes", "show", "nope", *at(served))
-
-
-def test_episodes_by_filter(served: Served) -> None:
-    with Swarm(served.url, TOKEN, client_id="me") as swarm:
-        for number in range(3):
-            with swarm.episode(f"t{number}", mode="eval") as episode:
-                if number:
-                    episode.finish(number / 2)
-                else:
-                    episode.abort("the tool broke")
-    listed = ["episodes", "list", *at(served)]
-    assert "aborted" in (lost := run(*listed, "--reason", "tool")) and "t1" not in lost
-    assert run(*listed, "--client", "nobody") == "no episode matches\n"
-    best = json.loads(run(*listed, "--sort", "-reward", "--min-reward", "0.6", "--mode", "eval", "--json"))
-    assert [episode["reward"] for episode in best["episodes"]] == [1.0] and best["next"] is None
-    first = run(*listed, "--limit", "2")
-    assert first.count("finished") == 2 and "next page: --before ep" in first
-    rest = run(*listed, "--before", first.split("--before ")[1].strip())
-    assert rest.count("\n") == 1 and "aborted" in rest
-    with pytest.raises(InvalidRequest, match=r"min_reward = nan: .*finite"):
-        run(*listed, "--min-reward", "nan")
-    with pytest.raises(NotFound, match="no episode 'gone'"):
-        run(*listed, "--before", "gone")
-    refused = CliRunner().invoke(app, [*listed, "--status", "broken"])
-    assert refused.exit_code == 2 and "--status" in refused.output and "'expired'" in refused.output

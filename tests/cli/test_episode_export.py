@@ -1,4 +1,4 @@
-"""`agentjet episodes export`: each conversation of an episode and role once."""
+"""`agentjet episodes export`: each conversation of an episode and role once. `tests.locks` has exported files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 
 from agentjet.client import Swarm
 from agentjet.client.report import rows
-from agentjet.errors import ConfigError, NotFound
+from agentjet.errors import ConfigError
 from agentjet.protocol import CallView, EpisodeTree
 from agentjet.types import Reward
 from tests.cli.test_commands import at, run
 from tests.server.serving import TOKEN, Served
 
 
-def play(swarm: Swarm, task: str, reward: float | None, *, mode: Any = "train") -> str:
+def play(swarm: Swarm, task: str) -> None:
     """An episode of two turns and a vote on the first."""
-    with swarm.episode(task, mode=mode) as episode:
+    with swarm.episode(task, mode="eval") as episode:
         with openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key) as agent:
 
             def ask(*texts: str) -> str:
@@ -34,61 +34,11 @@ def play(swarm: Swarm, task: str, reward: float | None, *, mode: Any = "train") 
             answer = ask(first)
             ask(first, answer, "What is 3 + 4")
             ask(first, answer, "What is 5 + 6")
-        if reward is None:
-            episode.abort("over")
-        else:
-            episode.finish(Reward(reward, text=f"{reward:g} for {task}"))
-        return episode.id
+        episode.finish(Reward(1.0, text=f"1 for {task}"))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_conversations_with_rewards(served: Served, tmp_path: Path) -> None:
-    with Swarm(served.url, TOKEN) as swarm:
-        first = play(swarm, "a", 1.0)
-        play(swarm, "b", 0.25, mode="eval")
-        play(swarm, "c", None)
-    out = tmp_path / "all.jsonl"
-    assert "conversations: 4, of episodes: 2, in" in run("episodes", "export", str(out), *at(served))
-    found = read(out)
-    assert [(row["task_id"], row["timeline"], row["reward"]) for row in found] == [
-        ("a", 0, 1.0), ("a", 1, 1.0), ("b", 0, 0.25), ("b", 1, 0.25),
-    ]  # fmt: skip
-    assert found[0] | {"metrics": {}} == {
-        "episode_id": first,
-        "role": "",
-        "timeline": 0,
-        "task_id": "a",
-        "task_set": "",
-        "group": "a",
-        "mode": "train",
-        "status": "finished",
-        "reward": 1.0,
-        "metrics": {},
-        "reward_text": "1 for a",
-        "policy_versions": [0],
-        "trained_in": None,
-        "client_id": found[0]["client_id"],
-        "code_version": "",
-        "messages": [
-            {"role": "user", "content": "What is 1 + 2"},
-            {"role": "assistant", "content": "1 + 2 = 3"},
-            {"role": "user", "content": "What is 3 + 4"},
-            {"role": "assistant", "content": "3 + 4 = 7"},
-        ],
-        "tools": "[]",
-    }
-    assert out.stat().st_mode & 0o777 == 0o600
-    columns = [[(key, type(value)) for key, value in row.items() if value is not None] for row in found]
-    assert all(row == columns[0] for row in columns), "readers of JSON lines take the columns from the first row"
-    run("episodes", "export", str(tmp_path / "good.jsonl"), "--min-reward", "0.5", *at(served))
-    assert read(tmp_path / "good.jsonl") == found[:2]
-    run("episodes", "export", str(tmp_path / "eval.jsonl"), "--mode", "eval", *at(served))
-    assert read(tmp_path / "eval.jsonl") == found[2:]
-    run("episodes", "export", str(tmp_path / "lost.jsonl"), "--status", "aborted", *at(served))
-    assert {(row["task_id"], row["reward"]) for row in read(tmp_path / "lost.jsonl")} == {("c", None)}
 
 
 def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
@@ -98,31 +48,24 @@ def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to export: of 0 episodes"):
         run("episodes", "export", str(tmp_path / "none.jsonl"), *at(served))
     assert [path.name for path in tmp_path.iterdir() if "none" in path.name] == []
-    with Swarm(served.url, TOKEN) as swarm, pytest.raises(NotFound):
-        swarm.episodes(before="nothing")
 
 
 def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Path) -> None:
     with Swarm(served.url, TOKEN) as swarm:
-        play(swarm, "old", 1.0, mode="eval")
+        play(swarm, "old")
         store = served.run.gateway.swarm.store
         store.transcript_bytes = 0
         for rows in store.unneeded():
             store.journal.delete(rows)
-        play(swarm, "new", 1.0, mode="eval")
+        play(swarm, "new")
     out = tmp_path / "out.jsonl"
     assert "conversations: 2, of episodes: 1, in" in (said := run("episodes", "export", str(out), *at(served)))
     assert "1 more have no messages, since a checkpoint covers them" in said
-    assert {row["task_id"] for row in read(out)} == {"new"}
-
-
-def test_pages(served: Served) -> None:
-    with Swarm(served.url, TOKEN) as swarm:
-        ids = [swarm.begin(f"t{i}", mode="eval").id for i in range(5)]
-        page = swarm.episodes(2)
-        assert [episode.episode_id for episode in page.episodes] == ids[:2:-1]
-        rest = swarm.episodes(20, before=ids[3])
-        assert [episode.episode_id for episode in rest.episodes] == ids[2::-1]
+    found = read(out)
+    assert [(row["task_id"], row["timeline"], row["reward"]) for row in found] == [("new", 0, 1.0), ("new", 1, 1.0)]
+    columns = [[(key, type(value)) for key, value in row.items()] for row in found]
+    assert columns[0] == columns[1], "readers of JSON lines take the columns from the first row"
+    assert out.stat().st_mode & 0o777 == 0o600
 
 
 def call(call_id: str, after: str | None, **more: Any) -> CallView:

@@ -21,12 +21,7 @@ from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
 DAY = 86400.0
-JOB = {
-    "batch_size": 1,
-    "group_size": 2,
-    "lease_seconds": 2 * DAY,
-    "max_episode_seconds": 7 * DAY,
-}
+JOB = {"batch_size": 1, "group_size": 2, "lease_seconds": 2 * DAY, "max_episode_seconds": 7 * DAY}
 APPLICATION = """
 import json, os, sys, urllib.request
 for turn in sys.argv[1:]:

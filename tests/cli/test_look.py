@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.cli.look import Found, RemoteRun
+from agentjet.cli.look import Places, RemoteRun
 from agentjet.cli.runs import read_runs
 from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Later
@@ -50,7 +50,7 @@ LIVE_ONLY = {
 
 
 @asynccontextmanager
-async def looking(found: Found) -> AsyncIterator[tuple[httpx.AsyncClient, OfflineViewer]]:
+async def looking(found: Places) -> AsyncIterator[tuple[httpx.AsyncClient, OfflineViewer]]:
     """A client of the application, with the key of a session."""
     collection = Collection(found.runs, found.studies)
     look = OfflineViewer(collection, found.forwards, ServerConfig())
@@ -62,8 +62,8 @@ async def looking(found: Found) -> AsyncIterator[tuple[httpx.AsyncClient, Offlin
     await collection.close()
 
 
-def found_at(*places: object, token: str = "") -> Found:
-    found = Found(token)
+def found_at(*places: object, token: str = "") -> Places:
+    found = Places(token)
     for place in places:
         found.add(str(place))
     return found

@@ -82,11 +82,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def new(topic: str, *more: str, held_out: str = "play.py:held_out") -> str:
+def new(topic: str, *more: str) -> str:
     usual = {
         "--agent": "play.py:agent",
         "--tasks": "play.py:train",
-        "--held-out": held_out,
+        "--held-out": "play.py:held_out",
         "--space": "kl.toml",
         "--out": "study",
         "--budget": "60",
@@ -110,51 +110,56 @@ def test_a_plan_is_written_and_read(here: Path) -> None:
     }
 
 
-def test_what_cannot_be_studied_is_refused(here: Path) -> None:
-    for said, arguments in (
-        ("held-out tasks are also training tasks, such as 'a'", {"held_out": "play.py:train"}),
-        ("there is no function 'gone'", {"held_out": "play.py:gone"}),
-        ("called without arguments, and raised SystemExit: 3", {"held_out": "play.py:leaves"}),
-        ("called without arguments, and raised KeyError", {"held_out": "play.py:boom"}),
-        ("called without arguments, and raised TypeError", {"held_out": "play.py:needy"}),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            new("does a kl penalty help?", **arguments)
-    with pytest.raises(ConfigError, match="batch_sise"):
-        new("does a kl penalty help?", "--set", "job.batch_sise=4")
-    for out in ("play.py", "/proc/x"):
-        with pytest.raises(ConfigError, match=f"--out {out}: .*; choose a folder"):
-            research("demo", "--out", out)
-        with pytest.raises(ConfigError, match=f"--out {out}: .*; choose a folder"):
-            new("does a kl penalty help?", "--out", out)
-    for agent, said in (
-        ("os.path:join", r"os\.path:join: 'os\.path' is part of Python itself: name a module"),
-        (":agent", r":agent: expected FILE\.py:FUNCTION, or package\.module:function"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            new("does a kl penalty help?", "--agent", agent)
+SPACE = ("--space", "space.toml", "--set", "job.batch_size=4")
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("held-out tasks are also training tasks, such as 'a'", ["--held-out", "play.py:train"]),
+        ("there is no function 'gone'", ["--held-out", "play.py:gone"]),
+        ("called without arguments, and raised SystemExit: 3", ["--held-out", "play.py:leaves"]),
+        ("called without arguments, and raised KeyError", ["--held-out", "play.py:boom"]),
+        ("called without arguments, and raised TypeError", ["--held-out", "play.py:needy"]),
+        (r"broken\.py: RuntimeError: it is broken$", ["--held-out", "broken.py:held_out"]),
+        ("batch_sise", ["--set", "job.batch_sise=4"]),
+        ("is not of the form", ["--set", "job.batch_size"]),
+        ("'/no/such/model' is neither a folder", ["--model", "/no/such/model"]),
+        ("--out play.py: .*; choose a folder", ["--out", "play.py"]),
+        ("--out /proc/x: .*; choose a folder", ["--out", "/proc/x"]),
+        (r"os\.path:join: 'os\.path' is part of Python itself: name a module", ["--agent", "os.path:join"]),
+        (r":agent: expected FILE\.py:FUNCTION, or package\.module:function", ["--agent", ":agent"]),
+        (r"exits\.py: importing it ends the program \(SystemExit: 0\)", ["--agent", "exits.py:agent"]),
+        (r"play\.py:lonely cannot be called as agent\(task, episode\): too many", ["--agent", "play.py:lonely"]),
+        (r"play\.py:lonely cannot be called as agent\(task, episode\): too many", ["--evaluator", "play.py:lonely"]),
+        ("subject.agent play.py:lonely cannot be called as agent", [*SPACE, 'agent = "play.py:lonely"']),
+        ("there is no function 'gone'", [*SPACE, 'agent = "play.py:gone"']),
+        ("arm 'b' does not differ from arm 'a'", [*SPACE, 'changes = { "job.batch_size" = 4 }']),
+    ],
+)
+def test_what_cannot_be_studied_is_refused(message: str, options: list[str], here: Path) -> None:
+    """With `--space`, the last word is the second arm."""
     (here / "exits.py").write_text("raise SystemExit(0)")
-    with pytest.raises(ConfigError, match=r"exits\.py: importing it ends the program \(SystemExit: 0\)"):
-        new("does a kl penalty help?", "--agent", "exits.py:agent")
-    for option in ("--agent", "--evaluator"):
-        with pytest.raises(ConfigError, match=r"play\.py:lonely cannot be called as agent\(task, episode\): too many"):
-            new("does a kl penalty help?", option, "play.py:lonely")
-    for arm, said in (
-        ('agent = "play.py:lonely"', "subject.agent play.py:lonely cannot be called as agent"),
-        ('agent = "play.py:gone"', "there is no function 'gone'"),
-        ('changes = { "job.batch_size" = 4 }', "arm 'b' does not differ from arm 'a'"),
-    ):
+    (here / "broken.py").write_text("raise RuntimeError('\\nit is broken\\n' + 'and more\\n' * 50)\n")
+    if "--space" in options:
+        *options, arm = options
         (here / "space.toml").write_text(f"[arms.a]\n[arms.b]\n{arm}\n")
-        with pytest.raises(ConfigError, match=said):
-            new("is b better?", "--space", "space.toml", "--set", "job.batch_size=4")
-    with pytest.raises(ConfigError, match="is not of the form"):
-        new("does a kl penalty help?", "--set", "job.batch_size")
-    with pytest.raises(ConfigError, match="'/no/such/model' is neither a folder"):
-        new("does a kl penalty help?", "--model", "/no/such/model")
-    with pytest.raises(ConfigError, match=r"has no study\.json"):
-        research("run", "study")
-    with pytest.raises(ConfigError, match="1 --server and 0 --admin-token-file"):
-        research("run", "study", "--server", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=message):
+        new("does a kl penalty help?", *options)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("--out play.py: .*; choose a folder", ["demo", "--out", "play.py"]),
+        ("--out /proc/x: .*; choose a folder", ["demo", "--out", "/proc/x"]),
+        (r"has no study\.json", ["run", "study"]),
+        ("1 --server and 0 --admin-token-file", ["run", "study", "--server", "http://127.0.0.1:1"]),
+    ],
+)
+def test_what_cannot_be_run_is_refused(message: str, arguments: list[str], here: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        research(*arguments)
 
 
 def test_a_run_has_a_length_that_it_can_have(here: Path) -> None:
@@ -162,12 +167,6 @@ def test_a_run_has_a_length_that_it_can_have(here: Path) -> None:
     asked = ["research", "new", "t", *named, "--space", "kl.toml", "--out", "study", "--budget", "60"]
     result = CliRunner().invoke(app, [*asked, "--steps", "1000000000000"])
     assert result.exit_code == 2 and "--steps" in result.output and "1000000" in result.output
-
-
-def test_what_an_agents_file_raises_is_a_line(here: Path) -> None:
-    (here / "broken.py").write_text("raise RuntimeError('\\nit is broken\\n' + 'and more\\n' * 50)\n")
-    with pytest.raises(ConfigError, match=r"broken\.py: RuntimeError: it is broken$"):
-        new("grpo vs rloo", held_out="broken.py:held_out")
 
 
 def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from agentjet.cli.main import app
 from agentjet.cli.program import CommandLine, CommandSource, NoReward, check_source, reward_source
 from agentjet.client import AgentVersion, Command, CommandFailed, Result
-from agentjet.client.code_copy import CodeFolder
+from agentjet.client.agent_source import CodeFolder
 from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError, InvalidRequest
 from agentjet.types import Reward, Task
@@ -105,35 +105,41 @@ def test_an_episode_with_a_refused_request_is_not_scored(served: Served, folder:
     assert (scored["finished"], scored["mean_reward"]) == (6, 0.0)
 
 
-def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Served, folder: Path) -> None:
-    def refused(match: str, *arguments: str, command: tuple[str, ...] = ()) -> None:
-        with pytest.raises(ConfigError, match=match):
-            run(served, *arguments, command=command)
+ECHO = ("echo", "{task.c}")
 
-    refused(
-        r"\{task.c\}: the task has no 'c'; its keys are: a, b, id", "--reward", "stdout", command=("echo", "{task.c}")
-    )
-    refused("the command 'no-such-program' is missing", "--reward", "stdout", command=("no-such-program",))
-    refused("expected FILE.py:FUNCTION, stdout, exit-code or file:NAME", "--reward", "magic")
-    refused(
-        r"reward.py:sore: there is no function 'sore' in reward.py; did you mean 'score'", "--reward", "reward.py:sore"
-    )
-    refused(r"missing.py: No such file", "--reward", "missing.py:score")
-    refused("--source nowhere: no such file", "--reward", "stdout", "--source", "nowhere")
-    refused(
-        "--watch: the command line names no file or folder of yours", "--reward", "stdout", "--watch", command=("true",)
-    )
-    refused("--watch and --eval exclude", "--reward", "stdout", "--watch", "--eval")
-    (folder / "reward.py").write_text("def score(task result): ...")
-    refused(r"reward.py: SyntaxError: .*line 1", "--reward", "reward.py:score")
-    result = CliRunner().invoke(app, ["run", "--task-file", "tasks.jsonl", "--reward", "stdout"])
-    assert result.exit_code == 2 and "COMMAND" in result.output
-    assert recent_episodes(served.run.gateway.swarm, 1) == []
+
+@pytest.mark.parametrize(
+    ("error", "options", "command"),
+    [
+        (r"\{task.c\}: the task has no 'c'; its keys are: a, b, id", ["--reward", "stdout"], ECHO),
+        ("the command 'no-such-program' is missing", ["--reward", "stdout"], ("no-such-program",)),
+        ("expected FILE.py:FUNCTION, stdout, exit-code or file:NAME", ["--reward", "magic"], ()),
+        (r"there is no function 'sore' in reward.py; did you mean 'score'", ["--reward", "reward.py:sore"], ()),
+        (r"missing.py: No such file", ["--reward", "missing.py:score"], ()),
+        (r"broken.py: SyntaxError: .*line 1", ["--reward", "broken.py:score"], ()),
+        ("must lie in the command's working directory", ["--reward", "file:/etc/passwd"], ()),
+        ("must lie in the command's working directory", ["--reward", "file:../reward"], ()),
+        ("--source nowhere: no such file", ["--reward", "stdout", "--source", "nowhere"], ()),
+        ("--watch: the command line names no file or folder of yours", ["--reward", "stdout", "--watch"], ("true",)),
+        ("--watch and --eval exclude", ["--reward", "stdout", "--watch", "--eval"], ()),
+        ("--repeats is for --eval", ["--reward", "stdout", "--repeats", "3"], ()),
+        ("--steps and --eval exclude each other", ["--reward", "stdout", "--eval", "--steps", "3"], ()),
+    ],
+)
+def test_what_would_fail_in_every_episode_is_said_before_the_first(
+    error: str, options: list[str], command: tuple[str, ...], folder: Path
+) -> None:
+    """Nothing is sent: no server has this address."""
+    (folder / "broken.py").write_text("def score(task result): ...")
+    words = ["run", "--url", "http://127.0.0.1:9", "--token", TOKEN, "--task-file", "tasks.jsonl", *options, "--"]
+    with pytest.raises(ConfigError, match=error):
+        CliRunner().invoke(app, [*words, *(command or (sys.executable, "agent.py"))], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ('{"name": "Zoë"}'.encode("latin-1"), "line 1, byte 13: the line is not UTF-8"),
         ('{"id": "a"}\n{"id": "b" "c"}\n', r"tasks.jsonl line 2, column 12: Expecting ',' delimiter"),
         ('{"id": "a"}\n\n["b"]\n', r"line 3: a task is a JSON object .*, not \[\"b\"\]"),
         ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is also that of line 1"),
@@ -146,23 +152,17 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
         ('{"seed": ' + "7" * 5_000 + "}", r"line 1: .*4300 digits"),
     ],
 )
-def test_bad_tasks_are_named_by_line(tmp_path: Path, text: str, error: str) -> None:
+def test_bad_tasks_are_named_by_line(tmp_path: Path, text: str | bytes, error: str) -> None:
     file = tmp_path / "tasks.jsonl"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=error):
         read_tasks(file)
 
 
-def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none: No such file"):
-        read_tasks(tmp_path / "none")
-    (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="latin line 1, byte 13: the line is not UTF-8"):
-        read_tasks(tmp_path / "latin")
-
-
 def test_ids_of_tasks(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
+    with pytest.raises(ConfigError, match=r"tasks.jsonl: No such file"):
+        read_tasks(file)
     file.write_text('\ufeff{"q": "ü\\u2028"}\r\n\n{"id": 7, "task_set": "s"}')
     first, second = read_tasks(file)
     assert (first.id, first.task_set, first.payload) == ("line-1", "", {"q": "ü\u2028"})
@@ -173,15 +173,32 @@ def judge(source: str, folder: Path, stdout: str = "", code: int = 0) -> Any:
     return reward_source(source)[0]({}, Result(stdout, "", code, 1.0, folder))
 
 
-def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
-    assert judge("stdout", tmp_path, "thinking\n0.5\n\n") == Reward(0.5)
-    whole = '{"reward": -1, "by_role": {"critic": 2}, "metrics": {"turns": 3}}'
-    assert judge("stdout", tmp_path, whole) == Reward(-1.0, {"critic": 2}, {"turns": 3})
-    turns = '{"reward": 1, "by_turn": [0, 0.5], "by_call": {"chatcmpl-1": 2}}'
-    assert judge("stdout", tmp_path, turns) == Reward(1.0, by_turn=[0, 0.5], by_call={"chatcmpl-1": 2})
-    assert judge("stdout", tmp_path, '{"reward": 0, "text": "expected 30"}') == Reward(0.0, text="expected 30")
-    by_policy = '{"planner": 1, "coder": {"reward": 0.5, "metrics": {"turns": 3}}}'
-    assert judge("stdout", tmp_path, by_policy) == {"planner": Reward(1.0), "coder": Reward(0.5, metrics={"turns": 3})}
+@pytest.mark.parametrize(
+    ("stdout", "reward"),
+    [
+        ("thinking\n0.5\n\n", Reward(0.5)),
+        (
+            '{"reward": -1, "by_role": {"critic": 2}, "metrics": {"turns": 3}}',
+            Reward(-1.0, {"critic": 2}, {"turns": 3}),
+        ),
+        (
+            '{"reward": 1, "by_turn": [0, 0.5], "by_call": {"chatcmpl-1": 2}}',
+            Reward(1.0, by_turn=[0, 0.5], by_call={"chatcmpl-1": 2}),
+        ),
+        ('{"reward": 0, "text": "expected 30"}', Reward(0.0, text="expected 30")),
+        (
+            '{"planner": 1, "coder": {"reward": 0.5, "metrics": {"turns": 3}}}',
+            {"planner": Reward(1.0), "coder": Reward(0.5, metrics={"turns": 3})},
+        ),
+    ],
+)
+def test_rewards_from_standard_output(stdout: str, reward: object, tmp_path: Path) -> None:
+    assert judge("stdout", tmp_path, stdout) == reward
+
+
+def test_rewards_from_files_and_exit_codes(tmp_path: Path) -> None:
+    with pytest.raises(NoReward, match=r"the file reward\.json of the reward: No such file"):
+        judge("file:reward.json", tmp_path)
     (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')
     assert judge("file:reward.json", tmp_path) == Reward(1.0)
     with pytest.raises(InvalidRequest, match="reward is inf: it must be a finite number"):
@@ -209,14 +226,6 @@ def test_a_reward_that_cannot_be_read_is_not_zero(tmp_path: Path, stdout: str, e
         judge("stdout", tmp_path, stdout)
 
 
-def test_the_file_of_a_reward_lies_in_the_working_directory(tmp_path: Path) -> None:
-    with pytest.raises(NoReward, match=r"the file reward\.json of the reward: No such file"):
-        judge("file:reward.json", tmp_path)
-    for outside in ("file:/etc/passwd", "file:../reward"):
-        with pytest.raises(ConfigError, match="must lie in the command's working directory"):
-            reward_source(outside)
-
-
 def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
     (folder / "data").mkdir()
     (folder / "interpreter").symlink_to(sys.executable)
@@ -233,7 +242,7 @@ def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
     )
     source = CommandLine(words, folder, check_source([Path("data")], folder))
     here = str(folder)
-    assert source.resolved(folder) == [
+    assert source.moved({}) == [
         *(f"{here}/interpreter", f"{here}/agent.py", f"--with={here}/reward.py"),
         *("data", f"{here}/data", "word", "-m", f"{here}/x", "{task}"),
     ]
@@ -251,7 +260,7 @@ def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
 
 def command_source(arguments: tuple[str, ...], folder: Path, copies: Path, more: tuple[str, ...] = ()) -> CommandSource:
     line = CommandLine(arguments, folder, check_source([Path(name) for name in more], folder))
-    return CommandSource(line, Command(line.resolved(folder), lambda task, result: 0.0), None, copies)
+    return CommandSource(line, Command(line.moved({}), lambda task, result: 0.0), None, copies)
 
 
 def output_of(version: AgentVersion) -> str:
@@ -462,19 +471,6 @@ def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> 
             assert not Path(f"/proc/{pid.name}").exists()
 
     asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--repeats", "3"), "--repeats is for --eval"),
-        (("--eval", "--steps", "3"), "--steps and --eval exclude each other"),
-    ],
-)
-def test_an_option_that_would_do_nothing_is_refused(options: tuple[str, ...], sentence: str, folder: Path) -> None:
-    asked = ["run", "--task-file", "tasks.jsonl", "--reward", "stdout", *options, "--", "true"]
-    with pytest.raises(ConfigError, match=sentence):
-        CliRunner().invoke(app, asked, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

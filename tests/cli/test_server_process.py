@@ -145,3 +145,13 @@ def test_runs_that_cannot_be_created(served: Served, tmp_path: Path) -> None:
     with pytest.raises(Forbidden, match="'admin-token'"):
         run("runs", "list", *at(served))
     assert [path.name for path in served.run.folder.parent.iterdir()] == ["default"]
+
+
+def test_a_data_dir_without_its_journal_has_a_way_out(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "default"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"has checkpoints and no journal.*only checkpoints/ to runs/default/ of a"):
+        server_process.check_data_dir(tmp_path)
+    (folder / "journal.sqlite").touch()
+    server_process.check_data_dir(tmp_path)

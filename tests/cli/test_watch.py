@@ -4,7 +4,7 @@
 2. Names of clients cannot control the terminal.
 3. A pipe gets one line for each change, and nothing for episodes that begin or finish.
 4. A server that stops is shown as such, with the age of what is shown, and followed again when it is back.
-5. `watch --once` and `status` of a served run.
+`tests.locks` has `watch --once` and `status` of recorded runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any, cast
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from agentjet.cli.main import app
 from agentjet.cli.runs import status_lines
 from agentjet.cli.watch import Lines, Snapshot, event_line, follow, picture, screen
 from agentjet.client import AsyncSwarm
@@ -37,7 +35,6 @@ from agentjet.protocol import (
     ZeroVariance,
     duration,
 )
-from tests.server.serving import TOKEN, Served
 
 FINE = HealthRuleView(name="engine", level="ok", text="the engine is sampling", docs="docs/health.md#engine")
 
@@ -78,7 +75,7 @@ def waiting(*groups: WaitingGroupView, needed: int = 3) -> WaitingView:
     return WaitingView(text="rewards: 1 of 3", needed=needed, places=3, num_groups=len(groups), groups=list(groups))
 
 
-def look(**more: Any) -> Snapshot:
+def snapshot(**more: Any) -> Snapshot:
     metrics: dict[str, list[float | None]] = {
         "reward/mean": [0.1, 0.2, 0.4, 0.8], "time/sample": [3.0] * 4, "time/wait": [1.0] * 4,
         "time/learn": [1.0] * 4, "perf/tokens_per_second": [1940.0] * 4,
@@ -99,7 +96,7 @@ def drawn(shown: Snapshot, width: int = 100) -> list[str]:
 
 
 def test_the_screen() -> None:
-    assert drawn(look(news=["12:04:31  ep_2 of task p9 aborted: Timeout"])) == [
+    assert drawn(snapshot(news=["12:04:31  ep_2 of task p9 aborted: Timeout"])) == [
         "agentjet   tiny  ● sampling  step 57 of 200  up 1 s  http://host:8400",
         "learning   yes: +0.021 a step  ▁▂▄█",
         "healthy    ! 12% were cut",
@@ -116,13 +113,13 @@ def test_the_screen() -> None:
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_screen_fits_its_width(width: int) -> None:
-    lines = drawn(look(news=["12:04:31  " + "long " * 60], problem="no answer " * 30), width)
+    lines = drawn(snapshot(news=["12:04:31  " + "long " * 60], problem="no answer " * 30), width)
     assert max(map(len, lines)) <= width
     assert sum("long long" in line for line in lines) == 1, "news are cut, not wrapped"
 
 
 def test_clocks_run_on_between_two_reads() -> None:
-    lines = "\n".join(drawn(look(age=12.0, problem="no answer from http://host:8400")))
+    lines = "\n".join(drawn(snapshot(age=12.0, problem="no answer from http://host:8400")))
     assert "50 s; lease ends in 1 min 10 s, episode in" in lines and "up 13 s" in lines
     assert "no answer  since 12 s: no answer from http://host:8400" in lines
 
@@ -134,7 +131,7 @@ EQUAL = ZeroVariance(
 
 
 def test_batches_that_teach_nothing() -> None:
-    lines = drawn(look(status=seen(zero_variance=EQUAL)), 160)
+    lines = drawn(snapshot(status=seen(zero_variance=EQUAL)), 160)
     first = next(i for i, line in enumerate(lines) if line.startswith("warning"))
     assert "3 batches in a row could teach nothing" in lines[first]
     assert [line.strip() for line in lines[first + 1 : first + 6]] == [
@@ -147,7 +144,7 @@ def test_batches_that_teach_nothing() -> None:
     said: list[str] = []
     shown = Lines(said.append)
     for _ in range(2):
-        shown.look(look(status=seen(zero_variance=EQUAL)))
+        shown.changes(snapshot(status=seen(zero_variance=EQUAL)))
     assert sum("could teach nothing" in line for line in said) == 1
 
 
@@ -160,7 +157,7 @@ def test_a_large_batch_is_cut() -> None:
 
 def test_a_run_without_episodes() -> None:
     empty = StepList(versions=[], times=[], metrics={})
-    lines = drawn(look(waiting=waiting(), steps=empty, health=health("too_early"), status=seen()))
+    lines = drawn(snapshot(waiting=waiting(), steps=empty, health=health("too_early"), status=seen()))
     assert "waits for  rewards: 1 of 3" in lines and not [line for line in lines if line.startswith("time")]
 
 
@@ -169,7 +166,7 @@ def test_names_cannot_control_the_terminal() -> None:
     rule = HealthRuleView(name="episodes", level="bad", text=bad, docs="")
     status = seen(clients={bad: 1.0}, model=bad)
     view = waiting(group(cell("live", None, 1.0, 2.0), task=bad))
-    text = "\n".join(drawn(look(status=status, health=health("no", rule), waiting=view, problem=bad), 160))
+    text = "\n".join(drawn(snapshot(status=status, health=health("no", rule), waiting=view, problem=bad), 160))
     assert "\x1b" not in text and "\u202e" not in text and text.count("[red]x") == 5
 
 
@@ -207,17 +204,17 @@ def test_events_that_deserve_a_line() -> None:
 def test_a_pipe_gets_a_line_for_each_change() -> None:
     lines: list[str] = []
     shown = Lines(lambda line: lines.append(line.partition("  ")[2]))
-    shown.look(look())
-    shown.look(look())
+    shown.changes(snapshot())
+    shown.changes(snapshot())
     assert lines == [
         "http://host:8400: sampling, step 57, waits for rewards: 1 of 3",
         "learning: yes: +0.021 a step",
         "health warn: 12% were cut (docs/health.md#truncated)",
     ]
     del lines[:]
-    shown.look(look(problem="no answer"))
-    shown.look(look(problem="no answer"))
-    shown.look(look(health=health("falls")))
+    shown.changes(snapshot(problem="no answer"))
+    shown.changes(snapshot(problem="no answer"))
+    shown.changes(snapshot(health=health("falls")))
     assert lines == ["no answer", "the server answers again", "learning: falls: +0.021 a step"]
 
 
@@ -237,16 +234,16 @@ class Stub:
         if self.fails:
             self.fails -= 1
             raise Unreachable("no answer")
-        return look().status
+        return snapshot().status
 
     async def health(self) -> HealthView:
-        return look().health
+        return snapshot().health
 
     async def waiting(self) -> WaitingView:
-        return look().waiting
+        return snapshot().waiting
 
     async def steps(self, limit: int) -> StepList:
-        return look().steps
+        return snapshot().steps
 
     async def events(self, after: int) -> AsyncGenerator[Event]:
         for one in self.streams.pop(0):
@@ -264,12 +261,14 @@ async def test_a_server_that_stops_is_shown_and_followed_again(monkeypatch: pyte
     stub.streams.append([event("step", policy_version=58, metrics={})])
     back = asyncio.Event()
 
-    def on_look(shown: Snapshot) -> None:
+    def on_snapshot(shown: Snapshot) -> None:
         problems.append(shown.problem)
         if kinds == ["state", "step"]:
             back.set()
 
-    following = asyncio.create_task(follow(cast(AsyncSwarm, stub), 0.0, lambda one: kinds.append(one.kind), on_look))
+    following = asyncio.create_task(
+        follow(cast(AsyncSwarm, stub), 0.0, lambda one: kinds.append(one.kind), on_snapshot)
+    )
     await asyncio.wait_for(back.wait(), 30)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
@@ -328,26 +327,3 @@ def test_the_status_has_the_rules_that_are_not_ok() -> None:
     assert ("learning", "no: +0.021 a step") in lines
     assert ("health", "bad: the disk is full (docs/health.md#disk)") in lines
     assert ("health", "ok: 1 rules") in status_lines(seen(), health())
-
-
-def test_a_run_with_policies_has_a_line_for_each() -> None:
-    step = {"reward/mean": 0.5, "planner/policy/entropy": 1.25, "coder/policy/entropy": 2.5, "coder/reward/mean": 0.25}
-    lines = status_lines(seen(run="other", policies=("planner", "coder"), last_step=step))
-    assert ("run", "other") in lines and ("policies", "planner, coder") in lines and "model" not in dict(lines)
-    assert lines[-3:] == [
-        ("last step", "reward/mean 0.5"),
-        ("  planner", "policy/entropy 1.25"),
-        ("  coder", "reward/mean 0.25, policy/entropy 2.5"),
-    ]
-    assert [name for name, _ in status_lines(seen(last_step={"reward/mean": 1.0}))][-1] == "last step"
-    assert "run" not in dict(status_lines(seen())) and dict(status_lines(seen()))["model"] == "tiny"
-
-
-def test_watch_once(served: Served) -> None:
-    at = ["--url", served.url, "--token", TOKEN]
-    done = CliRunner().invoke(app, ["watch", "--once", *at], catch_exceptions=False)
-    assert done.exit_code == 0 and "● sampling  step 0" in done.output
-    assert "Too early: 0 of the 8 steps" in done.output and "waits for  clients, to begin" in done.output
-    assert "learning     Too early" in CliRunner().invoke(app, ["status", *at], catch_exceptions=False).output
-    with pytest.raises(Unreachable, match="agentjet serve"):
-        CliRunner().invoke(app, ["watch", "--once", "--url", "http://127.0.0.1:9"], catch_exceptions=False)

@@ -24,6 +24,8 @@ from tests.client.server import URL, FakeServer
 from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, serving
 
+pytestmark = pytest.mark.anyio
+
 ROW = {"id": "t1", "question": "two words", "answer": 7, "deep": {"list": [1]}}
 TASK = Task("t1", payload=ROW)
 
@@ -218,18 +220,14 @@ def test_what_a_program_leaves_running_is_ended_before_it_is_judged(tmp_path: Pa
     assert run(Command(python(STUBBORN, str(pids), "0"), judge)) == 1.0
 
 
-def test_a_cancelled_program_is_ended_with_its_children(tmp_path: Path) -> None:
+async def test_a_cancelled_program_is_ended_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-
-    async def scenario() -> None:
-        running = asyncio.create_task(Command(python(STUBBORN, str(pids), "3600"), judged)(TASK, episode()))  # type: ignore[arg-type]
-        while not pids.exists():
-            await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(scenario())
+    running = asyncio.create_task(Command(python(STUBBORN, str(pids), "3600"), judged)(TASK, episode()))  # type: ignore[arg-type]
+    while not pids.exists():
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
@@ -317,64 +315,57 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
 """
 
 
-def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> None:
+async def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> None:
     """One of three tasks crashes: its episodes are aborted with the reason, and the others fill the batch."""
 
     def judge(payload: Any, result: Result) -> float:
         return float(result.stdout.strip() == "2")
 
-    async def scenario() -> None:
-        script = tmp_path / "agent.py"
-        script.write_text(ASKS + "assert os.environ['AGENTJET_TASK'] != '3', 'three is too much'\n")
-        tasks = [Task(f"t{number}", payload=number) for number in (1, 2, 3)]
-        reply = saying(lambda prompt: prompt.rpartition("number ")[2][0])
-        async with (
-            serving(tmp_path / "data", reply) as served,
-            AsyncSwarm(served.url, TOKEN) as swarm,
-        ):
-            report = await swarm.train(
-                Command([sys.executable, str(script)], judge), tasks, steps=1, concurrency=3, progress=False
-            )
-            ended = recent_episodes(served.run.gateway.swarm, 100)
-        trained = [one for one in ended if one.trained_in == 0]
-        assert sorted((one.task_id, one.reward, one.num_calls) for one in trained) == [
-            ("t1", 0.0, 1),
-            ("t1", 0.0, 1),
-            ("t2", 1.0, 1),
-            ("t2", 1.0, 1),
-        ]
-        failed = [one for one in ended if one.task_id == "t3" and one.reason.startswith("CommandFailed")]
-        assert failed and all("AssertionError: three is too much" in one.reason for one in failed)
-        assert all(one.reward is None for one in ended if one.task_id == "t3")
-        assert report.num_aborted == len(failed)
-
-    asyncio.run(scenario())
+    script = tmp_path / "agent.py"
+    script.write_text(ASKS + "assert os.environ['AGENTJET_TASK'] != '3', 'three is too much'\n")
+    tasks = [Task(f"t{number}", payload=number) for number in (1, 2, 3)]
+    reply = saying(lambda prompt: prompt.rpartition("number ")[2][0])
+    async with (
+        serving(tmp_path / "data", reply) as served,
+        AsyncSwarm(served.url, TOKEN) as swarm,
+    ):
+        report = await swarm.train(
+            Command([sys.executable, str(script)], judge), tasks, steps=1, concurrency=3, progress=False
+        )
+        ended = recent_episodes(served.run.gateway.swarm, 100)
+    trained = [one for one in ended if one.trained_in == 0]
+    assert sorted((one.task_id, one.reward, one.num_calls) for one in trained) == [
+        ("t1", 0.0, 1),
+        ("t1", 0.0, 1),
+        ("t2", 1.0, 1),
+        ("t2", 1.0, 1),
+    ]
+    failed = [one for one in ended if one.task_id == "t3" and one.reason.startswith("CommandFailed")]
+    assert failed and all("AssertionError: three is too much" in one.reason for one in failed)
+    assert all(one.reward is None for one in ended if one.task_id == "t3")
+    assert report.num_aborted == len(failed)
 
 
-def test_a_program_whose_episode_the_server_ended_is_ended(tmp_path: Path) -> None:
+async def test_a_program_whose_episode_the_server_ended_is_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-
-    async def scenario() -> None:
-        job = {"batch_size": 1, "group_size": 2, "lease_seconds": 0.3}
-        async with (
-            serving(tmp_path / "data", job=job) as served,
-            AsyncSwarm(served.url, TOKEN) as swarm,
-        ):
-            command = Command(python(STUBBORN, str(pids), "3600"), judged)
-            training = asyncio.create_task(swarm.train(command, [TASK], steps=1, concurrency=1, progress=False))
-            while not pids.exists():
-                await asyncio.sleep(0.01)
-            first = [int(pid) for pid in pids.read_text().split()]
-            pids.unlink()
-            served.run.clock.advance(10)
-            while not pids.exists():  # its place was given to the next one
-                await asyncio.sleep(0.01)
-            assert all(gone(pid) for pid in first)
-            training.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await training
-
-    asyncio.run(scenario())
+    job = {"batch_size": 1, "group_size": 2, "lease_seconds": 0.3}
+    async with (
+        serving(tmp_path / "data", job=job) as served,
+        AsyncSwarm(served.url, TOKEN) as swarm,
+    ):
+        command = Command(python(STUBBORN, str(pids), "3600"), judged)
+        training = asyncio.create_task(swarm.train(command, [TASK], steps=1, concurrency=1, progress=False))
+        while not pids.exists():
+            await asyncio.sleep(0.01)
+        first = [int(pid) for pid in pids.read_text().split()]
+        pids.unlink()
+        served.run.clock.advance(10)
+        while not pids.exists():  # its place was given to the next one
+            await asyncio.sleep(0.01)
+        assert all(gone(pid) for pid in first)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, Swarm, heartbeats
-from agentjet.client.heartbeats import Heartbeats
+from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, Swarm, connection
+from agentjet.client.connection import Heartbeats
 from agentjet.errors import Conflict, NotFound, Unreachable
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer
@@ -51,7 +51,7 @@ class Server(FakeServer):
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of the fake server are 60 s: heartbeats every 12 ms."""
-    monkeypatch.setattr(heartbeats, "LEASE_SHARE", 0.0002)
+    monkeypatch.setattr(connection, "LEASE_SHARE", 0.0002)
 
 
 def in_train(server: Server) -> bool:
@@ -147,8 +147,8 @@ def test_heartbeats_end_with_the_servers_knowledge_of_the_episode(errors: list[E
 def test_an_agent_that_blocks_its_loop_is_named_once(
     blocks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(heartbeats, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeats, "PUNCTUAL_SECONDS", PATIENCE)
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "PUNCTUAL_SECONDS", PATIENCE)
     warned = threading.Event()
     caplog.handler.addFilter(lambda record: warned.set() or True)
 
@@ -162,7 +162,7 @@ def test_an_agent_that_blocks_its_loop_is_named_once(
 
     with Swarm(URL, TOKEN, transport=Server().transport()) as swarm, caplog.at_level(logging.WARNING):
         swarm.train(dozing_agent, [Task("a")], steps=2, progress=False)
-    messages = [record.getMessage() for record in caplog.records if record.name == heartbeats.__name__]
+    messages = [record.getMessage() for record in caplog.records if record.name == connection.__name__]
     assert len(messages) == blocks
     if blocks:
         assert "dozing_agent" in messages[0] and __file__ in messages[0]
@@ -174,13 +174,13 @@ def test_a_late_loop_is_no_reason_to_blame_an_agent(
 ) -> None:
     """On a busy machine the loop's thread waits for a processor; the thread of a plain function takes long to start."""
     is_busy = why == "the machine is busy"
-    monkeypatch.setattr(heartbeats, "PING_SECONDS", 0.01)
-    monkeypatch.setattr(heartbeats, "PUNCTUAL_SECONDS", PATIENCE)
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(connection, "PUNCTUAL_SECONDS", PATIENCE)
     pings, enough = itertools.count(), threading.Event()
 
     def queued_seconds(native_id: int) -> float:
         ping = next(pings)
-        if ping > 8 * heartbeats.NUM_LATE:
+        if ping > 8 * connection.NUM_LATE:
             enough.set()
         return ping * 2 * PATIENCE if is_busy else 0.0
 
@@ -193,13 +193,13 @@ def test_a_late_loop_is_no_reason_to_blame_an_agent(
             assert self.name != "agentjet-agent" or enough.wait(PATIENCE)
             super().start()
 
-    monkeypatch.setattr(heartbeats, "queued_seconds", queued_seconds)
+    monkeypatch.setattr(connection, "queued_seconds", queued_seconds)
     if not is_busy:
         monkeypatch.setattr("agentjet.client.threads.threading.Thread", Starting)
     with Swarm(URL, TOKEN, transport=Server().transport()) as swarm, caplog.at_level(logging.WARNING):
         swarm.train(waiting_agent if is_busy else lambda task, episode: 1.0, [Task("a")], steps=1, progress=False)
     assert enough.is_set()
-    assert not [record for record in caplog.records if record.name == heartbeats.__name__]
+    assert not [record for record in caplog.records if record.name == connection.__name__]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")

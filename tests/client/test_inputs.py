@@ -1,16 +1,32 @@
-"""Mistakes of a caller: each is one sentence that names it, before anything is begun."""
+"""Mistakes of a caller: each is one sentence that names it, before anything is begun.
+
+1. Arguments. 2. The identities of tasks: a repeated one in a list is refused, a stream may visit a task again, and no
+group mixes tasks. 3. Tasks from a generator:
+
+* an endless one trains; few tasks are read ahead, and memory does not grow with those that were read;
+* tasks come in the generator's order; one that ends is repeated, and one that is too long to repeat ends the run;
+* a wrong task, and the same id with another payload, end the run by name;
+* a task set without room is passed over, and the visits that wait are bounded; skipped tasks do not stop training.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
+import random
 import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from agentjet.client import AsyncSwarm
-from agentjet.client.inputs import listed_tasks
-from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.client import AsyncSwarm, Episode, Swarm, rollout
+from agentjet.client.inputs import checked_tasks, listed_tasks
+from agentjet.client.rollout import LOOKAHEAD, MOST_SKIPPED, Groups, RolloutSpec, StreamQueue, TaskStream
+from agentjet.errors import InvalidRequest
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -119,20 +135,6 @@ def test_a_tag_that_cannot_be(version: int, name: str, sentence: str) -> None:
     assert not server.requests
 
 
-@pytest.mark.parametrize(
-    ("job", "sentence"),
-    [
-        ({"temperature": float("nan")}, r"job\.temperature = nan: it must be a finite number"),
-        ({"optimizer": {"lr": float("inf")}}, r"job\.optimizer\.lr = inf: it must be a finite number"),
-    ],
-)
-def test_a_job_has_finite_numbers(job: dict[str, Any], sentence: str) -> None:
-    server = FakeServer()
-    with pytest.raises(ConfigError, match=sentence):
-        asyncio.run(connect(server).start_run("x", job=job))
-    assert not server.requests
-
-
 @pytest.mark.parametrize("steps", [0, "3", True, 1.5])
 def test_steps_are_a_whole_number(steps: Any) -> None:
     with pytest.raises(ValueError, match=f"steps = {steps!r}: it must be a whole number"):
@@ -177,3 +179,214 @@ def test_the_identity_of_tasks_keeps_no_second_copy_of_their_payloads() -> None:
         assert tracemalloc.get_traced_memory()[1] < 8_000_000
     finally:
         tracemalloc.stop()
+
+
+LONG = "x" * 200
+
+
+@dataclass
+class Problem:
+    question: str
+    answer: str
+
+
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError("an open connection")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sentence"),
+    [
+        ([Task("q1", payload=0), Task("q2"), Task("q1", payload=10)], r"tasks\[0\] and tasks\[2\] .*'q1'.*task_set"),
+        ([Task("q1"), Task("q1")], r"tasks\[0\] and tasks\[1\]"),
+        ([Task("1", "algebra"), Task("1", "geometry"), Task("1", "algebra")], r"tasks\[0\] and tasks\[2\].*'algebra'"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "evaluate", "eval_tasks"])
+def test_a_list_with_a_repeated_identity_is_refused(tasks: list[Task], sentence: str, verb: str) -> None:
+    def agent(task: Task, episode: Episode) -> float:
+        raise AssertionError("nothing begins")
+
+    with (
+        Swarm(URL, TOKEN, transport=FakeServer().transport()) as swarm,
+        pytest.raises(
+            ValueError, match=sentence.replace("tasks", "eval_tasks" if verb == "eval_tasks" else "tasks", 2)
+        ),
+    ):
+        if verb == "train":
+            swarm.train(agent, tasks, steps=1)
+        elif verb == "evaluate":
+            swarm.evaluate(agent, tasks)
+        else:
+            swarm.train(agent, [Task("a")], steps=1, eval_tasks=tasks, eval_every=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "is_same"),
+    [
+        (None, None, True),
+        ({"a": 1, "b": [2]}, {"b": [2], "a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        (0, 10, False),
+        (Problem("2 + 2", "4"), Problem("2 + 2", "4"), True),
+        (Problem("2 + 2", "4"), Problem("2 + 2", "5"), False),
+        ({(1, 2): "a"}, {(1, 2): "a"}, True),
+        (Unpicklable(), Unpicklable(), True),
+        (Unpicklable(), 1, False),
+    ],
+)
+def test_a_stream_may_visit_a_task_again(first: Any, again: Any, is_same: bool) -> None:
+    stream = (Task("q", payload=payload) for payload in (first, again))
+    if is_same:
+        assert [task.id for task in checked_tasks(stream, "tasks")] == ["q", "q"]
+    else:
+        with pytest.raises(ValueError, match=r"tasks\[0\] and tasks\[1\].*with another payload"):
+            checked_tasks(stream, "tasks")
+
+
+def random_tasks(draw: random.Random) -> list[Task]:
+    ids = [f"{draw.choice(['', LONG, LONG + 'y' * 40])}{draw.randrange(20)}" for _ in range(12)]
+    tasks = [Task(task_id, draw.choice(["", "a", "b"]), payload=number) for number, task_id in enumerate(ids)]
+    return list({(task.task_set, task.id): task for task in tasks}.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_group_mixes_tasks(seed: int) -> None:
+    payloads: defaultdict[str, set[int]] = defaultdict(set)
+
+    def agent(task: Task, episode: Episode) -> float:
+        payloads[episode.group].add(task.payload)
+        return 1.0
+
+    server = FakeServer(batch_size=3, group_size=2)
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        swarm.train(agent, random_tasks(random.Random(seed)), steps=6, concurrency=4, progress=False)
+    assert len(payloads) >= 18
+    assert [group for group, seen in payloads.items() if len(seen) > 1] == []
+
+
+def client(server: FakeServer) -> Swarm:
+    return Swarm(URL, TOKEN, transport=server.transport())
+
+
+def endless() -> Iterator[Task]:
+    return (Task(f"t{number}", payload=number) for number in itertools.count())
+
+
+def queue(tasks: Iterator[Task], base: str = "") -> StreamQueue:
+    return StreamQueue(TaskStream(tasks, "tasks"), Groups(1, 0, base), seed=0)
+
+
+def taken(number: int, of: StreamQueue, *full: str) -> list[RolloutSpec]:
+    return [spec for _ in range(number) if (spec := of.next(full)) is not None]
+
+
+def ids(specs: list[RolloutSpec]) -> list[str]:
+    return [spec.task.id for spec in specs]
+
+
+def test_an_endless_generator_trains_and_is_read_as_needed() -> None:
+    drawn = itertools.count()
+    server = FakeServer(batch_size=2, group_size=2)
+    with client(server) as swarm:
+        report = swarm.train(agent, (Task(f"t{number}") for number in drawn), steps=5, concurrency=4, progress=False)
+    assert len(report.steps) == 5
+    begun = list(dict.fromkeys(request.task_id for request in server.begun))
+    assert begun == [f"t{number}" for number in range(len(begun))]
+    assert 10 <= next(drawn) <= len(begun) + 5
+
+
+def test_tasks_that_were_read_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Payload:
+        """Counted by the garbage collector."""
+
+    monkeypatch.setattr(rollout, "TASKS_REPEATED", 20)
+    monkeypatch.setattr("agentjet.client.inputs.IDENTITIES_KEPT", 30)
+    made = queue(Task(f"t{number}", payload=Payload()) for number in itertools.count())
+    for spec in itertools.islice(iter(made.next, None), 2_000):
+        assert spec.task.payload
+    gc.collect()
+    assert sum(isinstance(one, Payload) for one in gc.get_objects()) < 30
+    assert sum(isinstance(one, RolloutSpec) for one in gc.get_objects()) < 30
+
+
+@pytest.mark.parametrize(("num_tasks", "num_repeated", "num_visits"), [(3, 10, 30), (10, 10, 30), (11, 10, 11)])
+def test_a_generator_that_ends(
+    num_tasks: int, num_repeated: int, num_visits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "TASKS_REPEATED", num_repeated)
+    visits = ids(taken(30, queue(itertools.islice(endless(), num_tasks))))
+    epoch = [f"t{number}" for number in range(num_tasks)]
+    assert visits[:num_tasks] == epoch and len(visits) == num_visits
+    assert all(
+        sorted(visits[at : at + num_tasks]) == sorted(epoch) for at in range(0, num_visits - num_tasks + 1, num_tasks)
+    )
+
+
+def test_the_end_of_a_long_generator_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "TASKS_REPEATED", 3)
+    with client(FakeServer(batch_size=2, group_size=1)) as swarm:
+        report = swarm.train(agent, itertools.islice(endless(), 8), steps=50, concurrency=1, progress=False)
+    assert report.stopped_early and len(report.results) == 8
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        (lambda: "not a task", r"tasks\[5\] = 'not a task': give a Task"),
+        (lambda: Task("t0", payload="other"), r"tasks\[0\] and tasks\[5\] both have the id 't0' with another payload"),
+        (lambda: 1 / 0, "division by zero"),
+    ],
+)
+def test_an_error_of_a_generator_ends_the_run(second: Callable[[], Any], sentence: str) -> None:
+    def tasks() -> Iterator[Any]:
+        yield from itertools.islice(endless(), 5)
+        yield second()
+        yield from endless()
+
+    server = FakeServer()
+    with client(server) as swarm, pytest.raises((ValueError, ZeroDivisionError), match=sentence):
+        swarm.train(agent, tasks(), steps=50, concurrency=2, progress=False)
+
+
+@pytest.mark.parametrize("tasks", [iter([]), iter(["no task"])])
+def test_a_generator_without_a_task_is_refused_before_the_run(tasks: Iterator[Any]) -> None:
+    server = FakeServer()
+    with client(server) as swarm, pytest.raises(ValueError, match=r"there are no tasks|tasks\[0\] = 'no task'"):
+        swarm.train(agent, tasks, steps=1, progress=False)
+    assert not server.begun
+
+
+def test_a_task_set_without_room_is_passed_over_within_a_limit() -> None:
+    drawn = itertools.count()
+    made = queue(Task(f"t{number}", "b" if number % 100 == 99 else "a") for number in drawn)
+    [first] = taken(1, made)
+    made.put_back(first)
+    assert made.has_other({"a"}) and ids(taken(2, made, "a")) == ["t99", "t199"]
+    [first] = taken(1, made, "a")
+    made.put_back(first)
+    assert first.task.task_set == "a", "too many wait"
+    assert next(drawn) <= LOOKAHEAD + 3 and not made.has_other({"a"})
+    assert ids(taken(3, made)) == ["t0", "t1", "t2"], "none was missed, and the order holds"
+
+
+def test_a_stream_of_which_all_is_skipped_goes_on() -> None:
+    made = queue(endless())
+    for spec in taken(MOST_SKIPPED + 1, made):
+        assert not made.is_skipped("")
+        made.skip(spec.task)
+    assert made.is_skipped("")
+    made.forget_skipped()
+    assert not made.is_skipped("")
+
+
+def test_a_reproducible_stream() -> None:
+    def repeated() -> Iterator[Task]:
+        return (Task(f"t{number % 3}") for number in itertools.count())
+
+    seeds = [[spec.seed for spec in taken(20, queue(repeated(), base="5/0"))] for _ in range(2)]
+    assert seeds[0] == seeds[1] and len({*seeds[0]}) == 20, "another visit has other seeds"
+    made = queue((Task("t", name) for name in "ab"), base="5/0")
+    with pytest.raises(ValueError, match="tasks of one task set"):
+        taken(3, made)

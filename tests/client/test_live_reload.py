@@ -1,5 +1,7 @@
 """1. An edit is loaded between groups: begun groups are completed by the code they began with. 2. Code that cannot be
-loaded, or only fails, is not kept. 3. An agent's version is a hash of its author's files."""
+loaded, or only fails, is not kept. 3. An agent's version is a hash of its author's files. 4. Errors in a user's file,
+even `sys.exit`, become one message. 5. The search order for packages.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,15 @@ from typing import Any
 import pytest
 
 from agentjet.client import AsyncSwarm, Command, TrainReport
-from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource, code_version_of
-from agentjet.client.code_copy import CodeFolder
+from agentjet.client.agent_source import (
+    AgentSource,
+    AgentVersion,
+    CodeFolder,
+    ModuleSource,
+    code_version_of,
+    load_function,
+    source_of,
+)
 from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import EpisodeResult, EvalReport, Outcome
@@ -27,6 +36,8 @@ from agentjet.client.rollout import AgentFailing, RolloutSpec, Visit
 from agentjet.errors import ConfigError, Conflict
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
+
+pytestmark = pytest.mark.anyio
 
 TASKS = [Task(f"t{number}", payload=number) for number in range(20)]
 AGENT = """
@@ -188,7 +199,7 @@ def test_a_folder_that_grows_too_large_does_not_end_the_run(
     files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agent = files.agent()
-    monkeypatch.setattr("agentjet.client.code_copy.MAX_FILES", 2)
+    monkeypatch.setattr("agentjet.client.agent_source.MAX_FILES", 2)
     files.edit(1, "live_more", "")
     report = asyncio.run(Run().train(agent, 3, progress=True))
     [change] = report.code_changes
@@ -309,57 +320,46 @@ def lazy(files: Files) -> Iterator[Live]:
     code.close()
 
 
-def test_an_edit_does_not_wait_for_groups_that_nothing_completes(files: Files, lazy: Live) -> None:
+async def test_an_edit_does_not_wait_for_groups_that_nothing_completes(files: Files, lazy: Live) -> None:
     """Each worker waits for the reload with an episode of another group, so none begins the group's second member."""
-
-    async def scenario() -> None:
-        old, _ = await lazy.begin("a")
-        files.write("live_more", "REWARD = 0.75\n")
-        waiting = asyncio.create_task(lazy.begin("b"))
-        for _ in range(100):
-            await lazy.time.sleep(0.2)
-        assert not waiting.done(), "the first group has a live episode"
-        began = lazy.time.now
-        lazy.finish("a", old)
-        new, agent = await asyncio.wait_for(waiting, 20)
-        assert new != old and agent(None, None) == 0.75 and lazy.time.now - began < 10
-        with pytest.raises(Conflict, match="members of older code") as raised:
-            await lazy.begin("a", 1)
-        assert raised.value.code == "group_closed"
-
-    asyncio.run(scenario())
-
-
-def test_a_held_out_evaluation_runs_one_version(files: Files, lazy: Live) -> None:
-    """Groups go on with its version. An edit meanwhile is loaded after it, also by the next evaluation."""
-
-    async def scenario() -> None:
-        async with lazy.reload.held_out() as version:
-            files.write("live_more", "REWARD = 0.75\n")
-            old, _ = await lazy.begin("a")
-            assert old == version.code_version and version.agent(None, None) == 0.25
-        lazy.finish("a", old)
+    old, _ = await lazy.begin("a")
+    files.write("live_more", "REWARD = 0.75\n")
+    waiting = asyncio.create_task(lazy.begin("b"))
+    for _ in range(100):
+        await lazy.time.sleep(0.2)
+    assert not waiting.done(), "the first group has a live episode"
+    began = lazy.time.now
+    lazy.finish("a", old)
+    new, agent = await asyncio.wait_for(waiting, 20)
+    assert new != old and agent(None, None) == 0.75 and lazy.time.now - began < 10
+    with pytest.raises(Conflict, match="members of older code") as raised:
         await lazy.begin("a", 1)
-        lazy.finish("a", old, 1)
-        async with lazy.reload.held_out() as edited:
-            assert edited.agent(None, None) == 0.75 and edited.code_version != old
-
-    asyncio.run(scenario())
+    assert raised.value.code == "group_closed"
 
 
-def test_no_version_is_rolled_back_during_a_held_out_evaluation(files: Files, lazy: Live) -> None:
-    async def scenario() -> None:
+async def test_a_held_out_evaluation_runs_one_version(files: Files, lazy: Live) -> None:
+    """Groups go on with its version. An edit meanwhile is loaded after it, also by the next evaluation."""
+    async with lazy.reload.held_out() as version:
         files.write("live_more", "REWARD = 0.75\n")
-        bad, _ = await lazy.begin("a")
-        async with lazy.reload.held_out() as version:
-            for place in range(9):
-                lazy.finish("a", bad, place, "aborted")
-            assert version.agent(None, None) == 0.75
-        lazy.finish("a", bad, 9, "aborted")
-        assert [change.kind for change in lazy.reload.changes] == ["loaded", "rolled back"]
-        assert version.agent(None, None) == 0.25, "it finds the modules of the version before"
+        old, _ = await lazy.begin("a")
+        assert old == version.code_version and version.agent(None, None) == 0.25
+    lazy.finish("a", old)
+    await lazy.begin("a", 1)
+    lazy.finish("a", old, 1)
+    async with lazy.reload.held_out() as edited:
+        assert edited.agent(None, None) == 0.75 and edited.code_version != old
 
-    asyncio.run(scenario())
+
+async def test_no_version_is_rolled_back_during_a_held_out_evaluation(files: Files, lazy: Live) -> None:
+    files.write("live_more", "REWARD = 0.75\n")
+    bad, _ = await lazy.begin("a")
+    async with lazy.reload.held_out() as version:
+        for place in range(9):
+            lazy.finish("a", bad, place, "aborted")
+        assert version.agent(None, None) == 0.75
+    lazy.finish("a", bad, 9, "aborted")
+    assert [change.kind for change in lazy.reload.changes] == ["loaded", "rolled back"]
+    assert version.agent(None, None) == 0.25, "it finds the modules of the version before"
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_no_edit_ends_a_run_with_held_out_tasks(broken: str, files: Files, capsy
 
 
 @pytest.mark.parametrize("when", ["before the import", "in the import"])
-def test_no_version_is_rolled_back_during_a_load(
+async def test_no_version_is_rolled_back_during_a_load(
     when: str, files: Files, lazy: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rollback would activate the modules of another version than the one that is being loaded."""
@@ -421,31 +421,28 @@ def test_no_version_is_rolled_back_during_a_load(
         wait()
         return copy(*args)
 
-    async def scenario() -> None:
-        files.write("live_more", "REWARD = None\n")
-        bad, _ = await lazy.begin("a")
-        lazy.finish("a", bad, outcome="aborted")
-        monkeypatch.setattr("builtins.HANG", wait, raising=False)
-        files.write("live_more", "REWARD = 0.75\n")
-        if when == "in the import":
-            files.write("live_agent", "HANG()\n" + LAZY)
-        else:
-            monkeypatch.setattr(CodeFolder, "copy", copy_late)
-        waiting = asyncio.create_task(lazy.begin("b"))
-        while not loading.is_set():
-            await asyncio.sleep(0.001)
-        for place in range(9):
-            lazy.finish("a", bad, place, "aborted")
-        may_load.set()
-        mended, agent = await asyncio.wait_for(waiting, 20)
-        assert agent(None, None) == 0.75 and mended not in (bad, lazy.first.code_version)
-        assert [change.kind for change in lazy.reload.changes] == ["loaded", "loaded"]
-
-    asyncio.run(scenario())
+    files.write("live_more", "REWARD = None\n")
+    bad, _ = await lazy.begin("a")
+    lazy.finish("a", bad, outcome="aborted")
+    monkeypatch.setattr("builtins.HANG", wait, raising=False)
+    files.write("live_more", "REWARD = 0.75\n")
+    if when == "in the import":
+        files.write("live_agent", "HANG()\n" + LAZY)
+    else:
+        monkeypatch.setattr(CodeFolder, "copy", copy_late)
+    waiting = asyncio.create_task(lazy.begin("b"))
+    while not loading.is_set():
+        await asyncio.sleep(0.001)
+    for place in range(9):
+        lazy.finish("a", bad, place, "aborted")
+    may_load.set()
+    mended, agent = await asyncio.wait_for(waiting, 20)
+    assert agent(None, None) == 0.75 and mended not in (bad, lazy.first.code_version)
+    assert [change.kind for change in lazy.reload.changes] == ["loaded", "loaded"]
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_what_is_kept_of_a_run_does_not_grow_with_its_groups(is_watched: bool, lazy: Live) -> None:
+async def test_what_is_kept_of_a_run_does_not_grow_with_its_groups(is_watched: bool, lazy: Live) -> None:
     live = Live(lazy.code if is_watched else None, lazy.first)
 
     def sizes() -> dict[str, int]:
@@ -458,42 +455,35 @@ def test_what_is_kept_of_a_run_does_not_grow_with_its_groups(is_watched: bool, l
             live.reload.ended(spec, result_of(spec.group, live.first.code_version), True)
             spec.visit.num_left = 0
 
-    async def scenario() -> None:
-        await play(range(3))
-        before = sizes()
-        await play(range(3, 20))
-        assert sizes() == before
-
-    asyncio.run(scenario())
+    await play(range(3))
+    before = sizes()
+    await play(range(3, 20))
+    assert sizes() == before
 
 
 @pytest.mark.parametrize("ends", ["well", "by an exception"])
-def test_a_load_that_comes_too_late_changes_no_module(
+async def test_a_load_that_comes_too_late_changes_no_module(
     ends: str, files: Files, lazy: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = threading.Event()
     monkeypatch.setattr("agentjet.client.live_reload.LOAD_SECONDS", 0.6)
     monkeypatch.setattr("builtins.HANG", hang.wait, raising=False)
-
-    async def scenario() -> None:
-        files.write("live_more", "REWARD = 0.75\n")
-        files.write("live_agent", "HANG()\n" + ("1 / 0\n" if ends != "well" else "") + LAZY)
-        old, agent = await lazy.begin("a")
-        [change] = lazy.reload.changes
-        assert (change.kind, old) == ("not loaded", lazy.first.code_version)
-        assert agent(None, None) == 0.25
-        threads = [thread for thread in threading.enumerate() if thread.name == "agentjet-agent"]
-        hang.set()
-        for thread in threads:
-            thread.join(20)
-        assert agent(None, None) == 0.25
-        del sys.modules["live_more"]
-        assert agent(None, None) == 0.25, "it is found in the copy of the old version"
-
-    asyncio.run(scenario())
+    files.write("live_more", "REWARD = 0.75\n")
+    files.write("live_agent", "HANG()\n" + ("1 / 0\n" if ends != "well" else "") + LAZY)
+    old, agent = await lazy.begin("a")
+    [change] = lazy.reload.changes
+    assert (change.kind, old) == ("not loaded", lazy.first.code_version)
+    assert agent(None, None) == 0.25
+    threads = [thread for thread in threading.enumerate() if thread.name == "agentjet-agent"]
+    hang.set()
+    for thread in threads:
+        thread.join(20)
+    assert agent(None, None) == 0.25
+    del sys.modules["live_more"]
+    assert agent(None, None) == 0.25, "it is found in the copy of the old version"
 
 
-def test_a_part_of_a_source_that_was_loaded_before_another_failed_is_not_used(files: Files, lazy: Live) -> None:
+async def test_a_part_of_a_source_that_was_loaded_before_another_failed_is_not_used(files: Files, lazy: Live) -> None:
     """As with a program and its reward function, which is loaded first."""
 
     class Half:
@@ -503,14 +493,11 @@ def test_a_part_of_a_source_that_was_loaded_before_another_failed_is_not_used(fi
             lazy.code.load()
             raise PermissionError(13, "Permission denied", "secret.txt")
 
-    async def scenario() -> None:
-        live = Live(Half(), lazy.first)
-        files.write("live_more", "REWARD = 0.75\n")
-        old, agent = await live.begin("a")
-        assert [change.kind for change in live.reload.changes] == ["not loaded"]
-        assert (old, agent(None, None)) == (lazy.first.code_version, 0.25)
-
-    asyncio.run(scenario())
+    live = Live(Half(), lazy.first)
+    files.write("live_more", "REWARD = 0.75\n")
+    old, agent = await live.begin("a")
+    assert [change.kind for change in live.reload.changes] == ["not loaded"]
+    assert (old, agent(None, None)) == (lazy.first.code_version, 0.25)
 
 
 def test_a_working_directory_that_is_gone_does_not_end_the_run(files: Files, lazy: Live, tmp_path: Path) -> None:
@@ -818,3 +805,42 @@ def test_an_error_is_shown_where_it_was_raised_in_the_original(kind: str, reload
     finally:
         for module in [module for module in sys.modules if module.startswith("live_")]:
             del sys.modules[module]
+
+
+def test_a_file_that_ends_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "ends.py"
+    file.write_text("import sys\nsys.exit('no key')\n")
+    with pytest.raises(ConfigError, match=r"--reward .*ends.py: importing it ends the program \(SystemExit: no key\)"):
+        load_function(f"{file}:reward", option="--reward")
+
+
+def test_a_package_of_the_current_folder_is_found_after_the_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_tasks_xyz.py").write_text("def reward(): return 1\n")
+    (tmp_path / "wave.py").write_text("raise SystemExit('a module of the standard library was replaced')\n")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    assert source_of("my_tasks_xyz:reward", option="--reward") == tmp_path / "my_tasks_xyz.py"
+    assert load_function("my_tasks_xyz:reward", option="--reward")() == 1
+    assert callable(load_function("wave:open", option="--reward"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os\nos.absent\n", "AttributeError: module 'os' has no attribute 'absent'"),
+        ("raise SystemExit(3)\n", "SystemExit: 3"),
+        ("import no_such_library\n", "No module named 'no_such_library'"),
+    ],
+)
+def test_a_package_whose_import_fails_is_refused(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a function in a package is found by an import of the package."""
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"--reward .*{message}"):
+        source_of("broken_package.agent:reward", option="--reward")

@@ -13,8 +13,8 @@ import pytest
 
 from agentjet.cli.run import run_document
 from agentjet.client import Episode, EpisodeResult, EvalReport, Step, Swarm, TrainReport
-from agentjet.client.notebook import svg_of
-from agentjet.client.sft import SftReport
+from agentjet.client.report import svg_of
+from agentjet.client.training import SftReport
 from agentjet.protocol import Response, StepList
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer

@@ -1,4 +1,8 @@
-"""The process of a client: forks, signals that come twice, proxies of its environment, and the types that mypy sees."""
+"""The process of a client: forks, signals, threads, proxies of its environment, and the types that mypy sees.
+
+A request to end the process raises in the main thread, inside the context only. Signals that the program handles or
+ignores, and other threads, are not affected.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Episode, Swarm
 from agentjet.client.connection import proxy_hint, reach_directly, without_proxy
 from agentjet.client.rollout import AgentFailing
-from agentjet.client.threads import FORKED
+from agentjet.client.threads import FORKED, LoopThread, raise_on_signals
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -157,3 +162,87 @@ def test_mypy_sees_the_types(tmp_path: Path) -> None:
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert 'expression has type "StatusResponse", variable has type "int"' in found.stdout, found.stdout + found.stderr
     assert "py.typed" not in found.stdout
+
+
+@pytest.fixture(autouse=True)
+def default() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_request_to_end_unwinds() -> None:
+    with pytest.raises(SystemExit) as ended, raise_on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_the_program_does_itself_stays() -> None:
+    heard: list[int] = []
+    for own in (lambda number, frame: heard.append(number), signal.SIG_IGN):
+        signal.signal(signal.SIGTERM, own)
+        with raise_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) == own
+    assert heard == [signal.SIGTERM]
+
+
+def test_in_another_thread_it_does_nothing() -> None:
+    found: list[object] = []
+
+    def work() -> None:
+        with raise_on_signals():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def test_a_coroutine_that_exits_ends_its_caller_and_not_the_loop() -> None:
+    async def leave(code: int) -> None:
+        sys.exit(code)
+
+    async def leave_in_a_task() -> None:
+        await asyncio.create_task(leave(4))
+
+    loop, codes = LoopThread(), []
+
+    def work() -> None:
+        for coroutine in (leave(3), leave_in_a_task(), asyncio.sleep(0)):
+            try:
+                loop.run(coroutine)
+            except SystemExit as ended:
+                codes.append(ended.code)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive() and codes == [3, 4]
+    loop.stop()
+
+
+def test_an_interpreter_that_ends_waits_for_no_coroutine() -> None:
+    """An episode that was never left, in a generator that is closed only while the interpreter ends."""
+    script = """
+from agentjet.client.threads import LoopThread
+
+async def abort():
+    pass
+
+def episode(loop):
+    try:
+        yield
+    finally:
+        loop.run(abort())
+
+loop = LoopThread()
+loop.run(abort())
+begun = episode(loop)
+next(begun)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=20, capture_output=True, text=True, check=True)
+    assert "the interpreter is ending" in ended.stderr

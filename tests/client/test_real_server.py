@@ -18,6 +18,8 @@ from agentjet.types import Reward, Task
 from tests.fakes import saying
 from tests.server.serving import ADMIN, TOKEN, Served, serving
 
+pytestmark = pytest.mark.anyio
+
 TASKS = [Task(f"t{number}", task_set="numbers", payload=number) for number in range(4)]
 
 
@@ -39,138 +41,122 @@ def last_letter(prompt: str) -> str:
     return prompt.rpartition("number ")[2][0]
 
 
-def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
-            report = await swarm.train(agent, TASKS, steps=3, concurrency=8, progress=False)
-            assert [step.policy_version for step in report.steps] == [1, 2, 3]
-            assert report.num_aborted == 0 and not report.errors
-            assert report.steps[-1].metrics["reward/numbers/mean"] == report.rewards[-1]
-            evaluated = await swarm.evaluate(agent, TASKS, repeats=2, progress=False)
-            assert evaluated.mean_reward == 0.25
-            status = await swarm.status()
-            assert status.policy_version == evaluated.policy_versions[0] >= 3
-            assert status.episodes["live"] == 0
-            saved = await swarm.checkpoint()
-            assert saved.policy_version == status.policy_version
-            assert (await swarm.checkpoints())[-1] == saved
-            exported = await swarm.export()
-            assert Path(exported.path).is_dir()
+async def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
+        report = await swarm.train(agent, TASKS, steps=3, concurrency=8, progress=False)
+        assert [step.policy_version for step in report.steps] == [1, 2, 3]
+        assert report.num_aborted == 0 and not report.errors
+        assert report.steps[-1].metrics["reward/numbers/mean"] == report.rewards[-1]
+        counts = served.run.gateway.swarm.queries.status_counts()
+        assert (counts["live"], counts["finished"], counts["expired"]) == (0, len(report.finished), report.num_expired)
+        assert (counts["aborted"], counts["not_needed"]) == (report.num_aborted, report.num_not_needed)
+        evaluated = await swarm.evaluate(agent, TASKS, repeats=2, progress=False)
+        assert evaluated.mean_reward == 0.25
+        status = await swarm.status()
+        assert status.policy_version == evaluated.policy_versions[0] >= 3
+        assert status.episodes["live"] == 0
+        saved = await swarm.checkpoint()
+        assert saved.policy_version == status.policy_version
+        assert (await swarm.checkpoints())[-1] == saved
+        exported = await swarm.export()
+        assert Path(exported.path).is_dir()
 
-    asyncio.run(scenario())
 
-
-def test_policies_and_a_run_beside_the_default_one(tmp_path: Path) -> None:
+async def test_policies_and_a_run_beside_the_default_one(tmp_path: Path) -> None:
     async def played(task: Task, episode: AsyncEpisode) -> dict[str, float | Reward]:
         for episode.model in ("planner", "coder@critic", "coder"):
             await agent(task, episode)
         coder = Reward(float(task.payload % 2), by_role={"critic": 0.25}, metrics={"lines": 3})
         return {"planner": 1.0, "coder": coder}
 
-    async def scenario() -> None:
-        policies: dict[str, Any] = {"planner": {}, "coder": {}}
-        async with (
-            serving(tmp_path / "data", saying(last_letter)) as served,
-            client(served, ADMIN) as server,
-        ):
-            run = await server.start_run("two", policies=policies)
-            assert (run.policies, run.is_open) == (("planner", "coder"), True)
-            async with server.of_run("two") as swarm:
-                async with asyncio.timeout(30):
-                    reports = await asyncio.gather(
-                        swarm.train(played, TASKS, steps=2, concurrency=4, progress=False),
-                        server.train(agent, TASKS, steps=2, concurrency=4, progress=False),
-                    )
-                assert reports[0].rewards_of("planner") == (1.0, 1.0)
-                means = zip(reports[0].rewards, reports[0].rewards_of("coder"), strict=True)
-                assert all(whole == (1.0 + coder) / 2 for whole, coder in means)
-                with pytest.raises(ValueError, match="no policy 'planner'"):
-                    reports[1].rewards_of("planner")
-                view = next(view for view in (await swarm.episodes()).episodes if view.status == "finished")
-                assert view.by_role.keys() == {"planner", "coder", "coder/critic"} and view.metrics == {"lines": 3.0}
-                async with swarm.episode("t", mode="eval") as episode:
-                    with pytest.raises(InvalidRequest, match="no reward for policy 'coder'") as raised:
-                        await episode.finish(Reward(1.0, by_role={"planner": 1.0}))
-                    await swarm.finish(episode.id, {"planner": 1.0, "coder": 0.0})
-                    with pytest.raises(Conflict):
-                        await episode.heartbeat()
-                assert raised.value.param == "coder"
-                evaluated = await swarm.evaluate(played, TASKS, progress=False, at_version="newest")
-                assert evaluated.of_policy("coder").mean_reward == 0.5
-            assert [view.name for view in await server.runs()] == ["default", "two"]
-            assert not (await server.end_run("two")).is_open
-
-    asyncio.run(scenario())
+    policies: dict[str, Any] = {"planner": {}, "coder": {}}
+    async with (
+        serving(tmp_path / "data", saying(last_letter)) as served,
+        client(served, ADMIN) as server,
+    ):
+        run = await server.start_run("two", policies=policies)
+        assert (run.policies, run.is_open) == (("planner", "coder"), True)
+        async with server.of_run("two") as swarm:
+            async with asyncio.timeout(30):
+                reports = await asyncio.gather(
+                    swarm.train(played, TASKS, steps=2, concurrency=4, progress=False),
+                    server.train(agent, TASKS, steps=2, concurrency=4, progress=False),
+                )
+            assert reports[0].rewards_of("planner") == (1.0, 1.0)
+            means = zip(reports[0].rewards, reports[0].rewards_of("coder"), strict=True)
+            assert all(whole == (1.0 + coder) / 2 for whole, coder in means)
+            with pytest.raises(ValueError, match="no policy 'planner'"):
+                reports[1].rewards_of("planner")
+            view = next(view for view in (await swarm.episodes()).episodes if view.status == "finished")
+            assert view.by_role.keys() == {"planner", "coder", "coder/critic"} and view.metrics == {"lines": 3.0}
+            async with swarm.episode("t", mode="eval") as episode:
+                with pytest.raises(InvalidRequest, match="no reward for policy 'coder'") as raised:
+                    await episode.finish(Reward(1.0, by_role={"planner": 1.0}))
+                await swarm.finish(episode.id, {"planner": 1.0, "coder": 0.0})
+                with pytest.raises(Conflict):
+                    await episode.heartbeat()
+            assert raised.value.param == "coder"
+            evaluated = await swarm.evaluate(played, TASKS, progress=False, at_version="newest")
+            assert evaluated.of_policy("coder").mean_reward == 0.5
+        assert [view.name for view in await server.runs()] == ["default", "two"]
+        assert not (await server.end_run("two")).is_open
 
 
-def test_one_client_with_two_task_sets_fills_the_batches_by_weight(tmp_path: Path) -> None:
+async def test_one_client_with_two_task_sets_fills_the_batches_by_weight(tmp_path: Path) -> None:
     """Most tasks are of one set. Its workers must not wait for room in it while the other set's place is free: no other
     client would take that place."""
     tasks = [Task(f"{name}{n}", name, n) for name, count in (("many", 8), ("one", 1)) for n in range(count)]
-
-    async def scenario() -> None:
-        job = {"task_weights": {"many": 1.0, "one": 1.0}}
-        async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
-            async with asyncio.timeout(60):
-                report = await swarm.train(agent, tasks, steps=6, concurrency=4, progress=False)
-        shares = [step.metrics.get("batch/share/one", 0.0) for step in report.steps]
-        assert sum(shares) >= 2.5, "of the first batch it may have none: it had not been asked for"
-
-    asyncio.run(scenario())
+    job = {"task_weights": {"many": 1.0, "one": 1.0}}
+    async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
+        async with asyncio.timeout(60):
+            report = await swarm.train(agent, tasks, steps=6, concurrency=4, progress=False)
+    shares = [step.metrics.get("batch/share/one", 0.0) for step in report.steps]
+    assert sum(shares) >= 2.5, "of the first batch it may have none: it had not been asked for"
 
 
-def test_the_way_of_one_episode_and_its_refusals(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
-            async with swarm.episode("t", group="g") as episode:
-                await agent(TASKS[0], episode)
-                assert (await episode.heartbeat()).num_calls == 1
-                with pytest.raises(InvalidRequest):
-                    await episode.finish(float("inf"))
-                assert (await episode.finish(0.5)).reward == 0.5
+async def test_the_way_of_one_episode_and_its_refusals(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
+        async with swarm.episode("t", group="g") as episode:
+            await agent(TASKS[0], episode)
+            assert (await episode.heartbeat()).num_calls == 1
+            with pytest.raises(InvalidRequest):
+                await episode.finish(float("inf"))
             assert (await episode.finish(0.5)).reward == 0.5
-            with pytest.raises(Conflict):
-                await episode.finish(0.75)
-            async with swarm.episode("t", mode="eval") as left:
-                pass
-            assert left.status == "aborted"
-            async with client(served, "not-the-token-not-the-token") as stranger:
-                with pytest.raises(Unauthorized, match=r"file 'token' in the server's data dir.*AGENTJET_TOKEN"):
-                    await stranger.status()
-
-    asyncio.run(scenario())
-
-
-def test_only_the_admin_token_configures_and_stops(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data") as served, client(served) as swarm, client(served, ADMIN) as admin:
-            with pytest.raises(Forbidden, match="admin-token"):
-                await swarm.change_job({"temperature": 0.5})
-            assert (await admin.change_job({"temperature": 0.5})).job["temperature"] == 0.5
-            assert (await admin.stop()).state == "offline"
-            with pytest.raises(Conflict, match="offline"):
-                await swarm.train(agent, TASKS, steps=1, progress=False)
-            await admin.start()
-            await served.run.gateway.engine.wait_until_up()
-            assert (await swarm.status()).state == "sampling"
-
-    asyncio.run(scenario())
+        assert (await episode.finish(0.5)).reward == 0.5
+        with pytest.raises(Conflict):
+            await episode.finish(0.75)
+        async with swarm.episode("t", mode="eval") as left:
+            pass
+        assert left.status == "aborted"
+        async with client(served, "not-the-token-not-the-token") as stranger:
+            with pytest.raises(Unauthorized, match=r"file 'token' in the server's data dir.*AGENTJET_TOKEN"):
+                await stranger.status()
 
 
-def test_a_client_that_gives_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
-            served.run.compute.may_sample.clear()
-            training = asyncio.create_task(swarm.train(agent, TASKS, steps=1, concurrency=4, progress=False))
-            await served.run.until(lambda: len(served.run.compute.asked) == 4)
-            training.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await training
-            served.run.compute.may_sample.set()
-            counts = served.run.gateway.swarm.queries.status_counts()
-            assert (counts["live"], counts["aborted"]) == (0, 4)
+async def test_only_the_admin_token_configures_and_stops(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data") as served, client(served) as swarm, client(served, ADMIN) as admin:
+        with pytest.raises(Forbidden, match="admin-token"):
+            await swarm.change_job({"temperature": 0.5})
+        assert (await admin.change_job({"temperature": 0.5})).job["temperature"] == 0.5
+        assert (await admin.stop()).state == "offline"
+        with pytest.raises(Conflict, match="offline"):
+            await swarm.train(agent, TASKS, steps=1, progress=False)
+        await admin.start()
+        await served.run.gateway.engine.wait_until_up()
+        assert (await swarm.status()).state == "sampling"
 
-    asyncio.run(scenario())
+
+async def test_a_client_that_gives_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
+        served.run.compute.may_sample.clear()
+        training = asyncio.create_task(swarm.train(agent, TASKS, steps=1, concurrency=4, progress=False))
+        await served.run.until(lambda: len(served.run.compute.asked) == 4)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        served.run.compute.may_sample.set()
+        counts = served.run.gateway.swarm.queries.status_counts()
+        assert (counts["live"], counts["aborted"]) == (0, 4)
 
 
 HANGING = """
@@ -208,55 +194,36 @@ async def end_while_agents_hang(served: Served, folder: Path, number: signal.Sig
     return err.decode().splitlines()
 
 
-@pytest.mark.parametrize("concurrency", [2, 8])
-def test_ctrl_c_on_a_script_whose_agents_hang_leaves_no_live_episode(tmp_path: Path, concurrency: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "concurrency", "said"),
+    [
+        (signal.SIGINT, 2, ["interrupted: this client's live episodes were aborted"]),
+        (signal.SIGINT, 8, ["interrupted: this client's live episodes were aborted"]),
+        (signal.SIGTERM, 8, []),
+    ],
+)
+async def test_a_signal_on_a_script_whose_agents_hang_leaves_no_live_episode(
+    tmp_path: Path, number: signal.Signals, concurrency: int, said: list[str]
+) -> None:
     """At most four of eight requested episodes find room."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path / "data") as served:
-            lines = await end_while_agents_hang(served, tmp_path, signal.SIGINT, concurrency)
-        assert len(lines) == 1 and lines[0].startswith("interrupted: this client's live episodes were aborted"), lines
-
-    asyncio.run(scenario())
+    async with serving(tmp_path / "data") as served:
+        lines = await end_while_agents_hang(served, tmp_path, number, concurrency)
+    assert [line.partition(" (")[0] for line in lines] == said
 
 
-def test_sigterm_on_a_script_whose_agents_hang_leaves_no_live_episode_either(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data") as served:
-            assert await end_while_agents_hang(served, tmp_path, signal.SIGTERM, 8) == []
-
-    asyncio.run(scenario())
-
-
-def test_the_books_of_client_and_server_agree(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
-            report = await swarm.train(agent, TASKS, steps=2, concurrency=16, progress=False)
-            counts = served.run.gateway.swarm.queries.status_counts()
-            assert counts["live"] == 0
-            assert (counts["finished"], counts["expired"]) == (len(report.finished), report.num_expired)
-            assert (counts["aborted"], counts["not_needed"]) == (report.num_aborted, report.num_not_needed)
-            assert report.num_aborted == 0
-
-    asyncio.run(scenario())
+async def test_steps_are_not_missed_when_others_are_faster(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
+        await served.run.batch()
+        status = await swarm.status()
+        assert status.last_event > 0
+        await served.run.batch()
+        async for event in swarm.events(after=status.last_event):
+            if event.kind == "step":
+                assert event.body["policy_version"] == 2
+                break
 
 
-def test_steps_are_not_missed_when_others_are_faster(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
-            await served.run.batch()
-            status = await swarm.status()
-            assert status.last_event > 0
-            await served.run.batch()
-            async for event in swarm.events(after=status.last_event):
-                if event.kind == "step":
-                    assert event.body["policy_version"] == 2
-                    break
-
-    asyncio.run(scenario())
-
-
-def test_stragglers_do_not_hold_up_a_run_with_spares(tmp_path: Path) -> None:
+async def test_stragglers_do_not_hold_up_a_run_with_spares(tmp_path: Path) -> None:
     """One episode in each group hangs; spare ones take its place, and it ends as not needed, never scored."""
     hung: set[str] = set()
 
@@ -267,17 +234,14 @@ def test_stragglers_do_not_hold_up_a_run_with_spares(tmp_path: Path) -> None:
         await agent(task, episode)
         return float(len(hung) % 2)
 
-    async def scenario() -> None:
-        job = {"spare_episodes": 1, "batch_size": 2, "group_size": 2, "lease_seconds": 600}
-        async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
-            async with asyncio.timeout(20):
-                report = await swarm.train(sometimes_hangs, TASKS, steps=2, concurrency=12, progress=False)
-            assert len(report.steps) == 2 and report.num_not_needed >= 4
-            groups = [event for event in served.run.gateway.swarm.queries.events() if event.kind == "group"]
-            complete = [event for event in groups if event.body["state"] == "complete"]
-            assert all(len(event.body["episodes"]) == 2 and not event.body["reason"] for event in complete)
-
-    asyncio.run(scenario())
+    job = {"spare_episodes": 1, "batch_size": 2, "group_size": 2, "lease_seconds": 600}
+    async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
+        async with asyncio.timeout(20):
+            report = await swarm.train(sometimes_hangs, TASKS, steps=2, concurrency=12, progress=False)
+        assert len(report.steps) == 2 and report.num_not_needed >= 4
+        groups = [event for event in served.run.gateway.swarm.queries.events() if event.kind == "group"]
+        complete = [event for event in groups if event.body["state"] == "complete"]
+        assert all(len(event.body["episodes"]) == 2 and not event.body["reason"] for event in complete)
 
 
 def test_an_agent_whose_episode_the_server_ended_gives_its_place_back(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.types import Task
 from tests.server.serving import TOKEN, Served, serving
 
+pytestmark = pytest.mark.anyio
+
 TASKS = [Task(f"t{number}", payload=number) for number in range(4)]
 
 
@@ -54,58 +56,48 @@ async def agent(task: Task, episode: AsyncEpisode) -> float:
 
 
 @pytest.mark.parametrize(("concurrency", "spare"), [(1, 0), (8, 0), (1, 1)])
-def test_training_follows_the_recipe(tmp_path: Path, concurrency: int, spare: int) -> None:
+async def test_training_follows_the_recipe(tmp_path: Path, concurrency: int, spare: int) -> None:
     """Also with spare episodes, which do not wait for the group of a skipped task."""
-
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path / "data", job={**job(), "spare_episodes": spare}) as served,
-            client(served) as swarm,
-        ):
-            async with asyncio.timeout(60):
-                report = await swarm.train(agent, TASKS, steps=6, concurrency=concurrency, progress=False)
-            assert report.num_aborted == 0 and len(report.steps) == 6
-            for step in report.steps:
-                names = ("batch/episodes", "rollout/temperature", "rollout/max_turns", "episode/num_turns")
-                assert [step.metrics[name] for name in names] == [4, 1.5, 1, 1]
-            visits = Counter(result.task_id for result in report.results if result.outcome == "finished")
-            assert all(visits[name] <= 4 for name in ("t0", "t1", "t3")) and visits["t2"] >= 12
-            assert {one.params.temperature for one in served.run.compute.asked} == {1.5}
-
-    asyncio.run(scenario())
+    async with (
+        serving(tmp_path / "data", job={**job(), "spare_episodes": spare}) as served,
+        client(served) as swarm,
+    ):
+        async with asyncio.timeout(60):
+            report = await swarm.train(agent, TASKS, steps=6, concurrency=concurrency, progress=False)
+        assert report.num_aborted == 0 and len(report.steps) == 6
+        for step in report.steps:
+            names = ("batch/episodes", "rollout/temperature", "rollout/max_turns", "episode/num_turns")
+            assert [step.metrics[name] for name in names] == [4, 1.5, 1, 1]
+        visits = Counter(result.task_id for result in report.results if result.outcome == "finished")
+        assert all(visits[name] <= 4 for name in ("t0", "t1", "t3")) and visits["t2"] >= 12
+        assert {one.params.temperature for one in served.run.compute.asked} == {1.5}
 
 
-def test_training_goes_on_if_every_task_is_skipped(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", job=job(skip_all=True)) as served, client(served) as swarm:
-            async with asyncio.timeout(60):
-                report = await swarm.train(agent, TASKS, steps=2, concurrency=8, progress=False)
-            assert len(report.steps) == 2
-            with pytest.raises(Conflict, match="skips task 't1' at policy version 2: hopeless"):
-                body = swarm.episode_request("t1").model_copy(update={"unless_skipped": True})
-                await swarm.connection.request("POST", "/episodes", body=body)
-            async with swarm.episode("t1") as episode:
-                assert (episode.begun.group_size, episode.max_turns) == (2, 1)
-
-    asyncio.run(scenario())
+async def test_training_goes_on_if_every_task_is_skipped(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data", job=job(skip_all=True)) as served, client(served) as swarm:
+        async with asyncio.timeout(60):
+            report = await swarm.train(agent, TASKS, steps=2, concurrency=8, progress=False)
+        assert len(report.steps) == 2
+        with pytest.raises(Conflict, match="skips task 't1' at policy version 2: hopeless"):
+            body = swarm.episode_request("t1").model_copy(update={"unless_skipped": True})
+            await swarm.connection.request("POST", "/episodes", body=body)
+        async with swarm.episode("t1") as episode:
+            assert (episode.begun.group_size, episode.max_turns) == (2, 1)
 
 
-def test_a_turn_beyond_the_limit_is_refused_and_the_episode_can_end(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "data", job=job()) as served, client(served) as swarm:
-            episode = await swarm.begin("t1")
-            first, second = await ask(episode), await ask(episode)
-            assert (first.status_code, second.status_code) == (200, 400)
-            assert second.json()["error"]["code"] == "turn_limit" and "its 1 turns" in second.text
-            assert second.headers["x-should-retry"] == "false"
-            view = await episode.finish(0.0)
-            assert (view.num_calls, view.unscorable) == (1, False)
-            assert view.noted == {f"temperature overridden by the recipe {Chosen.__module__}:Chosen": 1}
-            async with swarm.episode("t1", mode="eval") as evaluated:
-                assert evaluated.max_turns == 0
-                assert [(await ask(evaluated)).status_code for _ in range(2)] == [200, 200]
-
-    asyncio.run(scenario())
+async def test_a_turn_beyond_the_limit_is_refused_and_the_episode_can_end(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data", job=job()) as served, client(served) as swarm:
+        episode = await swarm.begin("t1")
+        first, second = await ask(episode), await ask(episode)
+        assert (first.status_code, second.status_code) == (200, 400)
+        assert second.json()["error"]["code"] == "turn_limit" and "its 1 turns" in second.text
+        assert second.headers["x-should-retry"] == "false"
+        view = await episode.finish(0.0)
+        assert (view.num_calls, view.unscorable) == (1, False)
+        assert view.noted == {f"temperature overridden by the recipe {Chosen.__module__}:Chosen": 1}
+        async with swarm.episode("t1", mode="eval") as evaluated:
+            assert evaluated.max_turns == 0
+            assert [(await ask(evaluated)).status_code for _ in range(2)] == [200, 200]
 
 
 def test_sets_whose_tasks_are_all_skipped_come_last() -> None:

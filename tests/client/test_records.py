@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -21,6 +20,8 @@ from tests.client.server import TOKEN as FAKE_TOKEN
 from tests.client.server import URL, FakeServer
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
+
+pytestmark = pytest.mark.anyio
 
 
 def test_the_filters_are_those_of_the_route() -> None:
@@ -70,19 +71,16 @@ def test_episodes_by_filter_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
             swarm.episodes(before="gone")
 
 
-def test_batches_and_steps(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path / "d") as served, AsyncSwarm(served.url, TOKEN) as swarm:
-            for _ in range(3):
-                await served.run.batch()
-            page = await swarm.batches(2)
-            assert ([batch.id for batch in page.batches], page.next) == ([2, 1], 1)
-            assert [batch.id for batch in (await swarm.batches(before=page.next)).batches] == [0]
-            batch = await swarm.batch(0)
-            assert batch.metrics["reward/mean"] == 0.5 and len(batch.groups) == 2
-            with pytest.raises(NotFound, match="no batch 9"):
-                await swarm.batch(9)
-            steps = await swarm.steps(0, metrics=["reward/mean", "reward/std"])
-            assert steps.versions == [1, 2, 3] and steps.metrics.keys() == {"reward/mean", "reward/std"}
-
-    asyncio.run(scenario())
+async def test_batches_and_steps(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served, AsyncSwarm(served.url, TOKEN) as swarm:
+        for _ in range(3):
+            await served.run.batch()
+        page = await swarm.batches(2)
+        assert ([batch.id for batch in page.batches], page.next) == ([2, 1], 1)
+        assert [batch.id for batch in (await swarm.batches(before=page.next)).batches] == [0]
+        batch = await swarm.batch(0)
+        assert batch.metrics["reward/mean"] == 0.5 and len(batch.groups) == 2
+        with pytest.raises(NotFound, match="no batch 9"):
+            await swarm.batch(9)
+        steps = await swarm.steps(0, metrics=["reward/mean", "reward/std"])
+        assert steps.versions == [1, 2, 3] and steps.metrics.keys() == {"reward/mean", "reward/std"}

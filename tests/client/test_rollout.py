@@ -1,5 +1,7 @@
 """1. `train` fills batches and stops. 2. Failures abort, are retried, counted, never scored. 3. Nothing begun is left
-live. 4. Sync and async agents, sync and async clients."""
+live. 4. Sync and async agents, sync and async clients. 5. The end of a run whose server does not answer waits a bounded
+time, and can be interrupted at once. 6. Reproducible runs: equal seeds give equal groups in the same order.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -21,13 +24,24 @@ import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
 from agentjet.client.agent_source import AgentVersion
-from agentjet.client.rollout import Groups, RolloutQueue, RolloutSpec, wait_for_first
-from agentjet.client.task_stream import StreamQueue, TaskStream
+from agentjet.client.episode import STOPPED, wait_for_end
+from agentjet.client.rollout import (
+    Agent,
+    Groups,
+    RolloutQueue,
+    RolloutSpec,
+    StreamQueue,
+    TaskStream,
+    wait_for_first,
+)
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import DELAYED_SECONDS, QUIET_SECONDS, Training
-from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
+from agentjet.errors import Conflict, InvalidRequest, Later, Unauthorized, Unreachable
+from agentjet.protocol import BeginRequest
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
+
+pytestmark = pytest.mark.anyio
 
 TASKS = [Task(f"t{number}", payload=number) for number in range(5)]
 
@@ -65,19 +79,6 @@ def test_train_learns_the_steps_asked_for(agent: Callable[..., float], concurren
     assert not report.errors and f"{report.num_not_needed} not needed" in str(report)
     assert server.most_live <= concurrency
     assert all(view.reason.startswith("not needed: ") for view in server.episodes.values() if view.reason)
-
-
-@pytest.mark.parametrize("agent", [sync_agent, async_agent])
-def test_the_async_client_is_the_same(agent: Callable[..., float]) -> None:
-    server = FakeServer()
-
-    async def scenario() -> None:
-        async with AsyncSwarm(URL, TOKEN, transport=server.transport()) as swarm:
-            report = await swarm.train(agent, TASKS, steps=2, progress=False)
-            assert len(report.steps) == 2
-
-    asyncio.run(scenario())
-    assert server.by_status()["live"] == 0
 
 
 def test_steps_that_could_teach_nothing_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -462,27 +463,23 @@ def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pyt
     assert last == "training 2/2  reward 0.500  100 tokens/s"
 
 
-def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
     server, time = FakeServer(batch_size=1), FakeTime()
-
-    async def scenario() -> None:
-        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=time.retry()) as swarm:
-            other = await swarm.begin("t", group="of somebody else")
-            training = asyncio.create_task(swarm.train(async_agent, TASKS, steps=1, concurrency=2))
-            while server.requests["GET status"] < 5:
-                await asyncio.sleep(0)
-            assert time.now >= QUIET_SECONDS
-            await other.abort()
-            await training
-
-    asyncio.run(scenario())
+    async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=time.retry()) as swarm:
+        other = await swarm.begin("t", group="of somebody else")
+        training = asyncio.create_task(swarm.train(async_agent, TASKS, steps=1, concurrency=2))
+        while server.requests["GET status"] < 5:
+            await asyncio.sleep(0)
+        assert time.now >= QUIET_SECONDS
+        await other.abort()
+        await training
     said = capsys.readouterr().out.splitlines()
     assert set(said[:-1]) == {"waiting for somebody"}
     assert said[-1].startswith("training 1/1")
 
 
 @pytest.mark.parametrize("fault", ["say_later", "be_down"])
-def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
+async def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
     fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A second lasts a millisecond, and timers keep their order."""
@@ -498,11 +495,8 @@ def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
             await asyncio.sleep(0.05)
         return 0.5
 
-    async def scenario() -> None:
-        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
-            await swarm.train(agent, TASKS, steps=1, concurrency=2)
-
-    asyncio.run(scenario())
+    async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
+        await swarm.train(agent, TASKS, steps=1, concurrency=2)
     said = capsys.readouterr().out.splitlines()
     reason = "restarting" if fault == "say_later" else "no answer from"
     limit = "for 120 s without an answer." if fault == "be_down" else ("until the server takes them.", "for 120 s.")
@@ -517,7 +511,7 @@ def test_a_server_that_refuses_or_is_away_is_named_once_and_so_is_its_return(
 
 @pytest.mark.parametrize("fault", ["say_later", "be_down"])
 @pytest.mark.parametrize("ends", ["by a cancellation", "without an answer", "by an answer"])
-def test_the_end_of_a_delay_is_an_answer(ends: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_end_of_a_delay_is_an_answer(ends: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     server, may_repeat, now = FakeServer(), asyncio.Event(), [0.0]
 
     async def sleep(seconds: float) -> None:
@@ -527,29 +521,26 @@ def test_the_end_of_a_delay_is_an_answer(ends: str, fault: str, capsys: pytest.C
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def scenario() -> None:
-        retry = Retry(patience=60.0, sleep=sleep, clock=lambda: now[0])
-        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
-            connection, version = swarm._connection, AgentVersion.of(print)
-            status = await swarm.status()
-            training = Training(connection, status, swarm.episode_request, version, TASKS, 1, 0, True, None, None)
-            display = asyncio.create_task(training._show_delays())
-            setattr(server, fault, 1 if ends == "by an answer" else 2)
-            delayed = asyncio.create_task(connection.request("GET", "/status"))
-            while not connection.delay_reason:
-                await asyncio.sleep(0)
-            await turns()
-            if ends == "by a cancellation":
-                delayed.cancel()
-            else:
-                now[0] = 100.0 if ends == "without an answer" else 1.0
-                may_repeat.set()
-            await asyncio.wait([delayed])
-            assert delayed.cancelled() or bool(delayed.exception()) == (ends != "by an answer")
-            await turns()
-            display.cancel()
-
-    asyncio.run(scenario())
+    retry = Retry(patience=60.0, sleep=sleep, clock=lambda: now[0])
+    async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=retry) as swarm:
+        connection, version = swarm.connection, AgentVersion.of(print)
+        status = await swarm.status()
+        training = Training(connection, status, swarm.episode_request, version, TASKS, 1, 0, True, None, None)
+        display = asyncio.create_task(training._show_delays())
+        setattr(server, fault, 1 if ends == "by an answer" else 2)
+        delayed = asyncio.create_task(connection.request("GET", "/status"))
+        while not connection.delay_reason:
+            await asyncio.sleep(0)
+        await turns()
+        if ends == "by a cancellation":
+            delayed.cancel()
+        else:
+            now[0] = 100.0 if ends == "without an answer" else 1.0
+            may_repeat.set()
+        await asyncio.wait([delayed])
+        assert delayed.cancelled() or bool(delayed.exception()) == (ends != "by an answer")
+        await turns()
+        display.cancel()
     said = capsys.readouterr().out.splitlines()
     assert len([line for line in said if "repeats its requests for 60 s" in line]) == 1, said
     assert said.count("the server takes requests again") == (ends == "by an answer"), said
@@ -644,3 +635,242 @@ def test_the_end_of_a_run_closes_the_groups_that_lack_members() -> None:
         swarm.train(sync_agent, TASKS, steps=1, concurrency=3, progress=False)
         assert all(request.not_needed for request in server.closed)
         assert not server.groups
+
+
+@pytest.mark.parametrize(
+    "error", [Conflict("it ended before"), Later("restarting", retry_after=1.0), Unreachable("no answer")]
+)
+def test_an_abort_that_is_not_answered_ends_no_run(error: Exception) -> None:
+    async def asking() -> None:
+        raise error
+
+    asyncio.run(wait_for_end(asking(), 1.0))
+    asyncio.run(wait_for_end(asyncio.sleep(60), 0.0))
+
+
+class WithoutAborts(httpx.AsyncBaseTransport):
+    """The fake server, of which no abort is answered: the connection is refused, or the client hangs."""
+
+    def __init__(self, server: FakeServer, *, hangs: bool = False) -> None:
+        self.inner = server.transport()
+        self.hangs = hangs
+        self.asked = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/abort"):
+            self.asked.set()
+            if self.hangs:
+                await asyncio.Event().wait()
+            raise httpx.ConnectError("connection refused", request=request)
+        return await self.inner.handle_async_request(request)
+
+
+def hanging_after_a_batch(server: FakeServer) -> Agent:
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        if server.version:
+            await asyncio.Event().wait()  # The run has its batch: these hang until they are ended.
+        return 1.0
+
+    return agent
+
+
+async def test_a_run_whose_aborts_fail_has_its_report() -> None:
+    server = FakeServer()
+    async with AsyncSwarm(URL, TOKEN, transport=WithoutAborts(server), retry=FakeTime().retry()) as swarm:
+        report = await swarm.train(hanging_after_a_batch(server), TASKS, steps=1, concurrency=8, progress=False)
+    assert len(report.steps) == 1 and report.num_not_needed >= server.by_status()["live"] > 0
+
+
+async def test_the_end_of_a_run_can_be_interrupted_at_once() -> None:
+    server = FakeServer()
+    way = WithoutAborts(server, hangs=True)
+    async with AsyncSwarm(URL, TOKEN, transport=way, retry=FakeTime().retry()) as swarm:
+        agent = hanging_after_a_batch(server)
+        training = asyncio.create_task(swarm.train(agent, TASKS, steps=1, concurrency=8, progress=False))
+        await way.asked.wait()
+        training.cancel()
+        _, running = await asyncio.wait([training], timeout=20)
+        assert not running and training.cancelled()
+
+
+@dataclass
+class Slow(httpx.AsyncBaseTransport):
+    """The fake server over a way that holds one request of each kind in `kinds` until the run ends. The server receives
+    a request that is `lost` only if it is sent again, else it has handled the request before."""
+
+    inner: httpx.AsyncBaseTransport
+    kinds: tuple[str, ...]
+    lost: bool
+    held: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        kind = request.url.path.rpartition("/")[2]
+        if kind not in self.kinds or kind in self.held:
+            return await self.inner.handle_async_request(request)
+        self.held[kind] = asyncio.Event()
+        if not self.lost:
+            await self.inner.handle_async_request(request)
+        self.held[kind].set()
+        await asyncio.Event().wait()
+        raise AssertionError("cancelled before")
+
+
+async def until_held(slow: Slow) -> None:
+    async with asyncio.timeout(20):
+        while len(slow.held) < len(slow.kinds) or not all(held.is_set() for held in slow.held.values()):
+            await asyncio.sleep(0)
+
+
+ENDS = (
+    "the agent fails",
+    "the agent is interrupted",
+    "the engine fails",
+    "the caller is cancelled",
+    "the steps are done",
+)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_no_end_of_a_run_leaves_an_episode_live(end: str, lost: bool) -> None:
+    """At the end one episode is being begun, one is being aborted for its agent's exception, and one is played."""
+    server = FakeServer(batch_size=4, group_size=2)
+    slow = Slow(server.transport(), ("episodes", "abort"), lost)
+    num_failed = 0
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed == 2:
+            await asyncio.Event().wait()
+        if num_failed > 2:
+            await until_held(slow)
+        if num_failed > 2 and end == "the agent is interrupted":
+            raise KeyboardInterrupt
+        if num_failed > 2 and end == "the steps are done":
+            server.emit("step", {"policy_version": 1, "metrics": {"reward/mean": 0.0}})
+        if num_failed > 2 and end in ENDS[2:]:
+            await asyncio.Event().wait()
+        raise ZeroDivisionError("division by zero")
+
+    async def scenario() -> None:
+        async with AsyncSwarm(URL, TOKEN, transport=slow, retry=FakeTime().retry()) as swarm:
+            training = asyncio.create_task(swarm.train(agent, TASKS, steps=1, concurrency=4, progress=False))
+            await until_held(slow)
+            if end == "the engine fails":
+                server.emit("state", {"state": "failed", "reason": "out of memory"})
+            elif end == "the caller is cancelled":
+                training.cancel()
+            _, running = await asyncio.wait([training], timeout=20)
+            assert not running
+            assert (training.cancelled() or training.exception() is not None) == (end != "the steps are done")
+            assert server.by_status()["live"] == 0, server.by_status()
+            assert not server.groups, "each group without a member is gone"
+
+    loop = LoopThread()  # An exception that ends programs passes through this loop.
+    try:
+        loop.run(scenario())
+    finally:
+        loop.stop()
+
+
+async def test_a_second_failure_does_not_cut_the_end_of_a_run_short() -> None:
+    """The agent fails; the engine fails while the other episodes are being aborted."""
+    server = FakeServer(batch_size=4, group_size=2)
+    inner = server.transport()
+    num_begun = 0
+
+    class Failing(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if STOPPED.encode() in request.content:
+                server.emit("state", {"state": "failed", "reason": "out of memory"})
+                for _ in range(50):
+                    await asyncio.sleep(0)
+            return await inner.handle_async_request(request)
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun <= 2:
+            await asyncio.Event().wait()
+        raise ZeroDivisionError("division by zero")
+
+    async with AsyncSwarm(URL, TOKEN, transport=Failing(), retry=FakeTime().retry()) as swarm:
+        with pytest.raises((AgentFailing, Conflict)):
+            await swarm.train(agent, TASKS, steps=1, concurrency=4, progress=False)
+        assert server.by_status()["live"] == 0, server.by_status()
+
+
+async def test_an_episode_that_is_begun_after_the_end_of_its_run_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.client.episode.ABORT_SECONDS", 0.0)
+    server = FakeServer()
+    async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=FakeTime().retry()) as swarm:
+        server.hold_answers = asyncio.Event()
+        beginning = asyncio.create_task(swarm.begin("t1"))
+        while not server.episodes:
+            await asyncio.sleep(0)
+        beginning.cancel()
+        await asyncio.wait([beginning], timeout=20)
+        assert beginning.cancelled() and server.by_status()["live"] == 1, "the server is slow"
+        server.hold_answers.set()
+        async with asyncio.timeout(20):
+            while server.by_status()["live"]:
+                await asyncio.sleep(0)
+
+
+def agent_of_tasks(task: Task, episode: Episode) -> float:
+    return float(task.payload)
+
+
+def reproducible(
+    concurrency: int, seed: int, fails_at: int = -1, steps: int = 3
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """The tasks of the groups in the order they began, and each episode's task and seed in the order of the groups.
+    Agents take different times.
+    """
+    server = FakeServer()
+    calls = itertools.count()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        number = next(calls)
+        for _ in range((7 * number) % 11):
+            await asyncio.sleep(0)
+        if number == fails_at:
+            raise OSError("away")
+        return task.payload / 10
+
+    with client(server) as swarm:
+        swarm.train(agent, TASKS, steps=steps, concurrency=concurrency, seed=seed, progress=False, reproducible=True)
+    groups: dict[str, list[BeginRequest]] = {}
+    for request in server.begun:
+        groups.setdefault(request.group, []).append(request)
+    learned = list(groups.values())[: steps * server.batch_size]
+    members = [(one.task_id, one.seed or 0) for group in learned for one in sorted(group, key=lambda one: one.place)]
+    return [group[0].task_id for group in learned], members
+
+
+def test_a_reproducible_run_has_the_same_groups_and_seeds() -> None:
+    order, members = reproducible(3, seed=1)
+    assert [reproducible(concurrency, seed=1) for concurrency in (4, 16)] == [(order, members)] * 2
+    assert len({seed for _, seed in members}) == len(members)
+    assert not {seed for _, seed in members} & {seed for _, seed in reproducible(3, seed=2)[1]}
+    again = reproducible(3, seed=1, fails_at=0)[1]
+    assert {*members} < {*again}, "a failed episode is attempted again with another seed"
+    with client(FakeServer()) as swarm, pytest.raises(ValueError, match="tasks of one task set"):
+        swarm.train(agent_of_tasks, [Task("a"), Task("b", task_set="x")], steps=1, reproducible=True, progress=False)
+
+
+def test_the_order_holds_over_many_batches() -> None:
+    """Answers may differ by rounding of the model; groups, seeds and order may not."""
+    assert reproducible(8, seed=1, steps=60) == reproducible(1, seed=1, steps=60)
+
+
+def test_an_evaluation_has_the_seeds_of_its_tasks_and_repeats() -> None:
+    def seeds(seed: int | None) -> list[int | None]:
+        server = FakeServer()
+        with client(server) as swarm:
+            swarm.evaluate(agent_of_tasks, TASKS, repeats=2, seed=seed, progress=False)
+        return sorted((one.seed for one in server.begun), key=lambda one: one or 0)
+
+    assert seeds(3) == seeds(3) != seeds(4) and len({*seeds(3)}) == 2 * len(TASKS)
+    assert {*seeds(None)} == {None}

@@ -14,6 +14,8 @@ from agentjet.client.command import environment
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.types import Task
 
+pytestmark = pytest.mark.anyio
+
 SERVER = "http://127.0.0.1:8400"
 
 
@@ -55,15 +57,12 @@ def connect(server: FakeRuns, url: str = SERVER) -> AsyncSwarm:
 
 
 @pytest.mark.parametrize("url", [SERVER, f"{SERVER}/runs/other", f"{SERVER}/runs/other/"])
-def test_runs_are_listed_started_and_ended_at_the_server(server: FakeRuns, url: str) -> None:
-    async def scenario() -> None:
-        swarm = connect(server, url)
-        assert [run.name for run in await swarm.runs()] == ["default", "study"]
-        started = await swarm.start_run("study", job={"optimizer.lr": 1.0}, policies={"planner": {"lora": {"rank": 4}}})
-        assert (started.path, (await swarm.end_run("study")).name) == ("/runs/study", "study")
-        await swarm.start_run("study")
-
-    asyncio.run(scenario())
+async def test_runs_are_listed_started_and_ended_at_the_server(server: FakeRuns, url: str) -> None:
+    swarm = connect(server, url)
+    assert [run.name for run in await swarm.runs()] == ["default", "study"]
+    started = await swarm.start_run("study", job={"optimizer.lr": 1.0}, policies={"planner": {"lora": {"rank": 4}}})
+    assert (started.path, (await swarm.end_run("study")).name) == ("/runs/study", "study")
+    await swarm.start_run("study")
     settings = {"job": {"optimizer": {"lr": 1.0}}, "policies": {"planner": {"lora": {"rank": 4}}}}
     assert server.requests == [
         ("GET", "/swarm/v1/runs", "t", None),
@@ -73,20 +72,16 @@ def test_runs_are_listed_started_and_ended_at_the_server(server: FakeRuns, url: 
     ]
 
 
-def test_the_client_of_a_run_sends_everything_below_its_path(server: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_client_of_a_run_stays_below_its_path(server: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTJET_URL", SERVER)
-
-    async def scenario() -> None:
-        for swarm in (connect(server).of_run("study"), connect(server, f"{SERVER}/runs/study")):
-            assert swarm.url == f"{SERVER}/runs/study"
-            episode = await swarm.begin("t")
-            assert episode.anthropic_base_url == f"{SERVER}/runs/study"
-            given = environment(Task("t"), episode)
-            assert {given[name] for name in ("AGENTJET_URL", "ANTHROPIC_BASE_URL")} == {f"{SERVER}/runs/study"}
-            assert given["OPENAI_BASE_URL"] == f"{SERVER}/runs/study/v1"
-            assert (await anext(swarm.events())).seq == 1
-
-    asyncio.run(scenario())
+    for swarm in (connect(server).of_run("study"), connect(server, f"{SERVER}/runs/study")):
+        assert swarm.url == f"{SERVER}/runs/study"
+        episode = await swarm.begin("t")
+        assert episode.anthropic_base_url == f"{SERVER}/runs/study"
+        given = environment(Task("t"), episode)
+        assert {given[name] for name in ("AGENTJET_URL", "ANTHROPIC_BASE_URL")} == {f"{SERVER}/runs/study"}
+        assert given["OPENAI_BASE_URL"] == f"{SERVER}/runs/study/v1"
+        assert (await anext(swarm.events())).seq == 1
     paths = {path for _, path, _, _ in server.requests}
     assert paths == {"/runs/study/swarm/v1/episodes", "/runs/study/swarm/v1/events"}
     clients = {body["client_id"] for _, _, _, body in server.requests if body}
@@ -121,7 +116,8 @@ def test_names_that_a_run_cannot_have(server: FakeRuns, name: str) -> None:
 def test_settings_that_json_cannot_carry(server: FakeRuns) -> None:
     policies = {"planner": {"lora": {"alpha": float("nan")}}}
     for settings, key in (
-        ({"job": {"optimizer": {"lr": float("inf")}}}, r"job\.optimizer\.lr = inf"),
+        ({"job": {"optimizer": {"lr": float("inf")}}}, r"job\.optimizer\.lr = inf: it must be a finite number"),
+        ({"job": {"temperature": float("nan")}}, r"job\.temperature = nan"),
         ({"policies": policies}, r"policies\.planner\.lora\.alpha = nan"),
         ({"policies": 3}, "policies = 3: it is a section of settings"),
     ):

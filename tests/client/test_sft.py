@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from agentjet.cli.main import app
-from agentjet.client.sft import _learned, read_demonstrations
+from agentjet.client.training import _learned, read_demonstrations
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, Event, SftRequest
@@ -34,6 +34,8 @@ from tests.fakes import running
 from tests.server.serving import serving
 from tests.swarm.world import World
 from tests.tiny import make_model_info
+
+pytestmark = pytest.mark.anyio
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -73,12 +75,6 @@ def card(folder: Path) -> ModelInfo:
     return make_model_info(folder / "llama3", "llama3", tool_format="llama3")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.mark.anyio
 async def test_demonstrations_are_learned_as_versions(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", card=card(tmp_path)) as served, client(served) as swarm:
         given = [asked(f"what is {number}?", f"it is {number}") for number in range(3)]
@@ -120,7 +116,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.anyio
 async def test_a_wrong_demonstration_is_refused_before_the_first_batch(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", card=card(tmp_path)) as served, client(served) as swarm:
         for wrong, why in WRONG:
@@ -133,7 +128,6 @@ async def test_a_wrong_demonstration_is_refused_before_the_first_batch(tmp_path:
         assert served.run.compute.learned == [] and (await swarm.status()).episodes["finished"] == 0
 
 
-@pytest.mark.anyio
 async def test_a_repeated_request_and_a_kill(tmp_path: Path) -> None:
     body = {"demonstrations": [{"task_id": "one", **asked("a", "b")}], "client_id": "me", "lr": 1e-3}
     async with serving(tmp_path / "d") as served:
@@ -160,7 +154,6 @@ async def test_a_repeated_request_and_a_kill(tmp_path: Path) -> None:
         assert run.compute.weights == weights
 
 
-@pytest.mark.anyio
 async def test_training_episodes_beside_demonstrations(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served, client(served) as swarm:
         await served.run.episode(1.0)
@@ -172,7 +165,6 @@ async def test_training_episodes_beside_demonstrations(tmp_path: Path) -> None:
         await served.run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_failed_ends_the_wait(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served, client(served) as swarm:
         served.run.compute.may_learn.clear()
@@ -184,7 +176,6 @@ async def test_an_engine_that_failed_ends_the_wait(tmp_path: Path) -> None:
             await waiting
 
 
-@pytest.mark.anyio
 async def test_an_earlier_batch_of_the_same_number_was_given_up() -> None:
     async def events() -> AsyncIterator[Event]:
         yield Event(seq=1, time=0.0, kind="batch", body={"batch": 4, "reason": "out of memory"})
@@ -226,7 +217,6 @@ def test_each_demonstration_is_recorded_in_a_slice_of_its_own(tmp_path: Path) ->
     world.close()
 
 
-@pytest.mark.anyio
 async def test_one_of_several_policies_learns(tmp_path: Path) -> None:
     policies: dict[str, Any] = {"planner": {}, "coder": {}}
     async with serving(tmp_path / "d", policies=policies) as served, client(served) as swarm:

@@ -24,11 +24,10 @@ from typing import Literal, Self
 
 import numpy as np
 
-from agentjet.compute.channel import Answer, WorkerRequest
-from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, GrammarError, OutOfCache
+from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.timeline.support import encode_set
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
@@ -170,7 +169,7 @@ class FakeReplica:
     def __init__(self, link: Link, hooks: Hooks) -> None:
         self._link = link
         self._hooks = hooks
-        self._inbox: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ProcessRequest] = queue.SimpleQueue()
         self._passages: Counter[str] = Counter()
         self._info: ModelInfo | None = None
         self._settings = SamplerConfig()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import subprocess
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import psutil
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
@@ -26,14 +26,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentjet.compute.cluster.backend import REPLICA_PATH
-from agentjet.compute.cluster.guardian import places
-from agentjet.compute.cluster.hub import Hub, Peer
+from agentjet.compute.cluster.samplers import REPLICA_PATH
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, SharedFolder, write_adapter
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, locate_model
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
+from agentjet.processes.guardian import Launch, places
+from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.rpc import Peer
+from agentjet.processes.supervisor import Supervisor
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -90,18 +92,15 @@ class LocalReplica:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._folder = SharedFolder(places()[0])
-        self._hub = Hub()
-        self.do(self._hub.open())
-        connected = self.do(self._expect())
-        environment = {**os.environ, **self._hub.environment("replica"), "PYTHONPATH": str(REPLICA_PATH)}
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [python, "-m", "agentjet.compute.cluster.replica"], env=environment, stdout=log, stderr=log
-            )
-        self.peer: Peer = self.do(asyncio.wait_for(connected, START_SECONDS), START_SECONDS)
+        command = (python, "-m", "agentjet.compute.cluster.replica")
+        launch = Launch("replica", command, log_path, {"PYTHONPATH": str(REPLICA_PATH)}, shares_gpus=True)
+        self.peer: Peer = self.do(self._start(launch), START_SECONDS)
+        pid = int(self._supervisor.place("replica").split()[-1])
+        self.process = psutil.Process(pid)
 
-    async def _expect(self) -> asyncio.Future[Peer]:
-        return self._hub.expect("replica")
+    async def _start(self, launch: Launch) -> Peer:
+        self._supervisor = Supervisor("127.0.0.1", LocalPlacement(list))
+        return await self._supervisor.start(launch)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +108,7 @@ class LocalReplica:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self.peer.close)
         self.process.wait(60)
-        self.do(self._hub.close())
+        self.do(self._supervisor.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._folder.close()
 

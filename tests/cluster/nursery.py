@@ -10,15 +10,17 @@ import signal
 import subprocess
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
-from agentjet.compute.cluster.hub import Hub, Peer
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
-from agentjet.errors import WorkerDied
+from agentjet.processes.guardian import Launch
+from agentjet.processes.rpc import Peer
+from agentjet.processes.supervisor import Supervisor
 from agentjet.types import PolicyId
 from tests.cluster.fake_replica import COMMAND, INFO, Hooks
 
 POLL_SECONDS = 0.05
-"""Time between two looks at a process that has not connected yet."""
+"""Time between two looks at whether a process has ended."""
 
 
 class ForkServer:
@@ -53,16 +55,41 @@ def fork_server() -> Iterator[ForkServer]:
         server.close()
 
 
-class Nursery:
-    """Starts and stops replicas, as a hub and a launcher do together."""
+class ForkedReplica:
+    """A replica, as a `Process`."""
 
-    def __init__(self, server: ForkServer, hub: Hub, settings: SamplerConfig) -> None:
-        self.hub = hub
+    log_path = Path()
+
+    def __init__(self, pid: int) -> None:
+        self.place = str(pid)
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pid = pid
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        self._watching.cancel()
+        self._end()
+
+    async def _watch(self) -> None:
+        while not self.ended.done() and os.path.exists(f"/proc/{self._pid}"):
+            await asyncio.sleep(POLL_SECONDS)
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result("ended by SIGKILL")
+
+
+class Nursery:
+    """A `Placement` that forks replicas, and the start of a replica with it."""
+
+    def __init__(self, server: ForkServer, settings: SamplerConfig) -> None:
         self.hooks: Callable[[int], Hooks] = lambda number: Hooks()
         """Number of a replica in the order of their starts, from 1, to its hooks."""
         self.pids: dict[str, int] = {}
-        """Process ids of the replicas that were started and not stopped, oldest first."""
-        self.peers: dict[str, Peer] = {}
+        """Process ids of the replicas that have not ended, oldest first."""
         self.num_started = 0
         self.explain: Callable[[str], str] = lambda name: ""
         """See `fleet.Explain`."""
@@ -70,34 +97,40 @@ class Nursery:
         """Raised by the next starts, one each."""
         self._server = server
         self._settings = settings
+        self._processes: set[ForkedReplica] = set()
+        self.supervisor = Supervisor("127.0.0.1", self)
 
-    async def start(self, name: str) -> Peer:
+    async def begin(self, name: str) -> Peer:
         """See `fleet.Start`."""
         self.num_started += 1
         if self.fail_start:
             raise self.fail_start.pop(0)
-        peer = self.peers[name] = await self.connect(name, self.hooks(self.num_started))
-        await peer.ask("load", PolicyId(), ModelConfig(), INFO, self._settings, ComputeConfig())
+        peer = await self.connect(name, self.hooks(self.num_started))
+        try:
+            await peer.ask("load", PolicyId(), ModelConfig(), INFO, self._settings, ComputeConfig())
+        except BaseException:
+            await peer.stop()
+            raise
         return peer
 
     async def connect(self, name: str, hooks: Hooks) -> Peer:
         """Start a process; returns its connection, on which nothing was sent."""
-        connection = self.hub.expect(name)
-        pid = self.pids[name] = self._server.fork({**self.hub.environment(name), **hooks.environment()})
-        while not connection.done():
-            await asyncio.wait([connection], timeout=POLL_SECONDS)
-            if not os.path.exists(f"/proc/{pid}"):
-                raise WorkerDied(f"{name} ended before it connected")
-        return connection.result()
+        return await self.supervisor.start(Launch(name, (), Path(), hooks.environment()))
 
-    async def stop(self, name: str) -> str:
-        """See `fleet.Stop`."""
-        self.hub.forget(name)
-        self.signal(name, signal.SIGKILL)
-        self.pids.pop(name, None)
-        if (peer := self.peers.pop(name, None)) is not None:
-            peer.close()
-        return "ended by SIGKILL"
+    async def num_gpus(self) -> int | None:
+        return None
+
+    async def start(self, launch: Launch) -> ForkedReplica:
+        """See `Placement`."""
+        pid = self.pids[launch.name] = self._server.fork(dict(launch.environment))
+        process = ForkedReplica(pid)
+        self._processes.add(process)
+        process.ended.add_done_callback(lambda _: self._forget(launch.name, process))
+        return process
+
+    def _forget(self, name: str, process: ForkedReplica) -> None:
+        del self.pids[name]
+        self._processes.discard(process)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a replica, unless it ended."""
@@ -105,16 +138,16 @@ class Nursery:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[name], number)
 
+    async def close(self) -> None:
+        for process in list(self._processes):
+            await process.stop()
+
 
 @asynccontextmanager
 async def nursery(server: ForkServer, settings: SamplerConfig | None = None) -> AsyncGenerator[Nursery, None]:
-    """Opens a hub for replicas. At the end it stops those that are left."""
-    hub = Hub()
-    await hub.open()
-    found = Nursery(server, hub, settings or SamplerConfig())
+    """A place for replicas. At the end it stops those that are left."""
+    found = Nursery(server, settings or SamplerConfig())
     try:
         yield found
     finally:
-        for name in list(found.pids):
-            await found.stop(name)
-        await hub.close()
+        await found.supervisor.close()

@@ -6,12 +6,13 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from agentjet.compute.cluster.fleet import Fleet
-from agentjet.compute.cluster.hub import Peer
 from agentjet.compute.cluster.replicas import Replicas, derived_seed
 from agentjet.config import SamplerConfig
+from agentjet.processes.rpc import Peer
 from agentjet.types import Sampled, SamplingParams
 from tests.cluster.fake_replica import POLICY, Hooks, mistakes, publication
 from tests.cluster.nursery import ForkServer, Nursery, nursery
@@ -33,14 +34,13 @@ class Scene:
         self.born = born
         self.adopting = 0
         self.most_adopting = 0
-        self.fleet = Fleet(
-            POLICY, self._start, born.stop, count, limits, timeout=timeout, explain=lambda name: born.explain(name)
-        )
-        self.replicas = Replicas(self.fleet)
+        explain = lambda name: born.explain(name)  # noqa: E731
+        self.replicas = Replicas(partial(Fleet, POLICY, self._start, count, limits, timeout=timeout, explain=explain))
+        self.fleet = self.replicas.fleet
 
     async def _start(self, name: str) -> Peer:
         """Starts a replica, and counts those that adopt at the same time."""
-        peer = await self.born.start(name)
+        peer = await self.born.begin(name)
         ask = peer.ask
 
         async def counting(op: str, *args: Any) -> Any:

@@ -17,7 +17,7 @@ def spawn(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list
 
     Raises `RuntimeError` if a rank fails. The function must be importable.
     """
-    from agentjet.compute.cluster.group import Rendezvous
+    from agentjet.compute.cluster.rank import Rendezvous
 
     rendezvous = Rendezvous(HOST)
     context = multiprocessing.get_context("forkserver")
@@ -52,7 +52,7 @@ def _run(
 ) -> None:
     import torch
 
-    from agentjet.compute.cluster.group import join
+    from agentjet.compute.cluster.rank import join
     from agentjet.compute.embedded.rank_group import RankGroup
     from agentjet.compute.embedded.worker import make_deterministic
 

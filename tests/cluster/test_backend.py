@@ -1,4 +1,4 @@
-"""`ClusterCompute` with ranks and replicas that are threads of this process and connect over real TCP.
+"""`ProcessCompute` with ranks and replicas that are threads of this process and connect over real TCP.
 
 Pinned here:
 1. every rank gets every request, in order, as the same bytes; the answer of rank 0 counts, and an error of any;
@@ -22,16 +22,15 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.channel import Answer, WorkerRequest, encode, read
-from agentjet.compute.cluster import backend, learner_group, meters
-from agentjet.compute.cluster.backend import ClusterCompute, HostedPolicy, check_gpus, sampler_python
-from agentjet.compute.cluster.handshake import dial
-from agentjet.compute.cluster.hub import Link
-from agentjet.compute.cluster.keeper import Launch
-from agentjet.compute.cluster.launcher import LocalLauncher, Process
-from agentjet.compute.cluster.meters import StepMeter
+from agentjet.compute import backend, ranks
+from agentjet.compute.backend import Hosted, ProcessCompute
+from agentjet.compute.cluster import samplers
+from agentjet.compute.cluster.samplers import StepMeter, check_gpus, sampler_python
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
+from agentjet.processes.guardian import Launch
+from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
 from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
 from tests.cluster.fake_replica import INFO, publication
 from tests.fakes import Clock
@@ -39,15 +38,17 @@ from tests.fakes import Clock
 pytestmark = pytest.mark.anyio
 
 POLICY = PolicyId()
-Handler = Callable[[WorkerRequest], Any]
+Handler = Callable[[ProcessRequest], Any]
 """Returns the answer to a request, or raises it."""
 
 
 class ThreadProcess:
     """A "process": a thread that connects to the gateway and answers requests."""
 
+    log_path = Path()
+
     def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
-        self.requests: list[WorkerRequest] = []
+        self.requests: list[ProcessRequest] = []
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._where = [environment[name] for name in Link.VARIABLES]
@@ -96,7 +97,7 @@ class ThreadLauncher:
         self.all: dict[str, ThreadProcess] = {}
         self.special: dict[str, Handler] = {}
         """Handlers of processes by name."""
-        self.programs: LocalLauncher | None = None
+        self.programs: LocalPlacement | None = None
         """Starts the replicas as processes."""
         self.version = 0
 
@@ -123,24 +124,24 @@ class ThreadLauncher:
     def ops(self, name: str) -> list[str]:
         return [request.op for request in self.all[name].requests]
 
-    def _rank(self, request: WorkerRequest) -> Any:
+    def _rank(self, request: ProcessRequest) -> Any:
         if request.op == "publish":
             self.version, wanted = request.args
             return publication(self.version) if wanted else None
         fixed = {"rendezvous": "127.0.0.1:1", "add": INFO, "optim_step": {"optim/steps": 1.0}}
         return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
 
-    def _replica(self, request: WorkerRequest) -> Any:
+    def _replica(self, request: ProcessRequest) -> Any:
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
 
 
 @asynccontextmanager
-async def cluster(tmp_path: Path, gpus: int | None = None) -> AsyncIterator[tuple[ClusterCompute, ThreadLauncher]]:
+async def cluster(tmp_path: Path, gpus: int | None = None) -> AsyncIterator[tuple[ProcessCompute, ThreadLauncher]]:
     launcher = ThreadLauncher(gpus)
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path / "d"}})
-    compute = ClusterCompute(config, lambda hub, address, folder: launcher)
+    compute = ProcessCompute(config, lambda host, address, folder: launcher)
     try:
         async with asyncio.timeout(60):
             yield compute, launcher
@@ -153,11 +154,11 @@ def settings(**changed: Any) -> ComputeConfig:
     return ComputeConfig.model_validate(values)
 
 
-async def sampled(compute: ClusterCompute) -> list[Sampled]:
+async def sampled(compute: ProcessCompute) -> list[Sampled]:
     return [piece async for piece in compute.sample(POLICY, [1, 2], SamplingParams(max_tokens=4))]
 
 
-async def step(compute: ClusterCompute) -> dict[str, float]:
+async def step(compute: ProcessCompute) -> dict[str, float]:
     return await compute.optim_step(Op.of(POLICY, 0), OptimizerConfig())
 
 
@@ -212,7 +213,7 @@ async def test_a_rank_that_dies_ends_its_group_and_the_next_group_keeps_the_repl
 async def test_an_error_that_all_ranks_raise_leaves_the_group(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (compute, launcher):
 
-        def damaged(request: WorkerRequest) -> Any:
+        def damaged(request: ProcessRequest) -> Any:
             if request.op == "load":
                 raise CheckpointError("damaged")
             return launcher._rank(request)
@@ -226,15 +227,15 @@ async def test_an_error_that_all_ranks_raise_leaves_the_group(tmp_path: Path) ->
 
 @pytest.mark.parametrize("other", ["succeeds", "never answers"])
 async def test_ranks_that_do_not_agree_are_ended(tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_group, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.05)
     async with cluster(tmp_path) as (compute, launcher):
 
-        def alone(request: WorkerRequest) -> Any:
+        def alone(request: ProcessRequest) -> Any:
             if request.op == "optim_step":
                 raise ComputeError("only here")
             return launcher._rank(request)
 
-        def silent(request: WorkerRequest) -> Any:
+        def silent(request: ProcessRequest) -> Any:
             return NotImplemented if request.op == "optim_step" else launcher._rank(request)
 
         launcher.special = {"default/policy/rank-1.1": alone}
@@ -250,7 +251,7 @@ async def test_a_learner_that_dies_during_a_publish_ends_it(tmp_path: Path) -> N
     async with cluster(tmp_path) as (compute, launcher):
         adopting = threading.Event()
 
-        def stuck(request: WorkerRequest) -> Any:
+        def stuck(request: ProcessRequest) -> Any:
             if request.op == "adopt" and request.args[0].version == 1:
                 adopting.set()
                 return NotImplemented
@@ -270,7 +271,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
     async with cluster(tmp_path) as (compute, launcher):
         asked = threading.Event()
 
-        def silent(request: WorkerRequest) -> Any:
+        def silent(request: ProcessRequest) -> Any:
             if request.op == "optim_step":
                 asked.set()
                 return NotImplemented
@@ -292,7 +293,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
 async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (compute, launcher):
 
-        def refuse(request: WorkerRequest) -> Any:
+        def refuse(request: ProcessRequest) -> Any:
             raise ConfigError("vLLM does not hold this model")
 
         launcher.special = {"default/policy/replica-1": refuse}
@@ -306,7 +307,7 @@ async def test_a_model_that_a_replica_does_not_hold_is_refused(tmp_path: Path) -
 )
 async def test_a_program_that_runs_no_replica_is_refused(tmp_path: Path, program: str, says: str) -> None:
     async with cluster(tmp_path) as (compute, launcher):
-        launcher.programs = LocalLauncher(list)
+        launcher.programs = LocalPlacement(list)
         with pytest.raises(ConfigError, match=rf"{says}.*compute\.sampler_python"):
             await compute.add(POLICY, ModelConfig(), settings=settings(sampler_python=program))
             await compute.publish(POLICY, 0)
@@ -318,11 +319,11 @@ async def test_replicas_that_cannot_start_end_a_start_at_once(tmp_path: Path) ->
     async with cluster(tmp_path) as (compute, launcher):
         loading = threading.Event()
 
-        def load(request: WorkerRequest) -> Any:
+        def load(request: ProcessRequest) -> Any:
             return loading.wait(30) if request.op == "add" else launcher._rank(request)
 
         launcher.special = {f"default/policy/rank-{rank}.1": load for rank in range(2)}
-        launcher.programs = LocalLauncher(list)
+        launcher.programs = LocalPlacement(list)
         try:
             with pytest.raises(ConfigError, match="exit code 0"):
                 await compute.add(POLICY, ModelConfig(), settings=settings(sampler_python="/bin/echo"))
@@ -336,8 +337,8 @@ async def test_a_refusal_quotes_the_first_error_of_the_replica_s_log(tmp_path: P
     cause = "RuntimeError: not enough shared memory: 160 MiB required, 64 MiB free"
     async with cluster(tmp_path) as (compute, launcher):
 
-        def refuse(request: WorkerRequest) -> Any:
-            log = compute._log_path("default/policy/replica-1")
+        def refuse(request: ProcessRequest) -> Any:
+            log = tmp_path / "d" / "logs" / "cluster" / "default-policy-replica-1.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(f"(EngineCore pid=8) ERROR 11-24 04:56:03 [core.py:1] {cause}\n")
             raise ConfigError("vLLM cannot hold the model (RuntimeError: Engine core initialization failed)")
@@ -440,11 +441,11 @@ async def test_samplers_are_scaled_within_the_cores_without_gpus(
 
 async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)  # The test observes.
-    monkeypatch.setattr(meters, "FALL_SECONDS", 20)
+    monkeypatch.setattr(samplers, "FALL_SECONDS", 20)
     async with cluster(tmp_path, gpus=6) as (compute, launcher):
         release = threading.Event()
 
-        def hold(request: WorkerRequest) -> Any:
+        def hold(request: ProcessRequest) -> Any:
             if request.op == "sample":
                 release.wait()
             return launcher._replica(request)
@@ -453,10 +454,11 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
         await compute.add(POLICY, ModelConfig(), settings=settings(samplers="2..8"))
         await compute.publish(POLICY, 0)
         hosted = compute._policies[POLICY]
+        assert hosted.samplers is not None
 
         async def wait(seconds: int) -> int:
             for _ in range(seconds):
-                await compute.observe(POLICY, hosted)
+                await compute.observe(POLICY, hosted, hosted.samplers)
             found = compute.samplers(POLICY)
             assert found is not None and str(found.bounds) == "2..8"
             return found.wanted
@@ -490,16 +492,17 @@ async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(
     async with cluster(tmp_path, gpus=6) as (compute, _):
         await compute.add(POLICY, ModelConfig(), settings=settings(samplers="1..4"))
         hosted = compute._policies[POLICY]
-        monkeypatch.setattr(hosted.autoscaler, "observe", lambda *_: 4)
+        assert hosted.samplers is not None
+        monkeypatch.setattr(hosted.samplers.autoscaler, "observe", lambda *_: 4)
         most = compute._most_samplers
 
-        async def slow(policy: HostedPolicy) -> int:
+        async def slow(policy: Hosted) -> int:
             monkeypatch.setattr(compute, "_most_samplers", most)
             await compute.scale(POLICY, SamplerBounds(2, 2))
             return await most(policy)
 
         monkeypatch.setattr(compute, "_most_samplers", slow)
-        await compute.observe(POLICY, hosted)
+        await compute.observe(POLICY, hosted, hosted.samplers)
         assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {2}
 
 
@@ -523,7 +526,7 @@ def test_the_meters_measure_overlap_and_idle_time() -> None:
 
 
 async def test_the_addresses_of_a_machine_divide_its_gpus(tmp_path: Path) -> None:
-    compute = ClusterCompute(ServeConfig.model_validate({"server": {"data_dir": tmp_path / "d"}}))
-    one, two = [await compute._site(settings(host=host)) for host in ("127.0.0.1", "localhost")]
-    assert one is not two and one._launcher is two._launcher
+    compute = ProcessCompute(ServeConfig.model_validate({"server": {"data_dir": tmp_path / "d"}}))
+    one, two = [compute._supervisor(host, "") for host in ("127.0.0.1", "localhost")]
+    assert one is not two and one.placement is two.placement
     await compute.close()

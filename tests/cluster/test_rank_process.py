@@ -25,16 +25,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentjet.compute.cluster.hub import Hub, Peer
-from agentjet.compute.cluster.keeper import Launch
-from agentjet.compute.cluster.launcher import LocalLauncher
-from agentjet.compute.cluster.learner_group import LearnerGroup
-from agentjet.compute.cluster.site import Site
 from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.protocol import LossSpec
+from agentjet.compute.ranks import Ranks
 from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import ConfigError, HookHung, OperationConflict, WorkerDied, WorkerHung
+from agentjet.processes.guardian import Launch
+from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.rpc import Peer
+from agentjet.processes.supervisor import Supervisor, Watchdog
 from agentjet.types import CheckpointStamp, Op, PolicyId
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.tiny import make_model
@@ -48,24 +48,25 @@ COMMAND = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
 @asynccontextmanager
 async def two_ranks(
     folder: Path, timeout: float = 120.0, hook_timeout: float = math.inf
-) -> AsyncIterator[tuple[LearnerGroup, list[psutil.Process]]]:
+) -> AsyncIterator[tuple[Ranks, list[psutil.Process]]]:
     """A new group, and its processes."""
-    hub = Hub()
-    await hub.open()
-    site, names = Site(hub, LocalLauncher(list)), ["rank-0", "rank-1"]
+    supervisor, names, watchdog = Supervisor("127.0.0.1", LocalPlacement(list)), ["rank-0", "rank-1"], Watchdog(timeout)
 
-    async def launch(name: str, rank: int) -> Peer:
-        return await site.start(Launch(name, COMMAND, folder / f"{name}.log"))
+    async def launch(name: str) -> Peer:
+        command = (*COMMAND, str(hook_timeout))
+        return await supervisor.start(Launch(name, command, folder / f"{name}.log"), sign_seconds=watchdog.interval)
 
-    group = LearnerGroup(POLICY, names, launch, site, timeout=timeout, hook_timeout=hook_timeout)
+    group = Ranks(names, launch, watchdog, POLICY)
     compute = ComputeConfig(backend="cluster", ranks=2, sharding="gathered")
     try:
-        info = await group.start(tiny(folder), compute)
+        await group.start()
+        await group.join()
+        info = await group.ask("add", POLICY, tiny(folder), compute)
         assert info == load_policy(tiny(folder)).info
-        yield group, [psutil.Process(int(re.findall(r"\d+", site.place(name))[0])) for name in names]
+        yield group, [psutil.Process(int(re.findall(r"\d+", supervisor.place(name))[0])) for name in names]
     finally:
         await group.close()
-        await site.close()
+        await supervisor.close()
 
 
 def tiny(folder: Path) -> ModelConfig:
@@ -76,44 +77,44 @@ def tiny(folder: Path) -> ModelConfig:
 async def life_of_a_group(folder: Path) -> None:
     batch, loss = training_batch(recorded_batch(4), 0), LossSpec.of(settings(4))
     async with two_ranks(folder) as (group, processes):
-        first: Publication = await group.ask("publish", 0)
+        first: Publication = await group.ask("publish", POLICY, 0)
         assert first.num_bytes == Path(first.path).stat().st_size and first.version == 0
 
         op = Op.of(POLICY, 0)
-        await group.load_batch(batch)
-        outputs = await group.ask("forward_backward", op, batch.id, loss)
+        await group.load_batch(POLICY, batch)
+        outputs = await group.ask("forward_backward", POLICY, op, batch.id, loss)
         assert outputs.num_steps == 1
         with pytest.raises(OperationConflict):
-            await group.ask("save", folder / "step_000001")
+            await group.ask("save", POLICY, folder / "step_000001")
         with pytest.raises(OperationConflict, match="out of order"):
-            await group.ask("optim_step", Op.of(POLICY, 7), settings(4).optimizer)
-        metrics = await group.ask("optim_step", op.next(), settings(4).optimizer)
-        assert metrics == await group.ask("optim_step", op.next(), settings(4).optimizer), "a repetition"
+            await group.ask("optim_step", POLICY, Op.of(POLICY, 7), settings(4).optimizer)
+        metrics = await group.ask("optim_step", POLICY, op.next(), settings(4).optimizer)
+        assert metrics == await group.ask("optim_step", POLICY, op.next(), settings(4).optimizer), "a repetition"
         assert (metrics["learner/ranks"], metrics["weights/learner"], metrics["weights/sampler"]) == (2, 1, 1)
-        published: Publication = await group.ask("publish", 1)
-        assert published == await group.ask("publish", 1) and published.digest != first.digest
-        stamp: CheckpointStamp = await group.ask("save", folder / "step_000001")
+        published: Publication = await group.ask("publish", POLICY, 1)
+        assert published == await group.ask("publish", POLICY, 1) and published.digest != first.digest
+        stamp: CheckpointStamp = await group.ask("save", POLICY, folder / "step_000001")
         assert (stamp.policy_version, stamp.operation) == (1, 2)
         check_publication(published, folder / "step_000001" / "policy")
 
         with pytest.raises(ConfigError, match="does not see"):
-            await group.ask("load", folder / "nothing")
-        assert await group.ask("load", folder / "step_000001") == stamp
-        assert await group.ask("publish", 1, False) is None
-        again: Publication = await group.ask("publish", 1)
+            await group.ask("load", POLICY, folder / "nothing")
+        assert await group.ask("load", POLICY, folder / "step_000001") == stamp
+        assert await group.ask("publish", POLICY, 1, False) is None
+        again: Publication = await group.ask("publish", POLICY, 1)
         assert again.digest == published.digest and again.probe_logprobs == published.probe_logprobs
 
         op = op.next().next()
-        await group.load_batch(batch)
-        await group.ask("forward_backward", op, batch.id, loss)
-        metrics = await group.ask("optim_step", op.next(), OptimizerConfig(lr=1e38))
+        await group.load_batch(POLICY, batch)
+        await group.ask("forward_backward", POLICY, op, batch.id, loss)
+        metrics = await group.ask("optim_step", POLICY, op.next(), OptimizerConfig(lr=1e38))
         assert metrics["weights/finite"] == 0
-        diverged: Publication = await group.ask("publish", 2)
+        diverged: Publication = await group.ask("publish", POLICY, 2)
         assert not np.isfinite(diverged.probe_logprobs).any()
 
         processes[1].kill()
         with pytest.raises(WorkerDied, match="rank-1 ended by SIGKILL"):
-            await group.load_batch(batch)
+            await group.load_batch(POLICY, batch)
         processes[0].wait()
         assert not Path(diverged.path).parent.exists()
 
@@ -123,7 +124,7 @@ async def a_rank_that_is_stopped(folder: Path) -> None:
     async with two_ranks(folder, timeout=10.0) as (group, processes):
         processes[1].suspend()
         with pytest.raises(WorkerHung, match=r"rank-1: .*server\.worker_timeout") as hung:
-            await group.load_batch(batch)
+            await group.load_batch(POLICY, batch)
         assert str(await group.died) == str(hung.value)
         await group.close()
         assert not any(process.is_running() for process in processes)
@@ -133,9 +134,9 @@ async def a_hook_that_does_not_return(folder: Path) -> None:
     batch = training_batch(recorded_batch(4), 0)
     job = JobConfig.model_validate({"recipe": "tests.plugins.endless:EndlessLoss"})
     async with two_ranks(folder, hook_timeout=1.0) as (group, processes):
-        await group.load_batch(batch)
+        await group.load_batch(POLICY, batch)
         with pytest.raises(HookHung, match=r"`token_loss` did not return within 1 s.*endless\.py:\d+") as hung:
-            await group.ask("forward_backward", Op.of(POLICY, 0), batch.id, LossSpec.of(job))
+            await group.ask("forward_backward", POLICY, Op.of(POLICY, 0), batch.id, LossSpec.of(job))
         assert str(await group.died) == str(hung.value) and hung.value.during == str(POLICY)
         await group.close()
         assert not any(process.is_running() for process in processes)

@@ -26,7 +26,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentjet.compute.cluster.probe import probe_failure
+from agentjet.compute.cluster.weights import probe_failure
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig

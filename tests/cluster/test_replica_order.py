@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.channel import Answer, WorkerRequest
-from agentjet.compute.cluster import guardian, replica
+from agentjet.compute.cluster import replica
 from agentjet.compute.cluster.replica import ReplicaServer, start_vllm
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError
+from agentjet.processes import guardian
+from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 INFO = ModelInfo("tiny", "", "", 100, (2,))
@@ -93,20 +94,19 @@ class FakeEngine:
         self.done.append(f"resume {version}")
 
 
-class FakeLink:
+class FakeLink(Link):
     """Keeps what the replica sends, in order."""
 
-    name, secret = "replica", b""
-
     def __init__(self) -> None:
+        self.name, self.secret = "replica", b""
         self.sent: list[Any] = []
-        self.deliver: Callable[[WorkerRequest], object] = lambda request: None
+        self.deliver: Callable[[ProcessRequest], object] = lambda request: None
         self.changed = asyncio.Event()
 
-    def before_exit(self) -> None:
-        self.sent.append("before exit")
+    def exit(self, code: int) -> None:
+        self.send(f"exit code {code}")
 
-    def read_forever(self, deliver: Callable[[WorkerRequest], object]) -> None:
+    def read_forever(self, deliver: Callable[[ProcessRequest], object]) -> None:
         self.deliver = deliver
 
     def send(self, message: Any) -> None:
@@ -131,7 +131,7 @@ class Scene:
         async def start(*_: Any) -> Any:
             return self.engine
 
-        self._task = asyncio.create_task(ReplicaServer(self.link, start).run())  # type: ignore[arg-type]
+        self._task = asyncio.create_task(ReplicaServer(self.link, start).run())
         await asyncio.sleep(0)
         self.ask("load", ModelConfig(), INFO, SamplerConfig(), ComputeConfig())
         self.engine.may_score.set()
@@ -146,7 +146,7 @@ class Scene:
 
     def ask(self, op: str, *args: Any) -> int:
         self._num_asked += 1
-        self.link.deliver(WorkerRequest(op, self._num_asked, PolicyId(), args))
+        self.link.deliver(ProcessRequest(op, self._num_asked, PolicyId(), args))
         return self._num_asked
 
     def sample(self, **params: Any) -> int:
@@ -278,20 +278,19 @@ def test_a_diverged_policy_fails_its_completions(tmp_path: Path, logprob: float)
 def test_an_environment_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match="agentjet cluster install"):
-        asyncio.run(start_vllm(FakeLink(), ModelConfig(), INFO, SamplerConfig(), ComputeConfig()))  # type: ignore[arg-type]
+        asyncio.run(start_vllm(FakeLink(), ModelConfig(), INFO, SamplerConfig(), ComputeConfig()))
 
 
 def test_an_engine_that_dies_during_an_adoption_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
         async with Scene(tmp_path) as scene:
-            monkeypatch.setattr(replica.os, "_exit", lambda code: scene.link.send(f"exit code {code}"))
             scene.ask("adopt", scene.publication(7))
             while scene.engine.done.count("resume 7") < 1:  # The probe is never scored.
                 await asyncio.sleep(0)
             scene.engine.death.set_result(RuntimeError("EngineCore was killed"))
-            assert await scene.link.until(2) == ["before exit", "exit code 1"]
+            assert await scene.link.until(1) == ["exit code 1"]
             assert "the engine is dead: RuntimeError: EngineCore was killed" in caplog.text
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -27,10 +27,10 @@ import pytest
 
 import agentjet
 from agentjet.compute import cluster
-from agentjet.compute.cluster import guardian
-from agentjet.compute.cluster.backend import REPLICA_PATH
+from agentjet.compute.cluster.samplers import REPLICA_PATH
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ConfigError
+from agentjet.processes import guardian
 from agentjet.types import ModelInfo
 from tests.tiny import make_model
 

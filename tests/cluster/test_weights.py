@@ -29,9 +29,10 @@ from typing import IO
 
 import pytest
 
-from agentjet.compute.cluster import guardian, handshake, weights
+from agentjet.compute.cluster import weights
 from agentjet.compute.cluster.weights import Publication, SharedFolder, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
+from agentjet.processes import guardian, rpc
 
 SECRET = b"secret"
 CONTENT = b"weights " * 400_000
@@ -159,7 +160,7 @@ def test_strangers_that_say_nothing_take_no_place_of_a_replica(server: WeightsSe
             assert strangers.stdin is not None and strangers.stdout is not None
             assert strangers.stdout.readline() == b"connected\n"
             release(fetch(publication, "replica 0", SECRET))
-            assert len(server._handshakes) <= handshake.MAX_HANDSHAKES
+            assert len(server._listener._handshakes) <= rpc.MAX_HANDSHAKES
             strangers.stdin.close()
         release(fetch(publication, "replica 0", SECRET))
     finally:
@@ -174,14 +175,14 @@ def test_an_error_of_accept_delays_a_fetch(server: WeightsServer, caplog: pytest
     with socket.socket() as waiting:
         resource.setrlimit(resource.RLIMIT_NOFILE, (waiting.fileno(), before[1]))
         try:
-            waiting.connect(handshake.host_and_port(server.address))
+            waiting.connect(rpc.host_and_port(server.address))
             deadline = time.monotonic() + 10
             while "Too many open files" not in caplog.text and time.monotonic() < deadline:
                 time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
     release(fetch(publication, "replica 0", SECRET))
-    assert "no connection can be accepted: [Errno 24] Too many open files" in caplog.text
+    assert "none can be accepted: [Errno 24] Too many open files" in caplog.text
 
 
 @pytest.mark.usefixtures("elsewhere", "parts")
@@ -189,7 +190,7 @@ def test_parts_are_fetched_over_several_connections(server: WeightsServer, monke
     publication, dialled = publish(server, 3), list[socket.socket]()
 
     def dial(*args: str | bytes) -> socket.socket:
-        dialled.append(connection := handshake.dial(*args))  # type: ignore[arg-type]
+        dialled.append(connection := rpc.dial(*args))  # type: ignore[arg-type]
         return connection
 
     monkeypatch.setattr(weights, "dial", dial)
@@ -254,7 +255,7 @@ def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> Non
 def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path;"
-        "from agentjet.compute.cluster import guardian, weights;"
+        "from agentjet.compute.cluster import weights; from agentjet.processes import guardian;"
         "guardian.SHARED_MEMORY = place = Path(sys.argv[1]); folder = weights.SharedFolder(place);"
         "(folder.path / 'file').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
     )

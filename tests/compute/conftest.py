@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.config import ModelConfig
+from agentjet.processes.placement import LocalPlacement
 from agentjet.timeline.forest import Forest, Row, call_row
-from agentjet.types import SamplingParams
+from agentjet.types import PolicyId, SamplingParams
 from tests.compute import forked_workers
 from tests.compute.architectures import make_architecture
 from tests.tiny import make_model
@@ -70,7 +71,12 @@ def with_random_adapter(policy: Policy, seed: int) -> Policy:
 @pytest.fixture
 def workers_start_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new worker costs seven seconds of imports; a forked one costs none."""
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked_workers.start)
+    monkeypatch.setattr(LocalPlacement, "start", forked_workers.start)
+
+
+def pid_of(compute: ProcessCompute, policy: PolicyId) -> int:
+    """Returns the process id of a policy's worker; 0 if it does not run."""
+    return next((int(one.place.split()[-1]) for one in compute.processes(policy) if one.place), 0)
 
 
 @pytest.fixture
@@ -97,6 +103,17 @@ def run(sampler: ModelSampler, requests: Requests) -> dict[int, tuple[list[int],
     """The tokens and log-probabilities of `complete`."""
     found = complete(sampler, requests)
     return {id: ([new.token for new in all], [new.logprob for new in all]) for id, all in found.items()}
+
+
+Completions = Mapping[int, tuple[list[int], list[float]]]
+
+
+def check_same(found: Completions, expected: Completions, tolerance: float) -> None:
+    """The same tokens, and log-probabilities within a tolerance."""
+    assert found.keys() >= expected.keys()
+    for id, (chosen, logprobs) in expected.items():
+        assert found[id][0] == chosen, id
+        assert found[id][1] == pytest.approx(logprobs, abs=tolerance), id
 
 
 def tokens(seed: int, length: int) -> np.ndarray:

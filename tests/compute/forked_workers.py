@@ -6,78 +6,59 @@ They are real processes, which a test can stop and kill. Tests of the start itse
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from agentjet.processes.guardian import Launch, end_of
+from agentjet.processes.placement import LocalPlacement
 from tests.cluster.spawn import PRELOADED
 
 
 class ForkedWorker:
-    """The part of `asyncio.subprocess.Process` that the backend uses."""
+    """A worker, as a `Process`."""
 
-    def __init__(self, process: Any, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
+    def __init__(self, process: Any, log_path: Path) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.place = f"this machine, process {process.pid}"
+        self.log_path = log_path
         self._process = process
-        self._ended = asyncio.Event()
-        self.pid: int = process.pid
-        self.stdin = stdin
-        self.stdout = stdout
         asyncio.get_running_loop().add_reader(process.sentinel, self._end)
 
-    @property
-    def returncode(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
-
-    async def wait(self) -> int | None:
-        await self._ended.wait()
-        return self.returncode
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+    async def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)
+        await asyncio.wait([self.ended])
 
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._process.join()
-        self.stdin.close()
-        self._ended.set()
+        self.ended.set_result(end_of(self._process.exitcode, self.log_path))
 
 
-async def start(*command: str, stderr: BinaryIO, env: dict[str, str], **pipes: int) -> ForkedWorker:
-    """Takes the place of `asyncio.create_subprocess_exec` in the backend."""
-    assert command[1:4] == ("-P", "-m", "agentjet.compute.embedded") and set(pipes) == {"stdin", "stdout"}
+async def start(placement: LocalPlacement, launch: Launch) -> ForkedWorker:
+    """Takes the place of `LocalPlacement.start`."""
+    assert launch.command[1:4] == ("-P", "-m", "agentjet.compute.embedded")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    (requests, to_worker), (from_worker, answers) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(requests, answers, Path(stderr.name), command[4:]), daemon=True)
+    launch.log_path.parent.mkdir(parents=True, exist_ok=True)
+    arguments = (dict(launch.environment), launch.log_path, launch.command[4:])
+    process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
-    for ours in (requests, answers):
-        ours.close()
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), _file(from_worker, "rb"))
-    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, _file(to_worker, "wb"))
-    return ForkedWorker(process, asyncio.StreamWriter(transport, protocol, None, loop), reader)
+    return ForkedWorker(process, launch.log_path)
 
 
-def _file(end: Connection, mode: str) -> Any:
-    file = os.fdopen(os.dup(end.fileno()), mode, 0)
-    end.close()
-    return file
-
-
-def _serve(requests: Connection, answers: Connection, log: Path, arguments: tuple[str, ...]) -> None:
+def _serve(environment: Mapping[str, str], log: Path, arguments: tuple[str, ...]) -> None:
     """Be a worker, as `python -m agentjet.compute.embedded` is."""
     from agentjet.compute.embedded.worker import main
 
-    os.dup2(requests.fileno(), 0)
-    os.dup2(answers.fileno(), 1)
+    os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 2)
-    requests.close()
-    answers.close()
-    sys.stdin, sys.argv = os.fdopen(0), ["worker", *arguments]
+    sys.argv = ["worker", *arguments]
     main()

@@ -33,7 +33,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import SamplingParams
-from tests.compute.conftest import run, tokens
+from tests.compute.conftest import check_same, run, tokens
 
 CPU = torch.device("cpu")
 cuda = pytest.mark.needs("cuda")
@@ -165,6 +165,4 @@ def test_it_samples_what_the_plan_of_a_cpu_samples(
         monkeypatch.setattr(attention, "_paged_attention", torch.compile(attention._paged_attention))
     found = run(sampler, requests())
     assert graphs.steps >= 5
-    for id, (chosen, logprobs) in wanted.items():
-        assert found[id][0] == chosen
-        assert found[id][1] == pytest.approx(logprobs, abs=1e-5)
+    check_same(found, wanted, 1e-5)

@@ -9,18 +9,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import Answer, WorkerRequest, read
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
@@ -28,6 +27,7 @@ from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
 from agentjet.config import JobConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
+from agentjet.processes.rpc import Answer, ProcessRequest
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import write_grammar
 from agentjet.timeline.forest import Row, build_forest, call_row
@@ -232,8 +232,8 @@ class Slow:
 
         monkeypatch.setattr(Grammars, "_compile", wait)
         self.folder = folder
-        self.output = io.BytesIO()
-        self.worker = Worker(self.output)
+        self.sent: list[Any] = []
+        self.worker = Worker(self.sent.append)
         self.add()
 
     def add(self) -> None:
@@ -242,28 +242,20 @@ class Slow:
 
     def ask(self, id: int, grammar: str = "", max_tokens: int = 40) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=id, grammar=grammar, piece_tokens=1)
-        self.worker._answer(WorkerRequest("sample", id, POLICY, (id, tokens(1, 9), params)))
+        self.worker._answer(ProcessRequest("sample", id, POLICY, (id, tokens(1, 9), params)))
 
     def compiled(self) -> None:
         """Handle the next grammar that the thread has compiled, or could not compile."""
-        self.worker._answer(self.worker._inbox.get(timeout=60))
+        self.worker._answer(self.worker.inbox.get(timeout=60))
 
     def answers(self) -> dict[int, list[object]]:
         """What the worker sent since the last time, by completion: tokens and errors."""
-        self.output.seek(0)
         found: dict[int, list[object]] = {}
-        for message in iter(self.read, None):
+        for message in self.sent:
             for id, what in [(message.id, message.error)] if isinstance(message, Answer) else message:
                 found.setdefault(id, []).append(what)
-        self.output.seek(0)
-        self.output.truncate()
+        self.sent.clear()
         return found
-
-    def read(self) -> Answer | list[tuple[int, object]] | None:
-        try:
-            return read(self.output)
-        except EOFError:
-            return None
 
 
 @pytest.fixture
@@ -291,7 +283,7 @@ def test_others_are_sampled_while_a_grammar_is_compiled(slow: Slow) -> None:
 
 
 def drop(slow: Slow) -> None:
-    slow.worker._answer(WorkerRequest("cancel", 9, POLICY, (2,)))
+    slow.worker._answer(ProcessRequest("cancel", 9, POLICY, (2,)))
 
 
 def remove(slow: Slow) -> None:

@@ -236,7 +236,7 @@ def test_a_trainer_of_version_0_2_continues_bit_by_bit(tiny_folder: Path, tmp_pa
     second = PolicyLearner(make_policy(tiny_folder, dtype="bfloat16"))
     checkpoint.load(tmp_path / "step_000001", second)
     second.learn(forest, job(), 1)
-    assert second.fingerprint == learner.fingerprint
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(second.masters(), learner.masters(), strict=True))
 
 
 def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import LargeRequest, Part, WorkerRequest, encode, requests
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.policy_host import PolicyHost
@@ -32,6 +31,7 @@ from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
+from agentjet.processes.rpc import LargeRequest, Part, ProcessRequest, encode, requests
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import TrainingBatch
@@ -181,10 +181,10 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
     with pytest.raises(OperationConflict, match="pending gradient"):
         hosted.save(tmp_path / "never")
     hosted.optim_step(Op.of(POLICY, 1), OptimizerConfig())
-    publish = WorkerRequest("publish", 2, POLICY, (1,))
-    worker._inbox.put(publish)
+    publish = ProcessRequest("publish", 2, POLICY, (1,))
+    worker.inbox.put(publish)
     assert worker._next_request(0.0) == publish
-    worker._inbox = queue.SimpleQueue()
+    worker.inbox = queue.SimpleQueue()
     hosted.publish(1)
     assert worker._next_request(0.0) is None and hosted.version == 1
 
@@ -195,18 +195,18 @@ JOB = JobConfig(
 
 
 def hosted_policy(folder: Path) -> tuple[Worker, PolicyHost]:
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     worker.handle("add", POLICY, model_config(folder), SamplerConfig())
     return worker, worker.policies[POLICY]
 
 
 def passed_through_a_pipe(batch: TrainingBatch) -> TrainingBatch:
     """The batch as the parts of a large request carry it, between the parts of another request that was given up."""
-    large = asyncio.run(LargeRequest.encoded(WorkerRequest("load_batch", 1, POLICY, (batch,))))
+    large = asyncio.run(LargeRequest.encoded(ProcessRequest("load_batch", 1, POLICY, (batch,))))
     cut = [
         encode(Part(2, 0, b"half", False)),
         encode(Part(2, -1, b"", True)),
-        encode(WorkerRequest("cancel", 3, POLICY, ())),
+        encode(ProcessRequest("cancel", 3, POLICY, ())),
     ]
     parts = list(large.parts())
     received = requests(io.BytesIO(b"".join([*parts[:1], *cut, *parts[1:]])))
@@ -217,8 +217,8 @@ def passed_through_a_pipe(batch: TrainingBatch) -> TrainingBatch:
 
 def test_a_large_request_may_be_given_up_after_its_last_part() -> None:
     """The task that sends it may be cancelled while it waits for the pipe to take that part."""
-    large = asyncio.run(LargeRequest.encoded(WorkerRequest("load_batch", 1, POLICY, ())))
-    given_up, later = encode(Part(1, -1, b"", True)), encode(WorkerRequest("cancel", 2, POLICY, ()))
+    large = asyncio.run(LargeRequest.encoded(ProcessRequest("load_batch", 1, POLICY, ())))
+    given_up, later = encode(Part(1, -1, b"", True)), encode(ProcessRequest("cancel", 2, POLICY, ()))
     received = requests(io.BytesIO(b"".join([*large.parts(), given_up, later])))
     assert [next(received).op, next(received).op] == ["load_batch", "cancel"]
 

@@ -7,44 +7,43 @@
 5. operations are numbered per policy;
 6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
    only run that it sampled for; its policies recover independently of each other (thorough);
-7. a worker whose completions wait for a `publish` is not taken for one that hangs;
-8. a batch is encoded in a thread, and sent in small parts.
+7. a worker whose completions wait for a `publish` is not taken for one that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import os
-import pickle
 import signal
-import threading
+import socket
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.channel import PART_BYTES, Answer, Channel, WorkerRequest, encode
-from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.compute.embedded.backend import WorkerProcess
+from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
+from agentjet.compute.ranks import Ranks
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved, WorkerDied
+from agentjet.processes.rpc import Peer, ProcessRequest
+from agentjet.processes.supervisor import Watchdog
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
-from agentjet.types import Op, PolicyId, Sampled, SamplingParams
+from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
-from tests.compute.conftest import make_policy, model_config, run, sampled_rows, tokens, with_random_adapter
+from tests.compute.conftest import make_policy, model_config, pid_of, run, sampled_rows, tokens, with_random_adapter
 from tests.compute.test_locks import digest
 from tests.recipes.batches import make_batch
 from tests.tiny import make_model
@@ -84,7 +83,7 @@ def test_training_beside_other_policies_is_bit_equal_to_training_alone(tiny_fold
     ]
 
     def trained(others: tuple[PolicyId, ...], *, last: bool) -> str:
-        worker = Worker(io.BytesIO())
+        worker = Worker(lambda message: None)
         policies = (*others, A) if last else (A, *others)
         for policy in policies:
             add(worker, policy, model_of(tiny_folder, dtype=dtype))
@@ -140,7 +139,7 @@ def test_a_diverged_adapter_fails_alone(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: Path, kind: str) -> None:
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     folder = make_architecture(tmp_path / kind, kind)
     for policy in (A, B):
         add(worker, policy, model_of(folder))
@@ -179,7 +178,7 @@ def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder:
 
 
 def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_folder: Path) -> None:
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     full = PolicyId("full")
     add(worker, full, model_of(tiny_folder, rank=0))
     for policy in (A, B):
@@ -206,7 +205,7 @@ def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_fol
 
 
 def test_a_free_place_goes_to_the_policy_with_the_fewest_completions(tiny_folder: Path) -> None:
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     for policy in (A, B):
         worker.handle("add", policy, model_of(tiny_folder), SamplerConfig(cache_tokens=4096, max_concurrent=2))
     sampler = worker.policies[A].sampler
@@ -220,7 +219,7 @@ def test_a_free_place_goes_to_the_policy_with_the_fewest_completions(tiny_folder
 
 def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     of_other_tests = {id(one): one for one in gc.get_objects() if isinstance(one, BaseModel)}
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     add(worker, A, model_of(tiny_folder))
     add(worker, B, model_of(tiny_folder, dtype="auto"))
     other = make_model(tmp_path / "second", seed=1)
@@ -259,7 +258,7 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
 )
 def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, recipe: dict[str, Any]) -> None:
     """The other policies of its run have calls. Its gradient is zero."""
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     add(worker, A, model_of(tiny_folder))
     weights = {name: weight.clone() for name, weight in worker.policies[A].policy.trainable().items()}
     batch = make_batch([[1.0, 0.0]], calls=[[], []])
@@ -269,7 +268,7 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, reci
 
 
 def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
-    worker = Worker(io.BytesIO())
+    worker = Worker(lambda message: None)
     for policy in (A, B):
         add(worker, policy, model_of(tiny_folder))
     batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
@@ -287,7 +286,7 @@ def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
         worker.handle("forward_backward", B, Op.of(B, 0), batch.id, LossSpec.of(job, 1))
 
 
-async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
+async def _drain(compute: ProcessCompute, policy: PolicyId) -> None:
     async for _ in compute.sample(policy, [7, 8], SamplingParams(max_tokens=900)):
         pass
 
@@ -300,14 +299,14 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
     model, far = model_of(tiny_folder), PolicyId("other", "far")
 
     async def scenario() -> None:
-        compute = EmbeddedCompute(config)
+        compute = ProcessCompute(config)
         await asyncio.gather(*(compute.add(policy, model) for policy in (A, B)), compute.add(far, model, worker="two"))
-        first, second = compute.pid(A), compute.pid(far)
-        assert first is not None and compute.pid(B) == first != second
+        first, second = pid_of(compute, A), pid_of(compute, far)
+        assert 0 != first == pid_of(compute, B) != second
         forest = build_forest(sampled_rows(make_policy(tiny_folder)))
         with pytest.raises(ConfigError, match=r"model\.name"):
             await compute.add(PolicyId("third"), model_of(tmp_path, rank=0), worker="two")
-        assert compute.pid(PolicyId("third")) is None and compute.pid(far) == second
+        assert not compute.processes(PolicyId("third")) and pid_of(compute, far) == second
         os.kill(first, signal.SIGSTOP)
         learning = asyncio.ensure_future(learn(compute, Op.of(B, 0), TrainingBatch(0, forest), JobConfig()))
         completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
@@ -315,17 +314,17 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
         os.kill(first, signal.SIGKILL)
         death = await compute.died([A, far])
         for outcome in (death, *await asyncio.gather(learning, completion, return_exceptions=True)):
-            assert isinstance(outcome, WorkerDied) and outcome.during == "other/b" and "code -9" in str(outcome)
+            assert isinstance(outcome, WorkerDied) and outcome.during == "other/b" and "by SIGKILL" in str(outcome)
         await compute.add(A, model)
-        assert compute.pid(A) not in (None, first) and compute.pid(B) is None
+        assert pid_of(compute, A) not in (0, first) and pid_of(compute, B) == 0
         assert [piece async for piece in compute.sample(A, [7, 8], SamplingParams(max_tokens=2))]
-        with pytest.raises(WorkerDied, match="exit code -9"):
+        with pytest.raises(WorkerDied, match="by SIGKILL"):
             await compute.publish(B, 1)
         await compute.remove(B)
         with pytest.raises(ComputeError, match="no worker has the policy other/b"):
             await compute.publish(B, 1)
         await compute.add(B, model)
-        assert compute.pid(B) == compute.pid(A) and compute.pid(far) == second
+        assert pid_of(compute, B) == pid_of(compute, A) and pid_of(compute, far) == second
         cut = [asyncio.ensure_future(_drain(compute, policy)) for policy in (A, far)]
         await asyncio.sleep(0.05)
         await asyncio.gather(compute.remove(A), compute.remove(far))
@@ -347,7 +346,7 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
     )
 
     async def scenario() -> None:
-        compute = EmbeddedCompute(config)
+        compute = ProcessCompute(config)
         await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
         await learn(compute, Op.of(A, 0), batch, JobConfig())
@@ -376,7 +375,7 @@ def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: 
     )
 
     async def scenario() -> None:
-        compute = EmbeddedCompute(config)
+        compute = ProcessCompute(config)
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
         plug_ins = {"EndlessLoss": "token_loss", "EndlessColumns": "columns", "EndlessReads": "reads"}
         for name, hook in plug_ins.items():
@@ -394,160 +393,60 @@ def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: 
     asyncio.run(scenario())
 
 
-def test_a_request_that_cannot_be_read_ends_the_worker(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Such as a recipe whose module only the server can import. The server would wait for its answer for ever."""
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
-    body = b"cno_such_module\nRecipe\n."
-    Worker(io.BytesIO()).read_forever(io.BytesIO(len(body).to_bytes(8, "little") + body))
-    assert codes == [1] and "No module named 'no_such_module'" in capfd.readouterr().err
-
-
-class AnswersAtOnce(Channel):
-    """A channel whose process answers before the last `drain` of the request returns."""
-
-    def __init__(self) -> None:
-        self.reader = asyncio.StreamReader()
-        super().__init__(self.reader, cast(Any, self))
-
-    def is_closing(self) -> bool:
-        return False
-
-    def write(self, message: bytes) -> None:
-        pass
-
-    async def drain(self) -> None:
-        if not (large := next(iter(self.pending), 0)):
-            return
-        self.reader.feed_data(encode(Answer(large, "loaded")))
-        await self.receive()
-
-
-def test_an_answer_may_come_before_the_request_is_drained() -> None:
-    async def scenario() -> None:
-        channel = AnswersAtOnce()
-        assert await asyncio.wait_for(channel.ask_large("load_batch", A), 10) == "loaded"
-        assert not channel.pending
-
-    asyncio.run(scenario())
-
-
-class Encoded:
-    """An argument that records the threads which encode it."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        self.threads.append(threading.get_ident())
-        return bytes, (1,)
-
-
-class Written(AnswersAtOnce):
-    """Keeps the sizes of the messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def write(self, message: bytes) -> None:
-        self.sizes.append(len(message))
-
-
-def test_a_batch_is_encoded_in_a_thread_and_sent_in_small_parts(tmp_path: Path) -> None:
-    """Python's lock is held for one part at a time, and the event loop encodes no batch."""
-
-    async def scenario() -> None:
-        process, channel, marked = WorkerProcess(tmp_path / "worker.log", 1.0), Written(), Encoded()
-        process._channel = channel
-        batch = cast(TrainingBatch, (marked, np.zeros(4 * PART_BYTES, np.uint8)))
-        await asyncio.wait_for(process.load_batch(A, batch), 10)
-        assert len(marked.threads) == 1 and threading.get_ident() not in marked.threads
-        assert len(channel.sizes) >= 5 and max(channel.sizes) < PART_BYTES + 1000 < 2**20
-
-    asyncio.run(scenario())
-
-
 def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(sampler: ModelSampler, policy: Policy) -> None:
         raise RuntimeError("a bug")
 
-    output = io.BytesIO()
-    worker = Worker(output)
+    sent: list[Any] = []
+    worker = Worker(sent.append)
     add(worker, A, model_of(tiny_folder))
     monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        worker._answer(WorkerRequest("remove", 1, A, ()))
-    output.seek(8)
-    answer = pickle.load(output)
+        worker._answer(ProcessRequest("remove", 1, A, ()))
+    (answer,) = sent
     assert isinstance(answer.error, ComputeError) and answer.ends
 
 
 class Stubborn:
-    """A process that ends once it is killed."""
+    """A process of one rank, which takes every request and answers none."""
+
+    place, log_path = "", Path("worker.log")
 
     def __init__(self) -> None:
-        self.killed = asyncio.Event()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def kill(self) -> None:
-        self.killed.set()
-
-    async def wait(self) -> int:
-        await self.killed.wait()
-        return -9
+    async def stop(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result("ended by SIGKILL")
 
 
-def test_a_message_that_cannot_be_read_ends_the_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise its requests would wait for ever: nothing would read the answers."""
-
+@pytest.mark.parametrize(
+    ("sampled", "scored", "during"),
+    [([], [], ""), (OTHERS[:2], [], "other/b"), ((*OTHERS[:2], A), [], ""), ((*OTHERS[:2], A), [A], "default/a")],
+    ids=["idle", "one run samples", "it may be the fault of either run", "an operation"],
+)
+def test_a_crash_while_sampling_is_of_the_only_run_that_samples(
+    sampled: Sequence[PolicyId], scored: Sequence[PolicyId], during: str
+) -> None:
     async def scenario() -> None:
-        process, channel = WorkerProcess(tmp_path / "worker.log", 1.0), Silent()
-        completion = await begun(channel, A)
-        channel._reader.feed_data((4).to_bytes(8, "little") + b"junk")
-        await asyncio.wait_for(process._read_messages(cast(Any, Stubborn()), channel), 10)
-        with pytest.raises(WorkerDied):
-            await completion
-        assert process.has_ended
+        ours, theirs = socket.socketpair()
+        process = Stubborn()
 
-    asyncio.run(scenario())
-    assert caplog.text.count("a message that cannot be read") == 1
+        async def launch(name: str) -> Peer:
+            return Peer(name, *await asyncio.open_connection(sock=ours), process)
 
-
-class Silent(Channel):
-    """A channel that takes every request and answers none."""
-
-    def __init__(self) -> None:
-        super().__init__(asyncio.StreamReader(), cast(Any, None))
-
-    def _write(self, request: WorkerRequest) -> None:
-        pass
-
-
-async def begun(channel: Channel, policy: PolicyId) -> asyncio.Task[Sampled]:
-    """A completion that waits for its first piece."""
-    completion = asyncio.ensure_future(anext(channel.sample(policy)))
-    await asyncio.sleep(0)
-    return completion
-
-
-def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        process, channel = WorkerProcess(tmp_path / "worker.log", 1.0), Silent()
-        assert process._reason(-9, channel).during == ""
-        for policy in OTHERS[:2]:
-            _ = await begun(channel, policy)
-        assert process._reason(-9, channel).during == "other/b"
-        process._unpublished.add(B)
-        assert process._reason(-9, channel).during == "other/c", "the completions of B pause"
-        completion = await begun(channel, A)
-        assert process._reason(-9, channel).during == "", "it may be the fault of either run"
-        completion.cancel()
-        await asyncio.sleep(0)
-        scoring = asyncio.ensure_future(channel.ask("score", A))
-        await asyncio.sleep(0)
-        assert process._reason(-9, channel).during == "default/a"
-        scoring.cancel()
+        ranks = Ranks(["the worker process"], launch, Watchdog(60.0))
+        await ranks.start()
+        asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(anext(ranks.sample(one))) for one in sampled]
+        asked += [asyncio.ensure_future(ranks.ask("score", one)) for one in scored]
+        while len(ranks._peers[0].pending) < len(asked):
+            await asyncio.sleep(0)
+        await process.stop()
+        theirs.close()
+        died = await ranks.died
+        assert str(died) == "the worker process ended by SIGKILL" and died.during == during
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, WorkerDied) and error.during == during
+        await ranks.close()
 
     asyncio.run(scenario())

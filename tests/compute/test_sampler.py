@@ -22,7 +22,7 @@ from agentjet.compute.token_choice import sample_tokens, truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.support import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
-from tests.compute.conftest import make_endless, make_policy, run, sampler_of, tokens
+from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
 
 STATEFUL = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
 """Models that do not share prefixes: each row has a state."""
@@ -141,9 +141,7 @@ def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
     requests = {i: (tokens(7, 30), SamplingParams(max_tokens=9, temperature=2.0, seed=i)) for i in range(8)}
     out = run(crowded, requests)
     roomy = run(ModelSampler(policy, 64, 16384), requests)
-    for i in requests:
-        assert out[i][0] == roomy[i][0]
-        assert out[i][1] == pytest.approx(roomy[i][1], abs=1e-4)
+    check_same(out, roomy, 1e-4)
 
 
 def test_long_and_short_requests_run_side_by_side(policy: Policy) -> None:
@@ -195,8 +193,7 @@ def test_each_token_in_context_is_computed_once_between_repeats_too(
     if kind != "bamba":  # Its cache is not used.
         assert sampler.num_computed == len(contexts) < 0.5 * 36 * len(requests)
     for id, request in requests.items():
-        alone = run(ModelSampler(policy, 1, 4096), {id: request})[id]
-        assert out[id][0] == alone[0] and out[id][1] == pytest.approx(alone[1], abs=1e-4)
+        check_same({id: out[id]}, run(ModelSampler(policy, 1, 4096), {id: request}), 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "lfm2"])

@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute import channel
-from agentjet.compute.channel import Message
-from agentjet.compute.embedded import EmbeddedCompute, checkpoint
-from agentjet.compute.embedded.backend import WorkerProcess
+from agentjet.compute.backend import ProcessCompute
+from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -41,11 +39,12 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
+from agentjet.processes.rpc import Message, Peer
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import EVERYTHING
 from agentjet.types import Op, PolicyId, SamplingParams
-from tests.compute.conftest import tokens
+from tests.compute.conftest import pid_of, tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -65,7 +64,7 @@ def config(folder: Path, data_dir: Path) -> ServeConfig:
 
 
 async def completion(
-    compute: EmbeddedCompute, prompt: np.ndarray, params: SamplingParams
+    compute: ProcessCompute, prompt: np.ndarray, params: SamplingParams
 ) -> tuple[list[int], list[float], set[int], list[bytes]]:
     chosen: list[int] = []
     logprobs: list[float] = []
@@ -79,14 +78,14 @@ async def completion(
     return chosen, logprobs, versions, support
 
 
-async def learn_batch(compute: EmbeddedCompute, version: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+async def learn_batch(compute: ProcessCompute, version: int, forest: Forest, job: JobConfig) -> dict[str, float]:
     """Train on a batch whose operations are `2 * version` and the next one, and publish."""
     metrics, _ = await learn(compute, Op.of(POLICY, 2 * version), TrainingBatch(version, forest), job)
     await compute.publish(POLICY, version + 1)
     return metrics
 
 
-async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
+async def batch(compute: ProcessCompute, seed: int) -> Forest:
     """Two groups of three: one completion under a grammar, one truncated, one free."""
     prompts = [np.concatenate([tokens(1, 5), tokens(seed + g, 6)]) for g in range(2) for _ in range(3)]
     outs = await asyncio.gather(
@@ -122,11 +121,11 @@ def test_the_environment_of_the_user_wins(tiny_folder: Path, tmp_path: Path, mon
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
 
     async def scenario() -> None:
-        process = WorkerProcess(tmp_path / "worker.log", 60.0)
-        await process.start()
-        given = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        compute = ProcessCompute(settings := config(tiny_folder, tmp_path))
+        await compute.add(POLICY, settings.model)
+        given = Path(f"/proc/{pid_of(compute, POLICY)}/environ").read_bytes().split(b"\0")
         assert {b"CUBLAS_WORKSPACE_CONFIG=:16:8", b"OMP_WAIT_POLICY=PASSIVE"} <= set(given)
-        await process.close()
+        await compute.close()
 
     if sys.platform == "linux":
         asyncio.run(scenario())
@@ -141,15 +140,14 @@ def test_verbs_refusals_and_idempotent_learning(
 
     async def scenario() -> None:
         delivered = set[int]()
-        read = channel.read_async
+        receive = Peer._receive
 
-        async def recorded(reader: asyncio.StreamReader) -> Message:
-            message: Message = await read(reader)
+        def recorded(peer: Peer, message: Message) -> None:
             delivered.update(id for id, _ in (message if isinstance(message, list) else ()))
-            return message
+            receive(peer, message)
 
-        monkeypatch.setattr(channel, "read_async", recorded)
-        compute = EmbeddedCompute(settings := config(tiny_folder, tmp_path))
+        monkeypatch.setattr(Peer, "_receive", recorded)
+        compute = ProcessCompute(settings := config(tiny_folder, tmp_path))
         assert (await compute.add(POLICY, settings.model)).num_parameters > 0
         with pytest.raises(OutOfCache):
             await completion(compute, tokens(0, 5), SamplingParams(max_tokens=10**6))
@@ -184,7 +182,7 @@ def test_verbs_refusals_and_idempotent_learning(
         assert len(delivered) == 1, "what was closed is sampled no further"
         await compute.close()
         await compute.close()
-        assert compute.pid(POLICY) is None
+        assert compute.processes(POLICY) == []
 
     asyncio.run(scenario())
 
@@ -201,7 +199,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
     async def scenario() -> None:
         server = {"data_dir": tmp_path, "worker_timeout": 1.0}
         settings = ServeConfig.model_validate({**config(tiny_folder, tmp_path).model_dump(), "server": server})
-        compute = EmbeddedCompute(settings)
+        compute = ProcessCompute(settings)
         await compute.add(POLICY, settings.model)
         job = settings.job
         forests = []
@@ -220,8 +218,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
                 "learning": lambda: learn_batch(compute, 4, forests[0], job),
                 "saving": lambda: compute.save(POLICY, tmp_path / "never"),
             }[moment]()
-            pid = compute.pid(POLICY)
-            assert pid is not None
+            pid = pid_of(compute, POLICY)
             if moment == "stopped":
                 os.kill(pid, signal.SIGSTOP)
             waiting = asyncio.ensure_future(doomed)
@@ -234,7 +231,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
                 assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
                 assert "did no work for 1 s (server.worker_timeout)" in str(death)
             else:
-                assert "exit code -9" in str(death)
+                assert "ended by SIGKILL" in str(death)
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
             with pytest.raises(WorkerDied):
                 await compute.export(POLICY, tmp_path / "never")

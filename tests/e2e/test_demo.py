@@ -146,7 +146,7 @@ def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> Non
             assert demo.poll() is None and time.monotonic() < deadline, text + log.read_text()
             time.sleep(0.05)
         [server] = children(demo.pid)
-        [worker] = children(server)
+        [worker] = children(*children(server))  # Below its guardian.
         demo.send_signal(signal.SIGINT)
         assert demo.wait(PATIENCE) == 130
     finally:
@@ -167,7 +167,7 @@ def test_a_demo_that_is_killed_leaves_no_server(model: Path, tmp_path: Path) -> 
             assert demo.poll() is None and time.monotonic() < deadline, text
             time.sleep(0.05)
         [server] = children(demo.pid)
-        [worker] = children(server)
+        [worker] = children(*children(server))  # Below its guardian.
     finally:
         demo.kill()
         demo.wait()

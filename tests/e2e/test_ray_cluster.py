@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.raylets import LocalCluster
 from tests.e2e.server import Server
 from tests.e2e.test_cluster import SETTINGS, ended_by_itself, model, processes, sampler_python  # noqa: F401
+from tests.processes.raylets import LocalCluster
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 

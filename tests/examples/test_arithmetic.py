@@ -22,12 +22,10 @@ import pytest
 
 from agentjet.cli import example, load_example
 from agentjet.client import AsyncEpisode, Episode, Estimate
-from agentjet.config import load_config
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.types import Task
 from examples.arithmetic.agent import FirstAnswer, agent, held_out_tasks, is_equation, is_right, training_tasks
-from examples.arithmetic.demo import SETTINGS
 from examples.arithmetic.report import Score, draw_rewards, label_heights, smooth, write_report
 
 
@@ -61,12 +59,6 @@ def test_there_are_500_held_out_sums(count: int) -> None:
 )
 def test_an_answer_is_the_equation_and_nothing_else(answer: str, formed: bool, right: bool) -> None:
     assert (is_equation(answer, 3, 4), is_right(answer, 3, 4)) == (formed, right)
-
-
-def test_the_shipped_settings_load() -> None:
-    config = load_config(SETTINGS)
-    assert config.job.max_steps > 0
-    assert config.model.name == "smollm2-135m"
 
 
 @dataclass

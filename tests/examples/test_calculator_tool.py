@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from agentjet import Swarm
-from agentjet.config import load_config
 from agentjet.types import Task
 from examples.calculator_tool.agent import (
     EXAMPLES,
@@ -24,7 +23,7 @@ from examples.calculator_tool.agent import (
     is_right,
     training_tasks,
 )
-from examples.calculator_tool.train import SETTINGS, main
+from examples.calculator_tool.train import main
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.tiny import make_model, make_model_info, set_options
@@ -76,11 +75,6 @@ def test_the_calculator_multiplies_and_says_what_it_cannot_read(arguments: str, 
 )
 def test_the_last_number_of_an_answer_counts(answer: str, right: bool) -> None:
     assert is_right(answer, 9716) == right
-
-
-def test_the_shipped_settings_load() -> None:
-    job = load_config(SETTINGS).job
-    assert job.max_steps > 0 and job.group_size > 1
 
 
 TASK = Task("347*28", task_set="products", payload=(347, 28))

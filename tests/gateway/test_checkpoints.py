@@ -1,4 +1,6 @@
-"""The checkpoints that count, on a scripted worker. Damage of real files: `tests/compute/test_checkpoint.py`.
+"""Checkpoints, and the policies that begin from them.
+
+The checkpoints that count, on a scripted worker. Damage of real files: `tests/compute/test_checkpoint.py`.
 
 1. An unusable checkpoint is renamed, counted and shown, and the next older good one is loaded.
 2. Without a good one the journal is replayed from version 0 if it reaches there. Else every start is refused.
@@ -9,6 +11,23 @@
 7. An incomplete journal is refused, and no checkpoint is renamed.
 8. The calls of a few episodes outlive the checkpoints that cover them; those of the others are gone. They are searched
    in a thread, and the event loop runs between two slices of the clean-up.
+
+Files of checkpoints are removed in threads, and the record of a score waits for no batch.
+
+1. A checkpoint that is not needed any more loses its name at once. Its files are removed beside the event loop.
+2. The next start removes the files that a stop left.
+3. The answer to a new best score comes while a batch is learned; the checkpoint is kept after the batch.
+
+A run that begins from a checkpoint of another one: `model = "RUN@VERSION"`.
+
+1. The checkpoint becomes version 0 of the new run, once: later starts need neither the other run nor its checkpoints.
+2. A run, policy or version that does not exist is refused by name, with those that do.
+
+The engine starts with the policy that the data dir was created with, or not at all.
+
+1. Other base weights end the start, or the run if a worker is replaced: nothing is loaded, learned or tried again.
+2. A checkpoint of other settings does so, too, even if an older one or a replay would serve.
+3. If no checkpoint can be read and the journal does not reach back, the message begins with that.
 """
 
 from __future__ import annotations
@@ -18,21 +37,29 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentjet.cli.checkpoints import branch
 from agentjet.cli.server_process import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
-from agentjet.errors import CheckpointError, ConfigError, Later, Unavailable
-from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, Conflict, Later, Unavailable
+from agentjet.gateway.run_policies import whole_model
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree, EvaluationRequest, RunSettings
 from agentjet.swarm import journal
 from agentjet.swarm.journal import Slice
-from agentjet.types import CheckpointStamp
+from agentjet.types import CheckpointStamp, PolicyId
 from tests.fakes import RUN, Running, ScriptedCompute, running
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def versions(run: Running) -> list[int]:
@@ -364,3 +391,221 @@ async def test_the_event_loop_runs_between_two_slices_of_a_clean_up(
         counting.cancel()
     assert threading.get_ident() not in searches and searches
     assert len(pruned) >= 4 and all(before < after for before, after in pairwise(pruned)), "four calls, one a slice"
+
+
+# ---- removal ---------------------------------------------------------------------------------------------------------
+
+
+def names(data_dir: Path) -> list[str]:
+    return sorted(path.name for path in (data_dir / RUN / "checkpoints").iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def removals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The removed folders, and True if the main thread, which has the event loop, removed it."""
+    seen: list[tuple[str, bool]] = []
+    remove = shutil.rmtree
+
+    def counting(path: Any, *args: Any, **options: Any) -> None:
+        if Path(path).exists():
+            seen.append((Path(path).name, threading.current_thread() is threading.main_thread()))
+        remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", counting)
+    return seen
+
+
+async def test_files_are_removed_beside_the_loop(tmp_path: Path, removals: list[tuple[str, bool]]) -> None:
+    (tmp_path / "d" / RUN / "checkpoints" / ".step_000009.new").mkdir(parents=True)
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as run:
+        for _ in range(3):
+            await run.batch()
+        assert [info.policy_version for info in run.gateway.store.listing()] == [3]
+        await run.until(lambda: names(tmp_path / "d") == ["step_000003"])
+    assert len([name for name, _ in removals if name.startswith((".step_000001", ".step_000002"))]) == 2
+    assert ".step_000009.new" in [name for name, _ in removals]
+    assert not any(of_loop for _, of_loop in removals)
+
+
+async def test_files_of_a_failed_checkpoint_and_old_exports_are_removed_beside_the_loop(
+    tmp_path: Path, removals: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def half(policy: PolicyId, path: Path) -> CheckpointStamp:
+        path.mkdir()
+        raise ComputeError("the disk is full")
+
+    async with running(tmp_path / "d", server={"keep_exports": 1}) as run:
+        for _ in range(2):
+            await run.batch()
+            await run.gateway.versions.export()
+        with monkeypatch.context() as failing:
+            failing.setattr(run.compute, "save", half)
+            with pytest.raises(ComputeError):
+                await run.gateway.versions.save()
+    assert removals == [("step_000001", False), (".step_000002.new", False)]
+
+
+async def test_the_next_start_removes_what_a_stop_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as stopped:
+        stopped.setattr(shutil, "rmtree", lambda *_, **__: None)
+        async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as run:
+            await run.batch()
+            await run.batch()
+            assert [info.policy_version for info in run.gateway.store.listing()] == [2]
+    assert len(names(tmp_path / "d")) == 2
+    async with running(tmp_path / "d"):
+        assert names(tmp_path / "d") == ["step_000002"]
+
+
+def score(version: int, value: float) -> EvaluationRequest:
+    return EvaluationRequest(policy_version=version, score=value, num_tasks=1, num_episodes=1)
+
+
+async def tagged(run: Running) -> dict[str, int]:
+    return run.gateway.store.tags.read()
+
+
+async def test_the_answer_to_a_best_score_waits_for_no_batch(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_best": True, "checkpoint_every": 1}) as run:
+        await run.batch()
+        run.compute.may_learn.clear()
+        await run.fill_batch()
+        await run.until(lambda: run.gateway.phase.state == "learning")
+        for _ in range(2):  # A client repeats a request whose answer was lost.
+            answers = await run.gateway.versions.record_evaluation(score(1, 0.5), idempotency_key="k")
+            assert [answer.best for answer in answers] == [True]
+        assert await tagged(run) == {}
+        run.compute.may_learn.set()
+        await run.until(lambda: run.gateway.store.tags.read() == {"best": 1})
+
+
+async def test_a_stop_ends_the_wait_of_a_best_score(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_best": True}) as run:
+        await run.batch()
+        run.compute.may_learn.clear()
+        await run.fill_batch()
+        await run.until(lambda: run.gateway.phase.state == "learning")
+        await run.gateway.versions.record_evaluation(score(1, 0.5))
+        run.compute.may_learn.set()
+        await run.gateway.engine.stop()
+        await run.until(lambda: not run.gateway.versions._keeping)
+
+
+async def test_a_best_score_whose_checkpoint_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_best": True}) as run:
+        await run.batch()
+        run.compute.fail_save.append(ComputeError("the worker has no room"))
+        await run.gateway.versions.record_evaluation(score(1, 0.5))
+        await run.gateway.versions.close()
+        await run.batch()
+
+
+async def test_a_score_just_before_a_stop_keeps_its_checkpoint(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_best": True}) as run:
+        await run.batch()
+        await run.gateway.versions.record_evaluation(score(1, 0.5))
+    async with running(tmp_path / "d") as run:
+        assert await tagged(run) == {"best": 1}
+
+
+# ---- first weights ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_checkpoint_becomes_the_first_version(tmp_path: Path) -> None:
+    study = PolicyId("study", "p")
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        weights = run.compute.weights
+        await run.gateway.versions.save()
+        run.gateway.versions.tag("good", 1)
+        await run.runs.put("study", RunSettings(policies={"p": {"model": "default@good"}}))
+        await run.until(lambda: run.runs.get("study").phase.state == "sampling")
+        start = run.runs.get("study").folder / "start" / "default@good"
+        assert (start / "model.txt").read_text() == weights
+        assert run.compute.policies[study].version == 0
+        await run.of_run("study").batch()
+        shutil.rmtree(run.folder / "checkpoints")
+        await run.runs.end("study")
+        await run.runs.put("study", RunSettings())
+        await run.until(lambda: run.runs.get("study").phase.state == "sampling")
+        assert run.compute.policies[study].version == 1
+        await run.of_run("study").gateway.versions.save()
+    branch(tmp_path / "d", "1", tmp_path / "b", "study")
+    async with running(tmp_path / "b", policies={"p": {"model": "default@good"}}) as run:
+        assert run.compute.policies[PolicyId(policy="p")].version == 1
+
+
+def test_names_of_checkpoints_do_not_share_a_folder(tmp_path: Path) -> None:
+    assert whole_model(tmp_path, "study/planner@40") != whole_model(tmp_path, "study-planner@40")
+
+
+async def test_wrong_names_are_refused_with_the_right_ones(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        await run.gateway.versions.save()
+        for name, why in (
+            ("other@1", "this data dir has no other run 'other'; others are default"),
+            ("study@1", "no other run 'study'"),
+            ("default@7", "has no checkpoint '7'; it has versions 1 and tags none"),
+            ("default/coder@1", "has no such policy; give default@1"),
+        ):
+            with pytest.raises(Conflict, match=why):
+                await run.runs.put("study", RunSettings(policies={"p": {"model": name}}))
+
+
+# ---- origin ----------------------------------------------------------------------------------------------------------
+
+
+async def test_other_base_weights_end_the_start(tmp_path: Path) -> None:
+    card = replace(make_model_info(tmp_path / "tokenizer"), weights="a1")
+    async with running(tmp_path / "d", card=card) as run:
+        await run.batch()
+        run.compute.fail_save = [CheckpointError("as if the gateway had been killed")]
+    async with running(tmp_path / "d", card=replace(card, weights="b2"), wait_ready=False) as run:
+        with pytest.raises(ConfigError, match=r"was created with model_weights = 'a1' .*; 'b2' would change"):
+            await run.gateway.engine.wait_until_up()
+        assert run.compute.starts == 1 and run.compute.learned == []
+        assert run.gateway.phase.state == "failed"
+    async with running(tmp_path / "d", card=card) as run:
+        assert run.compute.learned == [0]
+
+
+async def test_base_weights_that_change_under_a_running_server_end_it(tmp_path: Path) -> None:
+    card = replace(make_model_info(tmp_path / "tokenizer"), weights="a1")
+    async with running(tmp_path / "d", card=card) as run:
+        await run.batch()
+        run.compute.card = replace(card, weights="b2")
+        run.compute.die()
+        await run.until(lambda: run.gateway.phase.state == "failed")
+        assert isinstance(run.gateway.engine.fatal, ConfigError) and "'b2'" in run.gateway.phase.reason
+        assert run.compute.starts == 2 and run.compute.learned == []
+
+
+async def test_a_checkpoint_of_other_settings_is_not_passed_over(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        await run.batch()
+
+    class Other(ScriptedCompute):
+        async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
+            raise ConfigError(f"checkpoint {path} has model.lora.rank = 4, this server 8")
+
+    def become_other(compute: ScriptedCompute) -> None:
+        compute.__class__ = Other
+
+    card = replace(make_model_info(tmp_path / "tokenizer"), weights="b2")
+    async with running(tmp_path / "d", card=card, prepare=become_other, wait_ready=False) as run:
+        with pytest.raises(ConfigError, match=r"step_000002 has model.lora.rank = 4"):
+            await run.gateway.engine.wait_until_up()
+        assert run.compute.starts == 1
+    async with running(tmp_path / "d", card=replace(card, weights="a1")) as run:
+        assert run.gateway.swarm.policy_version == 2, "what was refused is not recorded"
+
+
+async def test_why_a_checkpoint_is_of_no_use_is_said_first(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as run:
+        await run.batch()
+    (tmp_path / "d" / RUN / "checkpoints" / "step_000001" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step_000001 cannot be read: .*; The journal cannot replay"):
+        async with running(tmp_path / "d"):
+            pass

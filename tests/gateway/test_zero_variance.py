@@ -130,7 +130,10 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
         found = [run.gateway.status().zero_variance for _ in range(2)]
         run.gateway.swarm.store.file.db.set_trace_callback(None)
         assert threading.main_thread() not in decoding and len(decoding) == 3, "once for each batch"
-        assert all("FROM meta" in statement for statement in statements), "a row of facts about the run"
+        is_small = [
+            any(f"FROM {name}" in statement for name in ("meta", "counts", "code_versions")) for statement in statements
+        ]
+        assert all(is_small), "rows of facts about the run"
         assert found[0] == found[1] == (await run.gateway.reader.status()).zero_variance is not None
         assert len(decoding) == 3
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from agentjet.compute.embedded.checkpoint import seal
 from agentjet.config import JobConfig
 from agentjet.swarm import Batch, EpisodeRecord, Journal
 from agentjet.swarm.journal import encode_call
-from agentjet.swarm.state import JobSettings, State, new_episode_id
+from agentjet.swarm.state import JobSettings, Outcome, State, new_episode_id
 from agentjet.types import Call, CheckpointStamp, Message, NewContext
 
 GROUPS, GROUP_SIZE = 5, 4
@@ -51,7 +52,7 @@ def write(data_dir: Path, *, steps: int = 500, long_tokens: int = 10_000, now: f
     draw, journal = random.Random(0), Journal.open(folder / "journal.sqlite")
     db = journal.file.db
     db.execute("PRAGMA synchronous = OFF")
-    state, settings = State(), job()
+    settings, outcomes = job(), Counter[Outcome]()
     seq, group_id, long_episode = 0, 0, ""
     db.execute("BEGIN")
     for batch_id in range(steps):
@@ -65,7 +66,9 @@ def write(data_dir: Path, *, steps: int = 500, long_tokens: int = 10_000, now: f
                 tokens = long_tokens if batch_id == steps - 1 and not long_episode else draw.randrange(40, 400)
                 episode = _episode(draw, seq, group_id, batch_id, steps, began + seq % 20, tokens)
                 members.append(episode.id)
-                state.count(None, episode)
+                outcomes.update(episode.counted_as)
+                journal.code_version_began(episode)
+                journal.code_version_ended(episode)
                 journal.put_episode(episode)
                 if batch_id >= steps - KEPT_BATCHES:
                     _add_calls(journal, draw, episode)
@@ -75,16 +78,18 @@ def write(data_dir: Path, *, steps: int = 500, long_tokens: int = 10_000, now: f
         if batch_id % 5 == 0:
             seq += 1
             lost = _lost(draw, seq, batch_id, began)
-            state.count(None, lost)
+            outcomes.update(lost.counted_as)
+            journal.code_version_began(lost)
+            journal.code_version_ended(lost)
             journal.put_episode(lost)
         composed = began + SECONDS_PER_STEP * 0.8
         journal.add_batch(Batch(batch_id, tuple(batch), settings, composed))
         metrics = _metrics(draw, batch_id, steps)
         journal.add_step(batch_id, metrics)
         journal.add_event("step", composed, {"policy_version": batch_id + 1, "metrics": metrics})
-    state.policy_version = state.base_version = state.offered_version = steps
-    state.durable_version, state.num_groups = steps - KEPT_BATCHES, group_id
-    journal.put_state(state)
+    for outcome, number in outcomes.items():
+        journal.count("outcome", outcome, number)
+    journal.put_state(State(steps, base_version=steps, durable_version=steps - KEPT_BATCHES, offered_version=steps))
     journal.put_job_settings(JobSettings(1, settings, settings))
     checkpoint = folder / "checkpoints" / f"step_{steps:06d}"
     checkpoint.mkdir(parents=True)

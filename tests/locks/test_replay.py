@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.cluster.group import Rendezvous, join
+from agentjet.compute.cluster.rank import Rendezvous, join
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding

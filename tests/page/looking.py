@@ -12,7 +12,7 @@ import httpx
 import uvicorn
 from playwright.sync_api import Browser, Page
 
-from agentjet.cli.look import Found
+from agentjet.cli.look import Places
 from agentjet.config import ServerConfig
 from agentjet.gateway.collection import Collection
 from agentjet.server.http import listen, uvicorn_config
@@ -49,7 +49,7 @@ class LookSite:
 @asynccontextmanager
 async def served_look(*places: object) -> AsyncIterator[tuple[str, str]]:
     """Yields the URL and the code."""
-    found, server = Found(""), ServerConfig()
+    found, server = Places(""), ServerConfig()
     for place in places:
         found.add(str(place))
     collection = Collection(found.runs, found.studies)

@@ -29,7 +29,8 @@ from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.prompts import prepare_prompt
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.messages import MessagesBody
-from agentjet.server.limits import Limits, count_values, parse_body
+from agentjet.server.http import Limits
+from agentjet.server.requests import count_values, parse_body
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -210,7 +211,7 @@ async def test_bodies_and_prompts_of_large_requests_are_prepared_in_threads(
         return lambda *args, **named: (threads.update({name: threading.get_ident()}), function(*args, **named))[1]
 
     monkeypatch.setattr("agentjet.gateway.concurrency.LARGE", 1)
-    monkeypatch.setattr("agentjet.server.deps.parse_body", noting("body", parse_body))
+    monkeypatch.setattr("agentjet.server.requests.parse_body", noting("body", parse_body))
     monkeypatch.setattr("agentjet.gateway.calls.prepare_prompt", noting("prompt", prepare_prompt))
     async with serving(tmp_path / "d", job={"max_tokens": 8}) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.client import Swarm
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, InvalidRequest
 from agentjet.gateway.run_policies import waiting_for_process
@@ -68,7 +70,10 @@ def test_the_status_names_the_process_that_a_policy_waits_for() -> None:
 
 @pytest.mark.anyio
 async def test_the_embedded_backend_has_no_replicas() -> None:
-    compute = EmbeddedCompute(ServeConfig())
-    assert compute.processes(PolicyId()) == []
+    compute = ProcessCompute(ServeConfig())
+    assert compute.processes(PolicyId()) == [] and compute.samplers(PolicyId()) is None
+    with pytest.raises(ConfigError, match="is not loaded"):
+        await compute.scale(PolicyId(), SamplerBounds(2, 2))
+    compute._policies[PolicyId()] = cast(Hosted, SimpleNamespace(samplers=None))
     with pytest.raises(ConfigError, match=r"compute.backend = 'cluster'"):
         await compute.scale(PolicyId(), SamplerBounds(2, 2))

@@ -105,27 +105,6 @@ async def test_json_mode_asks_for_an_object(tmp_path: Path) -> None:
                 walker.walk(asked.params.grammar, 0, hint=other)
 
 
-async def test_strict_tools_and_parallel_calls_ask_for_a_grammar_and_others_do_not(
-    tmp_path: Path, card: ModelInfo
-) -> None:
-    strict: list[Any] = [tool("add", strict=True), tool("sub", strict=False)]
-    async with serving(tmp_path / "d", card=card) as served:
-        client = served.openai(await served.begin())
-        for more in ({"tools": strict}, {"tools": TOOLS, "parallel_tool_calls": False}):
-            await client.chat.completions.create(model="policy", messages=HELLO, **more)  # type: ignore[call-overload]
-        for more in (
-            {"tools": TOOLS, "parallel_tool_calls": True},
-            {"tools": strict, "tool_choice": "none"},
-            {"parallel_tool_calls": False},
-            {"response_format": {"type": "text"}},
-        ):
-            await client.chat.completions.create(model="policy", messages=HELLO, **more)  # type: ignore[call-overload]
-        grammars = [bool(asked.params.grammar) for asked in served.run.compute.asked]
-        assert grammars == [True, True, False, False, False, False]
-        prompts = {asked.prompt for asked in served.run.compute.asked[:3]}
-        assert len(prompts) == 1, "the templates do not see what is strict"
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 async def test_sets_are_kept_for_training_only(tmp_path: Path, mode: str) -> None:
     async with serving(tmp_path / "d") as served:

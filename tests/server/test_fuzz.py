@@ -2,8 +2,9 @@
 
 1. No request leads to an internal error, to a status that `/openapi.json` does not declare, or to a body that does not
    match its schema.
-2. A body that is not JSON, or not a valid request, gets a 4xx in the shape of the dialect on every inference route.
-3. No mutation of a key is accepted.
+2. A key with odd bytes in a path gets an answer in the shape of the dialect.
+
+`test_malformed` has almost valid bodies and keys.
 
 A run makes about 2,000 requests of the first kind. `--hypothesis-profile=thorough` makes 100,000, in about half an hour
 on one core.
@@ -11,7 +12,6 @@ on one core.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -109,85 +109,16 @@ def test_every_route_answers_as_documented(target: Target, role: Role) -> None:
     assert seen.keys() >= {"nobody": {401}, "viewer": {200, 403}, "agent": {200, 403}}.get(role, {200})
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-WELL = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]}).encode()
-FIELDS = ["model", "messages", "n", "stop", "stream", "tools", "temperature", "seed", "max_tokens", "metadata"]
-
-
-def spoiled(field: str, value: Any) -> bytes:
-    """A request with one field replaced, which can still be valid."""
-    return json.dumps({**json.loads(WELL), field: value}).encode()
-
-
-BODIES = st.one_of(
-    st.binary(),
-    st.integers(0, len(WELL) - 1).map(lambda end: WELL[:end]),
-    st.tuples(st.integers(0, len(WELL)), st.binary(min_size=1)).map(lambda t: WELL[: t[0]] + t[1] + WELL[t[0] :]),
-    JSON.map(lambda value: json.dumps(value).encode()),
-    st.integers(1, 3000).map(lambda depth: b"[" * depth + b"]" * depth),
-    st.tuples(st.sampled_from(FIELDS), st.integers(1, 3000)).map(
-        lambda t: b'{"model": "policy", "' + t[0].encode() + b'": ' + b"[" * t[1] + b"]" * t[1] + b"}"
-    ),
-    st.tuples(st.sampled_from(FIELDS), JSON).map(lambda t: spoiled(*t)),
-    st.integers(4000, 6000).map(lambda digits: b'{"model": "policy", "seed": ' + b"9" * digits + b"}"),
-    st.sampled_from([WELL.decode().encode("utf-16"), b"\xef\xbb\xbf" + WELL[1:], b'{"model": NaN}', b"", b"null"]),
-)
-
-
-@given(body=BODIES, content_type=st.sampled_from(["application/json", "text/plain", "", "multipart/form-data"]))
-@settings(max_examples=CASES // 2, deadline=None, suppress_health_check=HEALTH, database=None)
-def test_bodies_that_are_no_requests(target: Target, body: bytes, content_type: str) -> None:
-    target.refresh()
-    headers = {"Authorization": f"Bearer {target.episode['api_key']}", "Content-Type": content_type}
-    for route in target.inference_routes():
-        answer = target.post(f"http://127.0.0.1{route}", headers, body)
-        if answer.status_code == 200 and _is_well(body):
-            continue
-        assert 400 <= answer.status_code < 500, (answer.status_code, answer.text)
-        error = answer.json()["error"]
-        assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
-
-
-def _is_well(body: bytes) -> bool:
-    """True if a changed body can still be a valid request."""
-    try:
-        return isinstance(json.loads(body), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 @pytest.mark.parametrize("key", ["%0D", "%0A", "%09", "%00", "%20", "%C3%A9", "%ff", "..", "%2e%2e"])
 def test_paths_with_strange_keys_answer_in_the_shape_of_their_dialect(target: Target, key: str) -> None:
-    for body in (WELL, b'{"model": 1}', b"{"):
+    well = b'{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}'
+    for body in (well, b'{"model": 1}', b"{"):
         answer = target.post(
             f"http://127.0.0.1/k/{key}/v1/chat/completions", {"Content-Type": "application/json"}, body
         )
         if answer.status_code == 404 and ".." in key:  # The client resolves it, and it is another path.
             continue
         assert answer.status_code == 401 and answer.json()["error"]["message"], (key, answer.text)
-
-
-@given(data=st.data())
-@settings(max_examples=CASES // 4, deadline=None, suppress_health_check=HEALTH, database=None)
-def test_no_mutated_key_gets_in(target: Target, data: st.DataObject) -> None:
-    target.refresh()
-    key = target.episode["api_key"]
-    # Of the characters a header may carry, and the server's own tokens have.
-    alphabet = "ABCXYZabcxyz0189-_.=+/~ ajk"
-    start = data.draw(st.integers(0, len(key)))
-    end = data.draw(st.integers(start, len(key)))
-    made = key[:start] + data.draw(st.text(alphabet, max_size=5)) + key[end:]
-    if made.strip() == key:
-        return
-    headers = {"Authorization": f"Bearer {made}"}
-    own = f"/swarm/v1/episodes/{target.episode['episode_id']}"
-    for method, path in (("POST", f"{own}/heartbeat"), ("GET", "/v1/models"), ("GET", "/swarm/v1/status")):
-        answer = target.post(f"http://127.0.0.1{path}", headers, None, method=method)
-        assert answer.status_code == 401, (method, path, answer.status_code)
 
 
 def test_the_checks_notice(target: Target) -> None:

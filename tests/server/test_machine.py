@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from agentjet.protocol import GpuView
-from agentjet.server.machine import read_gpu
+from agentjet.server.monitoring import read_gpu
 from tests.server.serving import serving
 
 

@@ -192,9 +192,10 @@ async def test_groups_and_batches(tmp_path: Path) -> None:
         live = (await served.http.get(f"{V}/groups/7")).json()
         assert (live["state"], live["size"], live["batch"]) == ("open", 2, None)
         assert live["episodes"][0]["expires_at"] == waiting["expires_at"]
-        for path, code in (("groups/99", "group_not_found"), ("batches/99", "batch_not_found")):
-            gone = await served.http.get(f"{V}/{path}")
-            assert (gone.status_code, gone.json()["code"]) == (404, code)
+        for noun, code in (("groups", "group_not_found"), ("batches", "batch_not_found")):
+            for number in (99, 2**63 - 1):
+                gone = await served.http.get(f"{V}/{noun}/{number}")
+                assert (gone.status_code, gone.json()["code"]) == (404, code)
         assert (await served.http.get(f"{V}/batches/x")).status_code == 422
 
 

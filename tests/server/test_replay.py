@@ -115,7 +115,7 @@ class Replay:
     def _written(self, history: list[Body]) -> bytes:
         """Returns the template's text of a prompt, independent of the journal."""
         body = ChatBody.model_validate({"model": "policy", "messages": history, "tools": self.tools or None})
-        return self.recital.model.renderer.render(CHAT.to_request(body, lambda _: None).conversation)
+        return self.recital.model.renderer.render(CHAT.decode(body, lambda _: None).conversation)
 
 
 def check_meaning(answer: Body, recorded: Body, model: Model) -> None:

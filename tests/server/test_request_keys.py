@@ -20,9 +20,9 @@ import pytest
 from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
 from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.keys import Body, request_notes
-from tests.server.asking import HELLO, TOOLS, ask
+from agentjet.server.dialects.dialect import Body, request_notes
 from tests.server.serving import Served, serving
+from tests.server.speaking import CHAT, HELLO, MESSAGES, RESPONSES, Speech
 from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
@@ -120,84 +120,75 @@ async def test_unreadable_parts_are_refused_by_name_in_every_dialect(tmp_path: P
         assert shown.unscorable
 
 
-async def test_notes_of_chat_completions(tmp_path: Path) -> None:
-    extra = {
-        "reasoning_effort": "none", "thinking": {"type": "enabled"}, "verbosity": "low", "min_p": 0, "store": False,
-        "metadata": {"a": "b"}, "service_tier": "priority", "chat_template_kwargs": {"enable_thinking": True},
-        "prediction": None, "usage": {"include": True},
-    }  # fmt: skip
-    marked = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
-    messages: list[Any] = [
-        {"role": "user", "content": [marked, {"type": "image_url", "image_url": {"url": "data:,"}}]},
-        {"role": "assistant", "content": "x", "reasoning": "y", "reasoning_details": [{}], "thinking_blocks": []},
-        *HELLO,
-    ]
-    async with serving(tmp_path / "d", job={"images": "omit"}) as served:
-        episode = await served.begin()
-        client = served.openai(episode)
-        for _ in range(2):
-            await client.chat.completions.create(model="policy", messages=messages, extra_body=extra)
-        shown = await view(served, episode)
-        assert shown.noted == dict.fromkeys(
-            ("reasoning_effort", "thinking", "verbosity", "metadata", "service_tier", "chat_template_kwargs", "usage",
-             "messages[].content[].cache_control", "messages[].reasoning", "messages[].reasoning_details",
-             "image omitted"),
-            2,
-        )  # fmt: skip
-        assert shown.calls[0].messages[0]["content"] == "hello[image omitted: this model reads text only]"
-        assert not shown.refused and not shown.unscorable
-        assert "reasoning_effort (2)" in str(episode_lines(shown)[1])
-
-
-async def test_notes_of_messages(tmp_path: Path) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
-    body: Any = {
-        "messages": [
-            *HELLO,
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]},
-        ],
-        "tools": [{**TOOLS[0], "defer_loading": True}, {"type": "web_search_20250305", "name": "w", "max_uses": 3}],
-        "extra_body": {
+MARKED = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+OMITTED = "[image omitted: this model reads text only]"
+NOTED: dict[Speech, tuple[dict[str, Any], str]] = {
+    CHAT: (
+        {
+            "messages": [
+                {"role": "user", "content": [MARKED, {"type": "image_url", "image_url": {"url": "data:,"}}]},
+                {"role": "assistant", "content": "x", "reasoning": "y", "reasoning_details": [{}],
+                 "thinking_blocks": []},
+                *HELLO,
+            ],
+            "reasoning_effort": "none", "thinking": {"type": "enabled"}, "verbosity": "low", "min_p": 0,
+            "metadata": {"a": "b"}, "service_tier": "priority", "chat_template_kwargs": {"enable_thinking": True},
+            "prediction": None, "usage": {"include": True}, "store": False,
+        },
+        "reasoning_effort thinking verbosity metadata service_tier chat_template_kwargs usage "
+        "messages[].content[].cache_control messages[].reasoning messages[].reasoning_details",
+    ),
+    MESSAGES: (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hello"}, PICTURE]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [PICTURE]}]},
+            ],
+            "tools": [
+                {**MESSAGES.tools[0], "defer_loading": True},
+                {"type": "web_search_20250305", "name": "w", "max_uses": 3},
+            ],
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "output_config": {"effort": "high"}, "thinking": {"type": "disabled"}, "betas": ["x"], "speed": "standard",
             "mcp_servers": [{"type": "url"}],
         },
-    }  # fmt: skip
+        "context_management output_config.effort thinking betas mcp_servers tools[].defer_loading "
+        "tool\xa0web_search_20250305\xa0dropped",
+    ),
+    RESPONSES: (
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hello"}, {"type": "input_image"}]},
+            ],
+            "tools": [{"type": "web_search", "external_web_access": True}],
+            "reasoning": {"effort": "high", "summary": "auto"}, "text": {"verbosity": "low"},
+            "include": ["web_search_call.results"], "client_metadata": {"a": "b"},
+        },
+        "reasoning.effort reasoning.summary text.verbosity client_metadata tool\xa0web_search\xa0dropped "
+        "include:\xa0web_search_call.results",
+    ),
+}  # fmt: skip
+"""Requests, and the notes that each leaves beside that of its image."""
+
+
+@pytest.mark.parametrize("dialect", NOTED, ids=str)
+async def test_noted_keys_are_counted_and_shown(tmp_path: Path, dialect: Speech) -> None:
+    body, notes = NOTED[dialect]
     card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     async with serving(tmp_path / "d", card=card, job={"images": "omit"}) as served:
         episode = await served.begin()
-        await ask(served.anthropic(episode), **body)
+        for _ in range(2):
+            await dialect.ask(served, episode, **body)
         shown = await view(served, episode)
-        assert shown.noted == dict.fromkeys(
-            ("context_management", "output_config.effort", "thinking", "betas", "mcp_servers", "image omitted",
-             "tools[].defer_loading", "tool web_search_20250305 dropped"),
-            1,
-        )  # fmt: skip
-        assert shown.calls[0].messages[-1]["content"] == "[image omitted: this model reads text only]"
-        assert [tool["function"]["name"] for tool in shown.calls[0].tools] == ["add"]
-        assert (await served.http.head("/")).status_code == 200
-
-
-async def test_notes_of_responses(tmp_path: Path) -> None:
-    image = {"type": "input_image", "image_url": "data:,"}
-    body: Any = {
-        "input": [{"role": "user", "content": [image]}],
-        "tools": [{"type": "web_search", "external_web_access": True}],
-        "reasoning": {"effort": "high", "summary": "auto"},
-        "text": {"verbosity": "low"},
-        "include": ["web_search_call.results"],
-        "extra_body": {"client_metadata": {"a": "b"}},
-    }
-    async with serving(tmp_path / "d", job={"images": "omit"}) as served:
-        episode = await served.begin()
-        await served.openai(episode).responses.create(model="policy", **body)
-        shown = await view(served, episode)
-        assert shown.noted == dict.fromkeys(
-            ("reasoning.effort", "reasoning.summary", "text.verbosity", "client_metadata", "image omitted",
-             "tool web_search dropped", "include: web_search_call.results"),
-            1,
-        )  # fmt: skip
+        names = [name.replace("\xa0", " ") for name in notes.split(" ")]
+        assert shown.noted == dict.fromkeys([*names, "image omitted"], 2)
+        assert shown.calls[0].messages[0]["content"] == f"hello{OMITTED}"
+        assert not shown.refused and not shown.unscorable
+        assert f"{names[0]} (2)" in str(episode_lines(shown)[1])
+        offered = [tool["function"]["name"] for tool in shown.calls[0].tools]
+        assert offered == (["add"] if dialect is MESSAGES else []), "tools of a provider are dropped"
 
 
 async def test_the_job_overrides_what_agents_ask_for_in_training(tmp_path: Path) -> None:

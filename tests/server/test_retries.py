@@ -54,51 +54,27 @@ async def test_a_retry_supersedes_the_answer_that_did_not_arrive(tmp_path: Path)
         assert not any(calls[0]["mask"]) and any(calls[1]["mask"])
 
 
-async def test_other_requests_are_not_superseded(tmp_path: Path) -> None:
+SUPERSEDED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "a vote, and a retry of another request": ([{}, {}, {"temperature": 0.5, "extra_headers": RETRY}], ["", "", ""]),
+    "idempotency keys": ([{"extra_headers": {"Idempotency-Key": key}} for key in "aba"], ["retry", "", ""]),
+    "all choices": ([{"n": 3}, {"n": 3, "extra_headers": RETRY}], ["retry"] * 3 + [""] * 3),
+}
+
+
+@pytest.mark.parametrize("what", SUPERSEDED)
+async def test_a_retry_supersedes_its_own_request_only(tmp_path: Path, what: str) -> None:
+    requests, expected = SUPERSEDED[what]
     async with serving(tmp_path / "d") as served:
         episode = await served.begin()
-        client = served.openai(episode)
-        await chat(client)
-        await chat(client)  # a vote
-        await chat(client, temperature=0.5, extra_headers=RETRY)  # another request's retry, of which nothing came
-        assert await orphans(served, episode) == ["", "", ""]
-
-
-async def test_the_same_idempotency_key_is_a_retry_and_another_is_not(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        episode = await served.begin()
-        client = served.openai(episode)
-        for key in ("a", "b", "a"):
-            await chat(client, extra_headers={"Idempotency-Key": key})
-        assert await orphans(served, episode) == ["retry", "", ""]
-
-
-async def test_all_choices_of_a_retried_request_are_superseded(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        episode = await served.begin()
-        client = served.openai(episode)
-        await chat(client, n=3)
-        await chat(client, n=3, extra_headers=RETRY)
-        assert await orphans(served, episode) == ["retry"] * 3 + [""] * 3
-
-
-async def test_a_retry_of_what_was_never_answered_leaves_an_equal_vote_alone(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        episode = await served.begin()
-        client = served.openai(episode)
-        await chat(client)
-        served.run.compute.may_sample.clear()
-        with pytest.raises(openai.APITimeoutError):
-            await chat(client, timeout=0.2)
-        await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
-        served.run.compute.may_sample.set()
-        await chat(client, extra_headers=RETRY)
-        assert await orphans(served, episode) == ["", ""]
+        for options in requests:
+            await chat(served.openai(episode), **options)
+        assert await orphans(served, episode) == expected
 
 
 @pytest.mark.parametrize(
     ("tries", "expected"),
     [
+        ("answered lost retry", ["", ""]),
         ("answered lost-retry retry", ["retry", ""]),
         ("answered lost-retry lost-retry retry", ["retry", ""]),
         ("lost lost-retry retry answered retry", ["", "retry", ""]),

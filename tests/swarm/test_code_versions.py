@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from agentjet.errors import Later
-from agentjet.swarm.state import CODE_VERSIONS_KEPT
+from agentjet.swarm.journal import CODE_VERSIONS_KEPT
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]

@@ -16,7 +16,6 @@ import pytest
 from agentjet.errors import ConfigError, Later, NotFound
 from agentjet.protocol import EpisodeQuery, EvaluationRequest, status_of
 from agentjet.swarm import Journal
-from agentjet.swarm.journal import ADDED_COLUMNS
 from agentjet.swarm.store import Store
 from tests.fakes import recent_episodes
 from tests.swarm.world import World
@@ -31,38 +30,6 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-def _drop_added_columns(path: Path) -> None:
-    """Make the file one of the first journals of its schema."""
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("DROP INDEX facts_of_calls")
-        for table, columns in ADDED_COLUMNS.items():
-            for column in columns:
-                db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-
-
-def test_columns_that_were_added_later_are_added_to_an_older_file(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    Journal.open(path).close()
-    with closing(sqlite3.connect(path)) as db:
-        fresh = {table: db.execute(f"PRAGMA table_info({table})").fetchall() for table in ADDED_COLUMNS}
-    _drop_added_columns(path)
-    Journal.open(path).close()
-    with closing(sqlite3.connect(path)) as db:
-        assert {table: db.execute(f"PRAGMA table_info({table})").fetchall() for table in ADDED_COLUMNS} == fresh
-
-
-def test_a_reader_sees_null_in_columns_that_an_older_file_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    Journal.open(path).close()
-    _drop_added_columns(path)
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("INSERT INTO batches VALUES (0, '{}', NULL)")
-    before = path.read_bytes()
-    with closing(Journal.open_read_only(path)) as journal:
-        assert journal.file.db.execute("SELECT id, fingerprint FROM batches").fetchall() == [(0, None)]
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize("version", ["6", "10", "'abc'"])
 def test_an_older_schema_is_refused(tmp_path: Path, version: str) -> None:
     path = tmp_path / "journal.sqlite"
@@ -71,7 +38,7 @@ def test_an_older_schema_is_refused(tmp_path: Path, version: str) -> None:
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version.strip("'"),))
     for open_journal in (Journal.open, Journal.open_read_only):
         with pytest.raises(
-            ConfigError, match=rf"has journal schema {version}, this AgentJet reads 14: .*agentjet export"
+            ConfigError, match=rf"has journal schema {version}, this AgentJet reads 15: .*agentjet export"
         ):
             open_journal(path)
 
@@ -277,12 +244,12 @@ def test_what_can_no_longer_be_read_is_not_replaced(world: World, recipe: dict[s
         world.reopen()
     assert "\n" not in str(refused.value)
     world.journal.file.set_meta("job_settings", old)
-    [(body,)] = world.journal.file.db.execute("SELECT body FROM batches")
-    changed = json.loads(body)
-    changed["job"]["recipe"], changed["carry"] = recipe, {"a": 0.5}
-    world.journal.file.db.execute("UPDATE batches SET body = ?", (json.dumps(changed),))
+    [(job,)] = world.journal.file.db.execute("SELECT job FROM batches")
+    changed = json.loads(job) | {"recipe": recipe}
+    world.journal.file.db.execute("UPDATE batches SET job = ?, carry = ?", (json.dumps(changed), '{"a": 0.5}'))
     for read in (world.reopen, lambda: world.journal.batches(0)):
         with pytest.raises(ConfigError, match=rf"batch 0 \(recipe '{recipe['name']}'\) cannot be read: .*{sentence}"):
             read()
-    assert world.journal.first_group(0) == tuple(changed["groups"][0]), "it needs no recipe"
+    [batch] = world.journal.batch_records(None, 1)
+    assert world.journal.first_group(0) == batch.groups[0], "it needs no recipe"
     assert world.journal.newest_carry() == {"a": 0.5}

@@ -130,5 +130,5 @@ def test_groups_that_are_not_needed_are_dropped_as_surplus(make_world: Make) -> 
     world.finish(first, 1.0)
     assert leave(world, "g", not_needed=True) == 0
     assert world.swarm.episode(first.id).dropped == "surplus"
-    assert world.swarm.episode(second.id).is_not_needed
+    assert world.swarm.episode(second.id).not_needed
     assert not world.swarm.store.groups

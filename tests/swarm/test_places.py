@@ -281,7 +281,7 @@ def test_lent_places_make_no_token_too_old(
     if not staleness:
         learn(world)
         assert {world.swarm.episode(one.id).status for one in late} == {status}
-        assert all(world.swarm.episode(one.id).is_not_needed for one in late)
+        assert all(world.swarm.episode(one.id).not_needed for one in late)
         return
     finish(world, *begun[2:], *late)
     for _ in range(2):

@@ -1,22 +1,27 @@
 """A journal that an earlier AgentJet wrote: it opens, it is read as it was, and the run goes on with it.
 
-The rows of its calls lack the columns that were added since. Turns are then read from the calls themselves.
+It has the earlier schema, and its tables lack the columns that this schema got later.
 """
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
 from agentjet.swarm import Journal, SwarmState
-from agentjet.swarm.journal import ADDED_COLUMNS
 from agentjet.swarm.queries import Queries
+from agentjet.swarm.schema import migration
 from agentjet.types import SOLE_POLICY
+from tests.locks.data_dirs import EARLIER
+from tests.locks.data_dirs import unpack as locked_data_dir
 from tests.recorded_data_dir import TURNS, unpack
 
 
@@ -33,15 +38,6 @@ def swarm(journal: Journal) -> SwarmState:
     settings = journal.job_settings()
     assert settings is not None and job["revision"] == settings.revision
     return SwarmState(journal, settings.given, clock=lambda: began + 60)
-
-
-def test_the_added_columns_are_null_for_a_reader_and_for_a_writer(tmp_path: Path) -> None:
-    path = unpack(tmp_path) / "journal.sqlite"
-    for open_journal in (Journal.open_read_only, Journal.open):
-        with closing(open_journal(path)) as journal:
-            for table, columns in ADDED_COLUMNS.items():
-                rows = journal.file.db.execute(f"SELECT {', '.join(columns)} FROM {table}").fetchall()
-                assert {value for row in rows for value in row} <= {None}, table
 
 
 def test_a_viewer_reads_all_of_it(tmp_path: Path) -> None:
@@ -93,3 +89,47 @@ def test_its_retention_goes_on(swarm: SwarmState, journal: Journal) -> None:
     unsettled = {episode.id for episode in journal.unsettled_episodes()}
     assert with_calls == needed | kept | unsettled and len(with_calls) < 18
     assert swarm.begin(BeginRequest(task_id="next", mode="eval")).seq == 19
+
+
+TABLES = ("episodes", "groups", "batches", "calls", "counts", "code_versions")
+
+
+def contents(journal: Journal) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the tables that a migration changes, by column."""
+    found = {}
+    for table in TABLES:
+        rows = journal.file.db.execute(f"SELECT * FROM {table}")
+        names = [column for column, *_ in rows.description]
+        found[table] = sorted((dict(sorted(zip(names, row, strict=True))) for row in rows), key=repr)
+    return found
+
+
+@pytest.mark.parametrize("name", [EARLIER, "small", "rolled", "branched"])
+def test_a_reader_sees_the_rows_that_a_migration_writes(name: str, tmp_path: Path) -> None:
+    for path in locked_data_dir(name, tmp_path).glob("runs/*/journal.sqlite"):
+        before = path.read_bytes()
+        with closing(Journal.open_read_only(path)) as journal:
+            seen = contents(journal)
+            assert path.read_bytes() == before
+        with closing(Journal.open(path)) as journal:
+            assert contents(journal) == seen
+        with closing(Journal.open_read_only(path)) as journal:
+            assert contents(journal) == seen, "it is of the present schema now"
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = unpack(tmp_path) / "journal.sqlite"
+    with closing(Journal.open_read_only(path)) as journal:
+        before = contents(journal)
+    for number in range(1, len(list(migration(sqlite3.connect(path))))):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "agentjet.swarm.journal_file.migration",
+                lambda db, number=number: [*list(migration(db))[:number], "SELECT no_such_function()"],
+            )
+            with pytest.raises(ConfigError, match="no_such_function"):
+                Journal.open(path)
+    with closing(Journal.open_read_only(path)) as journal:
+        assert contents(journal) == before
+    with closing(Journal.open(path)) as journal:
+        assert contents(journal) == before

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -389,19 +390,21 @@ def test_only_one_transaction_comes_before_the_second_slice(
     slices = request_of(world)
     world.swarm.store.defer_commits(lambda: None)
     before = rows(world)
-    put, num_failing = world.journal.put_state, 0
+    transaction, num_failing = world.journal.file.transaction, 0
 
-    def fails(state: State) -> None:
+    @contextmanager
+    def fails() -> Iterator[None]:
         nonlocal num_left
         num_left -= 1
-        if num_left < 0:
-            raise MemoryError
-        put(state)
+        with transaction():
+            yield
+            if num_left < 0:
+                raise MemoryError
 
     while True:
         num_left = num_failing
         with monkeypatch.context() as patch:
-            patch.setattr(world.journal, "put_state", fails)
+            patch.setattr(world.journal.file, "transaction", fails)
             running, is_first = slices(), True
             try:
                 for _ in running:

@@ -16,15 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.trackers.sinks import (
-    Run,
-    Step,
-    id_of_run,
-    mlflow_metrics,
-    mlflow_name,
-    tensorboard_events,
-    wandb_records,
-)
+from agentjet.trackers.sinks import Run, Step, id_of_run, mlflow_metrics, mlflow_name, tensorboard_events, wandb_records
 from tests.needs import need
 from tests.trackers.steps import ListSource, Rows, copy, copy_through_kills, rows_of, steps_of
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import webbrowser
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlencode, urlsplit
@@ -63,7 +63,7 @@ def look(
 
     Ctrl-C ends it. Runs of servers are read with AGENTJET_TOKEN or --token-file; use their viewer token.
     """
-    found = Found(Server(token_file=token_file).read_token())
+    found = Places(Server(token_file=token_file).read_token())
     for place in places:
         found.add(place)
     with contextlib.closing(_listen(port)) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -73,8 +73,8 @@ def look(
 class RecordedStudy:
     """A study in its folder. It is read again when its journal has grown."""
 
-    def __init__(self, folder: Path, title: str) -> None:
-        self.title = title
+    def __init__(self, folder: Path) -> None:
+        self.title = str(folder)
         self._folder = folder
         self._read: tuple[object, dict[str, Any]] = (None, {})
 
@@ -148,7 +148,7 @@ class RemoteRun:
             raise Unavailable(str(error), retry_after=1.0, code="server_unreachable") from None
 
 
-class Found:
+class Places:
     """The runs and the studies of the given places, by the names that they have in paths."""
 
     def __init__(self, token: str | None) -> None:
@@ -168,7 +168,7 @@ class Found:
         path = Path(place)
         if not path.is_dir():
             raise ConfigError(f"{place!r} is not a folder: name a data dir, a study's folder, or the URL of a server")
-        runs, studies = list(_runs_in(path)), list(_studies_in(path))
+        runs, studies = list(_runs_in(path)), _studies_in(path)
         if not runs and not studies:
             raise ConfigError(
                 f"{place!r} has no run and no study: name a data dir (it has runs/NAME/{JOURNAL}), the folder of a "
@@ -178,7 +178,7 @@ class Found:
         if all(refused) and not studies:
             raise ConfigError(refused[0])
         for folder in studies:
-            self.studies[self._new_name(folder.resolve().name)] = RecordedStudy(folder, str(folder))
+            self.studies[self._new_name(folder.resolve().name)] = RecordedStudy(folder)
 
     def _add_run(self, folder: Path, place: str) -> str:
         """Adds a run. Returns why it cannot be read, or ''."""
@@ -217,18 +217,15 @@ def _runs_in(path: Path) -> Iterator[Path]:
             return
 
 
-def _studies_in(path: Path) -> Iterable[Path]:
+def _studies_in(path: Path) -> list[Path]:
     """Folders of studies: the path itself, or folders in it."""
-    if _is_study(path):
-        return [path]
-    return sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_study(folder))
+    for pattern in ("", "*/"):
+        if found := {file.parent for name in STUDY_FILES for file in path.glob(pattern + name) if file.is_file()}:
+            return sorted(found)
+    return []
 
 
-def _is_study(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in STUDY_FILES)
-
-
-async def _serve(found: Found, listener: socket.socket, only_print: bool) -> None:
+async def _serve(found: Places, listener: socket.socket, only_print: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Raises `AgentJetError` if a server does not answer."""
     import uvicorn
 

@@ -76,9 +76,9 @@ def this_machine(settings: ServeConfig) -> Hardware:
     """Returns the facts of this machine."""
     import psutil
 
-    from agentjet.compute.cluster.guardian import SHARED_MEMORY
-    from agentjet.compute.cluster.launcher import visible_gpu_memory
     from agentjet.config import bfloat16_is_faster
+    from agentjet.processes.guardian import SHARED_MEMORY
+    from agentjet.processes.placement import visible_gpu_memory
 
     interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
     return Hardware(
@@ -189,7 +189,7 @@ def _shared_memory(cluster: Sequence[ComputeConfig], machine: Hardware) -> Itera
 
 def _ray_cluster(address: str, machine: Hardware) -> Check:
     """The Ray cluster: it listens, and this machine is one of its nodes."""
-    from agentjet.compute.cluster.ray_launcher import check_address
+    from agentjet.processes.ray_placement import check_address
 
     try:
         if address != "auto":
@@ -204,7 +204,7 @@ def _ray_cluster(address: str, machine: Hardware) -> Check:
 
 def _processes(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Iterator[Check]:
     """Yields the processes of a policy against the GPUs of this machine that are `free`; None if it uses none."""
-    from agentjet.compute.cluster.backend import check_gpus
+    from agentjet.compute.cluster.samplers import check_gpus
 
     if compute.backend == "embedded":
         if model.device == "cuda" and free is None:
@@ -236,7 +236,7 @@ def _processes(policy: str, compute: ComputeConfig, model: ModelConfig, free: in
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
-    from agentjet.compute.cluster.backend import gpus_needed
+    from agentjet.compute.cluster.samplers import gpus_needed
 
     return gpus_needed(compute, compute.ranks, compute.samplers.least)
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 import sqlite3
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 from typer.core import TyperCommand, TyperOption
 
 from agentjet import __version__
 from agentjet.cli import (
     Override,
+    aligned,
     checkpoints,
     episodes,
     load_example,
     look,
     machine,
+    print_text,
     printable,
-    recipes,
     research,
     run,
     runs,
@@ -30,6 +33,9 @@ from agentjet.cli import (
     with_options,
 )
 from agentjet.errors import AgentJetError, ConfigError, install_extra
+
+if TYPE_CHECKING:
+    from agentjet.recipes.recipe import Component, Recipe
 
 SUMMARY = "Reinforcement learning for the language models inside agents, as a swarm."
 app = typer.Typer(
@@ -87,6 +93,96 @@ def demo(
         raise typer.Exit(130) from None
 
 
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+recipes_app = typer.Typer(
+    name="recipes", help="List the algorithms of training; show the formula and parameters of one."
+)
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the built-in recipes and those of installed packages."""
+    from agentjet.recipes import registry
+
+    if context.invoked_subcommand is not None:
+        return
+    rows: list[tuple[str, str]] = []
+    for name in (*registry.built_in(), *registry.installed()):
+        try:
+            meaning = summary(registry.find(name)).partition(": ")[2]
+        except ValueError as error:  # An installed package is broken; the others work.
+            meaning = f"unusable: {error}"
+        rows.append((name, meaning))
+    for line in aligned(rows):
+        print_text(line)
+    typer.echo("agentjet recipes show NAME prints formula, source and parameters; docs/recipes.md has all")
+
+
+@recipes_app.command("show")
+def show_recipe(name: Annotated[str, Argument(metavar="NAME", help="A recipe, or package.module:Class.")]) -> None:
+    """Show a recipe: formula, source, when to use it, cost, and parameters with their defaults."""
+    from agentjet.recipes import registry
+
+    try:
+        recipe = registry.find(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print_text(cleandoc(recipe.__doc__ or ""))
+    typer.echo(f'\n[job.recipe]\nname = "{name}"')
+    shared = list(parameters(registry.find(registry.DEFAULT)))
+    found = sorted(parameters(recipe), key=lambda one: one in shared)  # First what makes this recipe different.
+    for parameter, default, kind, meaning in found:
+        print_text(f"{f'{parameter} = {default}':<30} # {kind}. {meaning}")
+
+
+def summary(recipe: type[Recipe]) -> str:
+    """Returns the first line of a recipe's description."""
+    return cleandoc(recipe.__doc__ or recipe.__name__).partition("\n")[0]
+
+
+def parameters(component: type[Component], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yields name, default, type and meaning of each parameter. Those of an inner part have its name in front."""
+    from agentjet.config.reference import toml, type_of
+    from agentjet.recipes.recipe import Component
+
+    for name, field in component.parameters():
+        meaning = " ".join((field.description or "").split())
+        if isinstance(field.default, Component):
+            yield f"{prefix}{name}.name", toml(field.default.name), "text", meaning
+            yield from parameters(type(field.default), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", toml(field.default), type_of(field), meaning
+
+
+def recipes_reference() -> str:
+    """Returns the part of `docs/recipes.md` about every built-in recipe."""
+    from agentjet.recipes import registry
+
+    found = {name: registry.find(name) for name in registry.built_in()}
+    shared = list(parameters(found["grpo"]))
+    lines = ["| recipe | in one line |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {summary(recipe).partition(': ')[2]} |" for name, recipe in found.items()]
+    parts = ["\n".join(lines)]
+    for name, recipe in found.items():
+        own = shared if name == "grpo" else [one for one in parameters(recipe) if one not in shared]
+        table = ["| parameter | type | default | meaning |", "|---|---|---|---|"]
+        table += [f"| `{one}` | {kind} | `{default}` | {meaning} |" for one, default, kind, meaning in own]
+        more = "" if name == "grpo" else _inherited(recipe, [one for one, *_ in own])
+        body = f"```\n{cleandoc(recipe.__doc__ or '')}\n```"
+        parts.append(
+            "\n\n".join([f"### {name}", body, *(["\n".join(table)] if own else []), *([more] if more else [])])
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _inherited(recipe: type[Recipe], own: list[str]) -> str:
+    rest = [f"`{name}`" for name, *_ in parameters(recipe) if name not in own]
+    return f"As in `grpo`: {', '.join(rest)}." if rest else ""
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
 for command in (
     serve.serve,
     demo,
@@ -110,7 +206,7 @@ for group in (
     episodes.app,
     checkpoints.app,
     machine.cluster_app,
-    recipes.app,
+    recipes_app,
     runs.token_app,
     research.app,
 ):

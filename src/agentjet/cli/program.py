@@ -18,8 +18,18 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentjet.client.agent_source import AgentSource, AgentVersion, load_function
-from agentjet.client.code_copy import OURS, SKIPPED, CodeFolder, Stamp, has_environment, hash_of, is_installed
+from agentjet.client.agent_source import (
+    OURS,
+    SKIPPED,
+    AgentSource,
+    AgentVersion,
+    CodeFolder,
+    Stamp,
+    has_environment,
+    hash_of,
+    is_installed,
+    load_function,
+)
 from agentjet.client.command import Command, Result, Score
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
@@ -95,15 +105,11 @@ class CommandLine:
         own = [CodeFolder(root, frozenset(files), NAMED) for root, files in sorted(alone.items())]
         return [folders[root] for root in sorted(outer)] + own
 
-    def resolved(self, root: Path) -> list[str]:
-        """The command line for another working directory: paths are absolute. `root` is the folder `here` or a copy of
-        it."""
-        return self.moved({self.here: root})
-
     def moved(self, copies: Mapping[Path, Path]) -> list[str]:
-        """The same with the copies of folders, by original."""
+        """The command line for any working directory: paths are absolute. `copies` has folders by their originals."""
         here = copies.get(self.here, self.here)
-        return [self._moved_word(word, index, copies).replace("{here}", str(here)) for index, word in self._numbered()]
+        moved = [self._moved_word(word, index, copies) for index, word in enumerate(self.arguments)]
+        return [word.replace("{here}", str(here)) for word in moved]
 
     def version(self, reward_version: str, contents: Mapping[str, bytes] | None = None) -> str:
         """The code version, a hash of the program's name, the words that are not files, the reward's version, and the
@@ -115,13 +121,14 @@ class CommandLine:
         facts = {"--": "\0".join([Path(program).name, *words]).encode(), "--reward": reward_version.encode()}
         return hash_of({**contents, **facts})
 
-    def _numbered(self) -> Iterator[tuple[int, str]]:
-        return enumerate(self.arguments)
-
     def _paths(self) -> list[Path]:
         """The files and folders in the words that the author may have written."""
-        found = [(path, index == 0) for index, word in self._numbered() for path, _ in self._paths_in(word, index)]
-        return [path for path, is_first in found if self._is_own(path, is_first=is_first)]
+        return [
+            path
+            for index, word in enumerate(self.arguments)
+            for path, _ in self._paths_in(word, index)
+            if self._is_own(path, is_first=index == 0)
+        ]
 
     def _is_own(self, path: Path, *, is_first: bool) -> bool:
         """False for an interpreter, also one that is given by a link or by its place in a virtual environment."""
@@ -192,7 +199,7 @@ class CommandSource:
             )
 
     def stamp(self) -> Stamp:
-        stamps = [folder.stamp() for folder in self._folders]
+        stamps = [folder.listing().stamp for folder in self._folders]
         return (*itertools.chain(*stamps), *(self.reward_source.stamp() if self.reward_source is not None else ()))
 
     def described(self) -> str:

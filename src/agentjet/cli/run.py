@@ -123,7 +123,7 @@ def _agent(
     score, is_function = reward_source(reward)
     version = program.version(code_version_of(score) if is_function else "")
     options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
-    command = Command(program.resolved(program.here), score, **options)
+    command = Command(program.moved({}), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
     check_commands(command, tasks)
@@ -326,7 +326,7 @@ def sft(
 
     Every conversation is checked before the first batch. A message with "weight": 0 is context only.
     """
-    from agentjet.client.sft import read_demonstrations
+    from agentjet.client.training import read_demonstrations
 
     if lr is not None and not 0 < lr < math.inf:
         raise ConfigError(f"--lr {lr}: give a number above 0")

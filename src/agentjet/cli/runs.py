@@ -112,7 +112,7 @@ def _episodes(status: StatusResponse) -> str:
 
 def clients_line(status: StatusResponse) -> str:
     """The first clients that hold episodes or were seen recently, in this order; the others are counted."""
-    from agentjet.client.code_copy import named
+    from agentjet.client.agent_source import named
 
     shown, holding = [], status.holding
     for name, ago in sorted(status.clients.items(), key=lambda client: (-holding.get(client[0], 0), client[1])):

@@ -28,9 +28,7 @@ from agentjet import __version__
 from agentjet.cli import LOOK_SECONDS, ProgressLine
 from agentjet.cli.checkpoints import METRICS
 from agentjet.client.threads import exit_with_parent
-from agentjet.compute.chosen import ChosenCompute
-from agentjet.compute.cluster.backend import ClusterCompute
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
 from agentjet.errors import ConfigError, install_extra
 from agentjet.gateway import Gateway
@@ -94,7 +92,7 @@ def steady_clock() -> Callable[[], float]:
 async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing, ends_with_input: bool) -> bool:
     """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
-    compute = ChosenCompute({"embedded": EmbeddedCompute(config), "cluster": ClusterCompute(config)})
+    compute = ProcessCompute(config)
     runs = Runs(config, compute, clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs")

@@ -84,7 +84,7 @@ def watch(
                 await follow(swarm, every, lambda event: print(event.model_dump_json(), flush=True), _print_problem)
             elif not console.is_terminal:
                 lines = Lines()
-                await follow(swarm, every, lines.event, lines.look)
+                await follow(swarm, every, lines.event, lines.changes)
             else:
                 await _live(swarm, every, console)
 
@@ -100,14 +100,14 @@ async def read(swarm: AsyncSwarm) -> Snapshot:
 
 
 async def follow(
-    swarm: AsyncSwarm, every: float, on_event: Callable[[Event], None], on_look: Callable[[Snapshot], None]
+    swarm: AsyncSwarm, every: float, on_event: Callable[[Event], None], on_snapshot: Callable[[Snapshot], None]
 ) -> None:
-    """Calls `on_event` with each event from now on and `on_look` after changes and each second, without end.
+    """Calls `on_event` with each event from now on and `on_snapshot` after changes and each second, without end.
 
     Raises the error of the first read. Later ones are shown, and the server is tried again.
     """
-    look = await read(swarm)
-    on_look(look)
+    snapshot = await read(swarm)
+    on_snapshot(snapshot)
     while True:
         begun, changed = time.monotonic(), asyncio.Event()
 
@@ -116,7 +116,7 @@ async def follow(
                 on_event(event)
                 changed.set()
 
-        events = asyncio.create_task(receive(look.status.last_event))
+        events = asyncio.create_task(receive(snapshot.status.last_event))
         try:
             while not events.done():
                 age = time.monotonic() - begun
@@ -128,32 +128,34 @@ async def follow(
                 age = time.monotonic() - begun
                 if age >= IDLE_SECONDS or (changed.is_set() and age >= every):
                     changed.clear()
-                    look, begun = await read(swarm), time.monotonic()
+                    snapshot, begun = await read(swarm), time.monotonic()
                     age = 0.0
-                on_look(replace(look, age=age))
+                on_snapshot(replace(snapshot, age=age))
             await events
         except (Unreachable, Later) as error:
-            on_look(replace(look, age=time.monotonic() - begun, problem=str(error)))
+            on_snapshot(replace(snapshot, age=time.monotonic() - begun, problem=str(error)))
         finally:
             events.cancel()
             await asyncio.gather(events, return_exceptions=True)
-        look = await _again(swarm, look, begun, on_look)
+        snapshot = await _again(swarm, snapshot, begun, on_snapshot)
 
 
 async def _pause(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-async def _again(swarm: AsyncSwarm, look: Snapshot, begun: float, on_look: Callable[[Snapshot], None]) -> Snapshot:
+async def _again(
+    swarm: AsyncSwarm, snapshot: Snapshot, begun: float, on_snapshot: Callable[[Snapshot], None]
+) -> Snapshot:
     """Tries the server until it answers."""
     while True:
         await asyncio.sleep(REDRAW_SECONDS)
         try:
             found = await read(swarm)
         except (Unreachable, Later) as error:
-            on_look(replace(look, age=time.monotonic() - begun, problem=str(error)))
+            on_snapshot(replace(snapshot, age=time.monotonic() - begun, problem=str(error)))
         else:
-            on_look(found)
+            on_snapshot(found)
             return found
 
 
@@ -169,15 +171,15 @@ async def _live(swarm: AsyncSwarm, every: float, console: Console) -> None:
 
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
 
-        def on_look(look: Snapshot) -> None:
-            live.update(screen(replace(look, news=tuple(news)), console.width), refresh=True)
+        def on_snapshot(snapshot: Snapshot) -> None:
+            live.update(screen(replace(snapshot, news=tuple(news)), console.width), refresh=True)
 
-        await follow(swarm, every, on_event, on_look)
+        await follow(swarm, every, on_event, on_snapshot)
 
 
-def _print_problem(look: Snapshot) -> None:
-    if look.problem:
-        print(f"agentjet: {one_line(look.problem)}", file=sys.stderr, flush=True)
+def _print_problem(snapshot: Snapshot) -> None:
+    if snapshot.problem:
+        print(f"agentjet: {one_line(snapshot.problem)}", file=sys.stderr, flush=True)
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -222,26 +224,26 @@ class Lines:
         if line := event_line(event):
             self.print_line(line)
 
-    def look(self, look: Snapshot) -> None:
+    def changes(self, snapshot: Snapshot) -> None:
         now = time.strftime("%H:%M:%S")
-        for line in self._changes(look):
+        for line in self._lines(snapshot):
             self.print_line(one_line(f"{now}  {line}"))
 
-    def _changes(self, look: Snapshot) -> Iterator[str]:
-        if look.problem != self._problem:
-            self._problem = look.problem
-            yield look.problem or "the server answers again"
+    def _lines(self, snapshot: Snapshot) -> Iterator[str]:
+        if snapshot.problem != self._problem:
+            self._problem = snapshot.problem
+            yield snapshot.problem or "the server answers again"
         if not self._answer:
-            status = look.status
-            yield f"{look.url}: {status.state}, step {status.policy_version}, waits for {look.waiting.text}"
-        if look.health.learning.answer != self._answer:
-            self._answer = look.health.learning.answer
-            yield f"learning: {look.health.learning.text}"
-        for rule in look.health.rules:
+            status = snapshot.status
+            yield f"{snapshot.url}: {status.state}, step {status.policy_version}, waits for {snapshot.waiting.text}"
+        if snapshot.health.learning.answer != self._answer:
+            self._answer = snapshot.health.learning.answer
+            yield f"learning: {snapshot.health.learning.text}"
+        for rule in snapshot.health.rules:
             before, self._levels[rule.name] = self._levels.get(rule.name, "ok"), rule.level
             if rule.level != before:
                 yield f"health {rule.level}: {rule.text} ({rule.docs})"
-        report = nothing_to_learn(look.status)
+        report = nothing_to_learn(snapshot.status)
         if not self._is_reported:
             yield from report
         self._is_reported = bool(report)
@@ -263,7 +265,7 @@ SHOWN_VERSIONS = 3
 SHOWN_ANSWERS = 3
 
 
-def screen(look: Snapshot, width: int) -> Table:
+def screen(snapshot: Snapshot, width: int) -> Table:
     """The screen as a table of names and texts that wrap at `width`."""
     from rich.table import Table
     from rich.text import Text
@@ -271,23 +273,23 @@ def screen(look: Snapshot, width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    silence = f"since {duration(look.age)}: {one_line(look.problem)}"
+    silence = f"since {duration(snapshot.age)}: {one_line(snapshot.problem)}"
 
     def plain(lines: Sequence[str], style: str = "") -> list[Text]:
         return [Text(one_line(line), style) for line in lines]
 
     rows: list[tuple[str, Sequence[Text]]] = [
-        ("agentjet", [headline(look)]),
-        ("no answer", [Text(silence, "bold red")] if look.problem else []),
-        ("learning", [learning(look)]),
-        ("healthy", healthy(look.health)),
-        ("warning", plain(nothing_to_learn(look.status), "yellow")),
-        ("waits for", waits(look, width - 14)),
-        ("time", spent(look.steps)),
-        ("task sets", plain(task_set_lines(look.status))),
-        ("clients", plain([clients_line(look.status)])),
-        ("code", plain(code_lines(look.status, SHOWN_VERSIONS))),
-        ("just now", [Text(one_line(line), no_wrap=True, overflow="ellipsis") for line in look.news]),
+        ("agentjet", [headline(snapshot)]),
+        ("no answer", [Text(silence, "bold red")] if snapshot.problem else []),
+        ("learning", [learning(snapshot)]),
+        ("healthy", healthy(snapshot.health)),
+        ("warning", plain(nothing_to_learn(snapshot.status), "yellow")),
+        ("waits for", waits(snapshot, width - 14)),
+        ("time", spent(snapshot.steps)),
+        ("task sets", plain(task_set_lines(snapshot.status))),
+        ("clients", plain([clients_line(snapshot.status)])),
+        ("code", plain(code_lines(snapshot.status, SHOWN_VERSIONS))),
+        ("just now", [Text(one_line(line), no_wrap=True, overflow="ellipsis") for line in snapshot.news]),
     ]
     for name, texts in rows:
         for i, text in enumerate(texts):
@@ -295,27 +297,27 @@ def screen(look: Snapshot, width: int) -> Table:
     return table
 
 
-def headline(look: Snapshot) -> Text:
+def headline(snapshot: Snapshot) -> Text:
     from rich.text import Text
 
-    status = look.status
+    status = snapshot.status
     end = f" of {status.ends_at_version}" if status.ends_at_version else ""
     run = [f"run {status.run}"] if status.run != DEFAULT_RUN else []
     model = ", ".join(status.policies) or status.model
     text = Text(one_line("  ".join([model, *run])), "bold")
     text.append(f"  ● {status.state}", STATES.get(status.state, "yellow"))
-    text.append(f"  step {status.policy_version}{end}  up {duration(status.uptime + look.age)}  ", "none")
-    return text.append(look.url, "dim")
+    text.append(f"  step {status.policy_version}{end}  up {duration(status.uptime + snapshot.age)}  ", "none")
+    return text.append(snapshot.url, "dim")
 
 
-def learning(look: Snapshot) -> Text:
+def learning(snapshot: Snapshot) -> Text:
     """The answer to "is it learning?", with bars of the newest rewards from the lowest to the highest."""
     from rich.text import Text
 
-    answer = look.health.learning
+    answer = snapshot.health.learning
     style = {"yes": "green", "learned": "green", "falls": "bold red"}.get(answer.answer, "")
     text = Text(one_line(answer.text), style)
-    rewards = [reward for reward in look.steps.metrics.get("reward/mean", []) if reward is not None][-SHOWN_STEPS:]
+    rewards = [reward for reward in snapshot.steps.metrics.get("reward/mean", []) if reward is not None][-SHOWN_STEPS:]
     if not rewards:
         return text
     low, high = min(rewards), max(rewards)
@@ -342,22 +344,22 @@ def nothing_to_learn(status: StatusResponse) -> list[str]:
     return report_lines(found.model_copy(update={"answers": found.answers[:SHOWN_ANSWERS]}))
 
 
-def waits(look: Snapshot, width: int) -> list[Text]:
+def waits(snapshot: Snapshot, width: int) -> list[Text]:
     """The phrase of the server, the picture of the batch, and the live episode that is silent for longest."""
     from rich.text import Text
 
-    lines = [Text(one_line(look.waiting.text))]
-    if not look.waiting.groups:
+    lines = [Text(one_line(snapshot.waiting.text))]
+    if not snapshot.waiting.groups:
         return lines
-    lines += picture(look.waiting, width)
+    lines += picture(snapshot.waiting, width)
     lines.append(Text(LEGEND, "dim"))
-    silent = [(cell, group) for group in look.waiting.groups for cell in group.cells if cell.silent_seconds]
+    silent = [(cell, group) for group in snapshot.waiting.groups for cell in group.cells if cell.silent_seconds]
     if silent:
         cell, group = max(silent, key=lambda one: one[0].silent_seconds or 0.0)
-        seconds, lease, most = (cell.silent_seconds or 0.0) + look.age, cell.expires_in or 0.0, cell.ends_in or 0.0
+        seconds, lease, most = (cell.silent_seconds or 0.0) + snapshot.age, cell.expires_in or 0.0, cell.ends_in or 0.0
         text = (
             f"longest silent: {cell.episode_id} of task {group.task_id}, {duration(seconds)}; lease ends in "
-            f"{duration(lease - look.age)}, episode in {duration(most - look.age)}"
+            f"{duration(lease - snapshot.age)}, episode in {duration(most - snapshot.age)}"
         )
         lines.append(Text(one_line(text)))
     return lines

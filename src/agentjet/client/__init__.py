@@ -19,9 +19,8 @@ from agentjet.client.report import (
     wilson_interval,
 )
 from agentjet.client.rollout import Agent, AgentFailing
-from agentjet.client.sft import SftReport
-from agentjet.client.swarm_client import AsyncSwarm
-from agentjet.client.sync_client import Swarm
+from agentjet.client.swarm_client import AsyncSwarm, Swarm
+from agentjet.client.training import SftReport
 
 __all__ = [
     "Agent",

@@ -1,4 +1,4 @@
-"""The connection to one server: settings, authorisation, retries, and error answers as exceptions of the project.
+"""The connection to one server: settings, authorisation, retries, error answers as exceptions, and heartbeats.
 
 Two kinds of failure are retried, with exponential back-off and full jitter, each within its own time limit:
 
@@ -9,33 +9,43 @@ Two kinds of failure are retried, with exponential back-off and full jitter, eac
 
 A repeated request carries the same `Idempotency-Key`, so it has one effect. This module is the only reader of the
 environment in the client.
+
+Heartbeats come from a thread that agents cannot block. It has an event loop and a connection to itself, which start
+with the first episode. An agent that blocks its event loop keeps its lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import logging
 import math
 import os
 import random
 import re
 import socket
 import ssl
+import sys
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from agentjet.client.heartbeats import Heartbeats
-from agentjet.client.threads import FORKED
+from agentjet.client.threads import FORKED, LoopThread
 from agentjet.errors import (
+    AgentJetError,
     ConfigError,
+    Conflict,
     Later,
+    NotFound,
     RequestError,
     Unauthorized,
     Unavailable,
@@ -43,7 +53,128 @@ from agentjet.errors import (
 )
 from agentjet.protocol import PREFIX, Event, Problem, StatusResponse, refusal_of
 
+if TYPE_CHECKING:  # An episode has a connection.
+    from agentjet.client.episode import AsyncEpisode
+
+LEASE_SHARE = 1 / 3
+"""Interval between heartbeats as a share of the lease."""
+PING_SECONDS = 1.0
+"""Interval between pings of an agents' loop, and the time from which an answer is late."""
+PUNCTUAL_SECONDS = 0.25
+"""Delay of this thread's own timer, or wait of the agents' thread for a processor, from which the machine is busy.
+A late answer then proves nothing.
+"""
+NUM_LATE = 3
+"""Late answers in a row, each while an agent's own code runs, before the warning."""
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Heartbeats:
+    """Renews the leases of episodes until they end."""
+
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        """`connect` makes the connection of the thread, at the first episode."""
+        self._connect = connect
+        self._connection: Connection | None = None
+        self._loop = LoopThread()
+        self._watched: set[int] = set()
+        """Identities of the threads whose loops are pinged."""
+
+    def follow(self, episode: AsyncEpisode) -> concurrent.futures.Future[bool]:
+        """Send heartbeats until the episode ends. The result is True if the server ended it.
+
+        Cancelling the future ends the heartbeats. Raises `RuntimeError` in a forked process.
+        """
+        return self._loop.submit(self._beat(episode))
+
+    def watch(self) -> None:
+        """Watch the running event loop, until this is closed: agents should not block it."""
+        thread = threading.get_ident()
+        if thread not in self._watched:
+            self._watched.add(thread)
+            self._loop.submit(_watch(asyncio.get_running_loop(), thread, threading.get_native_id()))
+
+    async def close(self) -> None:
+        """End the heartbeats and their thread; idempotent."""
+        if self._loop.is_running:
+            await asyncio.wrap_future(self._loop.submit(self._end()))
+            self._loop.stop()
+            self._watched.clear()
+
+    async def _beat(self, episode: AsyncEpisode) -> bool:
+        logged = ""
+        while True:
+            await asyncio.sleep(episode.lease_seconds * LEASE_SHARE)
+            if episode.status != "live":
+                return False
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                await episode.renew(self._connection)
+            except (Conflict, NotFound):  # The episode ended, or its run is not served any more.
+                return True
+            except AgentJetError:  # The server may be away for a while: the agent's own request raises.
+                pass
+            except Exception as error:  # The boundary: the lease would end. A repeated failure is logged once.
+                if repr(error) != logged:
+                    log.exception("a heartbeat could not be sent; the next one tries again")
+                logged = repr(error)
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+
+
+async def _watch(loop: asyncio.AbstractEventLoop, thread: int, native_id: int) -> None:
+    """Warn once if `loop`, which runs in `thread`, answers several pings in a row late, each time inside an agent."""
+    num_late, agent = 0, ""
+    while num_late < NUM_LATE:
+        answered = threading.Event()
+        try:
+            loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:  # The loop is closed.
+            return
+        began, queued = time.monotonic(), queued_seconds(native_id)
+        await asyncio.sleep(PING_SECONDS)
+        delays = time.monotonic() - began - PING_SECONDS, queued_seconds(native_id) - queued
+        if max(delays) > PUNCTUAL_SECONDS:
+            continue
+        agent = "" if answered.is_set() or not loop.is_running() else agent_of(thread)
+        num_late = num_late + 1 if agent else 0
+    log.warning(
+        "%s blocks the event loop of the client, so the other agents wait: await its slow calls, use "
+        "asyncio.to_thread for blocking ones, or make the agent a plain function, which gets a thread",
+        agent,
+    )
+
+
+def queued_seconds(native_id: int) -> float:
+    """Seconds that a thread of this process has waited for a processor; 0 where the system does not count them."""
+    try:
+        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def agent_of(thread: int) -> str:
+    """The agent whose own code a thread runs now: its function, file and line. Empty if it runs none."""
+    frame, below = sys._current_frames().get(thread), None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_call" and frame.f_globals.get("__name__") == "agentjet.client.rollout":
+            break
+        frame, below = frame.f_back, frame
+    if frame is None or below is None or below.f_globals.get("__name__", "").startswith("agentjet."):
+        return ""  # Such as the start of a plain function's thread.
+    return f"the agent {below.f_code.co_qualname} ({below.f_code.co_filename}:{below.f_lineno})"
+
+
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"

@@ -60,6 +60,11 @@ NO_LEASE = 1e9
 """Seconds: such a lease does not expire."""
 
 
+def episode_path(episode_id: str, verb: str = "") -> str:
+    """The path of an episode, or of a request about it, below the path of the API."""
+    return f"/episodes/{quote(episode_id, safe='')}" + (f"/{verb}" if verb else "")
+
+
 class _EpisodeFields:
     """The fields that both kinds of episode share: access to the model, and the task."""
 
@@ -135,7 +140,7 @@ class AsyncEpisode(_EpisodeFields):
         The answer changes no field: it may be older than that of `finish`, which another thread receives.
         """
         try:
-            await connection.request("POST", f"/episodes/{quote(self.id, safe='')}/heartbeat")
+            await connection.request("POST", episode_path(self.id, "heartbeat"))
         except (Conflict, NotFound) as error:
             self._ended_by_server(error)
             raise
@@ -154,7 +159,7 @@ class AsyncEpisode(_EpisodeFields):
     async def refresh(self) -> None:
         """Update status, reason and number of calls. Does not renew the lease."""
         if self._connection is not None:
-            answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
+            answer = await self._connection.request("GET", episode_path(self.id))
             self._update(EpisodeView.model_validate(answer))
 
     async def _post(
@@ -163,9 +168,7 @@ class AsyncEpisode(_EpisodeFields):
         if self._connection is None:
             return self._update(self._unrecorded_view(body))
         try:
-            answer = await self._connection.request(
-                "POST", f"/episodes/{quote(self.id, safe='')}/{verb}", body=body, patience=patience
-            )
+            answer = await self._connection.request("POST", episode_path(self.id, verb), body=body, patience=patience)
         except (Conflict, NotFound) as error:
             self._ended_by_server(error)
             raise

@@ -84,7 +84,7 @@ async def run_evaluation(
 
 
 async def record_score(
-    connection: Connection, client_id: str, policy_version: int, report: EvalReport, task_list: str, *, held_out: bool
+    connection: Connection, policy_version: int, report: EvalReport, task_list: str, *, held_out: bool
 ) -> None:
     """Store a version's score on the server, which may save its checkpoint. Does nothing if no episode finished.
 
@@ -102,12 +102,12 @@ async def record_score(
         name=(task_sets.pop() if len(task_sets) == 1 else "") or UNNAMED,
         task_list=task_list,
         held_out=held_out,
-        client_id=client_id,
+        client_id=connection.settings.client_id,
     )
     await connection.request("POST", "/evaluations", body=body, server_wait=CHECKPOINT_WAIT)
 
 
-async def record_if_possible(connection: Connection, client_id: str, report: EvalReport, task_list: str) -> str:
+async def record_if_possible(connection: Connection, report: EvalReport, task_list: str) -> str:
     """Store the score of an evaluation that saw one policy version. Returns the reason if it is not stored, else ''.
 
     A failure is not raised, because the report is worth more than its record.
@@ -116,7 +116,7 @@ async def record_if_possible(connection: Connection, client_id: str, report: Eva
     try:
         last = max(last, (await connection.status()).policy_version)
         if first == last and report.finished:
-            await record_score(connection, client_id, first, report, task_list, held_out=False)
+            await record_score(connection, first, report, task_list, held_out=False)
             return ""
     except AgentJetError as error:
         return str(error)

@@ -14,10 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agentjet.client.agent_source import AgentSource, AgentVersion, one_line
-from agentjet.client.code_copy import content_hash, edits
+from agentjet.client.agent_source import AgentSource, AgentVersion, content_hash, edits, one_line
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent, AgentFailing, RolloutSpec, Visit
@@ -108,10 +107,9 @@ class LiveReload:
         self._problem = ""
         """The reason for which the files cannot be listed."""
         self._reloading = asyncio.Lock()
-        self._is_evaluating = False
-        self._keeps_modules = False
-        """True if no version may be rolled back. The modules of another one would change the score of a held-out
-        evaluation, and would be mixed with those of a load."""
+        self._phase: Literal["groups", "loading", "evaluating"] = "groups"
+        """No version is rolled back but in "groups". The modules of another one would be mixed with those of a load,
+        and would change the score of a held-out evaluation. No version is loaded in "evaluating", either."""
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
 
@@ -160,7 +158,7 @@ class LiveReload:
         if result.outcome == "not_needed" or (last and not spec.spare):
             self._count_done(group)
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
-        if loaded is not self._versions[0] and is_bad and not (loaded.is_rolled_back or self._keeps_modules):
+        if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back and self._phase == "groups":
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
 
     def _count_done(self, group: _Group) -> None:
@@ -204,7 +202,7 @@ class LiveReload:
 
     async def _reload_if_changed(self, code: AgentSource) -> None:
         async with self._reloading:
-            if self._is_evaluating or not (edited := self._edits(code)):
+            if self._phase == "evaluating" or not (edited := self._edits(code)):
                 return
             if self._open():
                 before = self.current.version.code_version
@@ -235,7 +233,7 @@ class LiveReload:
         if self._code is not None and reload:  # else an edit could wait for one evaluation after the other
             await self._reload_if_changed(self._code)
         async with self._reloading:
-            self._is_evaluating = self._keeps_modules = True
+            self._phase = "evaluating"
         try:
             yield self.current.version
         except AgentFailing as failing:
@@ -246,11 +244,11 @@ class LiveReload:
             else:
                 self._roll_back(self.current, str(failing))
         finally:
-            self._is_evaluating = self._keeps_modules = False
+            self._phase = "groups"
 
     async def _reload(self, code: AgentSource) -> None:
         before, stamp = self.current.version, self._stamp
-        self._keeps_modules = True
+        self._phase = "loading"
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 version = await self._newest(code)
@@ -264,7 +262,7 @@ class LiveReload:
             self._keep(f"{type(error).__name__}: {str(error) or late}")
             return
         finally:
-            self._keeps_modules = False
+            self._phase = "groups"
         if version.code_version == before.code_version:
             self.current.version = version
             return

@@ -1,12 +1,17 @@
-"""`AsyncSwarm`: a client of one run of a server, for asynchronous code. `Swarm` calls it from synchronous code."""
+"""`AsyncSwarm`: a client of one run of a server, for asynchronous code; `Swarm`: the same for synchronous code.
+
+`Swarm` runs the methods of an `AsyncSwarm` on an event loop in a thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Literal, Self, TypeVar, Unpack
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -18,10 +23,12 @@ from agentjet.client.connection import Connection, Retry, load_settings, reach_d
 from agentjet.client.episode import (
     AsyncEpisode,
     Endpoint,
+    Episode,
     Returned,
     begin_episode,
     checked_reward,
     close_groups,
+    episode_path,
     finish_body,
 )
 from agentjet.client.evaluation import (
@@ -50,14 +57,15 @@ from agentjet.client.inputs import (
 )
 from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
-from agentjet.client.rollout import Agent, RolloutSpec
-from agentjet.client.sft import SftReport, SftTraining, checked_demonstrations
-from agentjet.client.task_stream import TaskStream
-from agentjet.client.training import Training
+from agentjet.client.rollout import Agent, RolloutSpec, TaskStream
+from agentjet.client.threads import LoopThread, raise_on_signals
+from agentjet.client.training import SftReport, SftTraining, Training, checked_demonstrations
 from agentjet.errors import AgentJetError
+from agentjet.protocol import EpisodeFilters, EpisodeView, Event
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 SCALE_WAIT = 60.0
 """Longest wait for the answer of `scale`: a cluster is asked for its free GPUs."""
@@ -86,17 +94,9 @@ class AsyncSwarm:
     ) -> None:
         self._settings = load_settings(url, token, client_id, instance_id)
         self._retry, self._transport = retry or Retry(), transport
-        self._connection = Connection(self._settings, retry=self._retry, transport=transport)
-
-    @property
-    def url(self) -> str:
+        self.connection = Connection(self._settings, retry=self._retry, transport=transport)
+        self.url: str = self._settings.url
         """The server's address."""
-        return self._settings.url
-
-    @property
-    def connection(self) -> Connection:
-        """The connection of its requests."""
-        return self._connection
 
     def episode_request(
         self, task_id: str, task_set: str = "", group: str = "", mode: Mode = "train", *, code_version: str = ""
@@ -122,7 +122,7 @@ class AsyncSwarm:
 
         Waits up to `wait` seconds for room in the present batch, then raises `Later`.
         """
-        return await begin_episode(self._connection, self.episode_request(task_id, task_set, group, mode), wait=wait)
+        return await begin_episode(self.connection, self.episode_request(task_id, task_set, group, mode), wait=wait)
 
     @asynccontextmanager
     async def episode(
@@ -150,13 +150,12 @@ class AsyncSwarm:
         needs. Without this request training waits `job.lease_seconds` for the missing ones. `train` sends it for its
         groups.
         """
-        await close_groups(self._connection, [build_request(protocol.GroupName, group=group, task_set=task_set)])
+        await close_groups(self.connection, [build_request(protocol.GroupName, group=group, task_set=task_set)])
 
     async def _end(
         self, episode_id: str, verb: str, body: protocol.FinishRequest | protocol.AbortRequest
     ) -> protocol.EpisodeView:
-        path = f"/episodes/{quote(episode_id, safe='')}/{verb}"
-        return await self._send(protocol.EpisodeView, "POST", path, body=body)
+        return await self._send(protocol.EpisodeView, "POST", episode_path(episode_id, verb), body=body)
 
     # ---- running agents -------------------------------------------------------------------------------------------
 
@@ -181,7 +180,7 @@ class AsyncSwarm:
 
         The agent returns a number or a `Reward`; in a run with named policies also one of these for each policy.
         `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes.
-        A generator of tasks is read as the run goes on, in its order, and may be endless: see `task_stream`. If
+        A generator of tasks is read as the run goes on, in its order, and may be endless: see `TaskStream`. If
         the agent raises, its episode is aborted and attempted up to twice more. Other clients may contribute to the
         same batches. Episodes that are live when the last batch is learned, or when this is cancelled, are aborted.
 
@@ -226,7 +225,7 @@ class AsyncSwarm:
             )
         try:
             version = await first_version(agent, code, code_version)
-            connection, status, request = self._connection, await self.status(), self.episode_request
+            connection, status, request = self.connection, await self.status(), self.episode_request
             training = Training(
                 connection, status, request, version, source, steps, seed, progress, code, held_out, reproducible
             )
@@ -281,22 +280,22 @@ class AsyncSwarm:
             if endpoint is not None:
                 return endpoint.begin(request), version.agent
             request = request.model_copy(update={"at_version": pinned, "temperature": temperature, "seed": spec.seed})
-            return await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent
+            return await begin_episode(self.connection, request, wait=EVAL_WAIT), version.agent
 
         try:
             async with AsyncExitStack() as stack:
                 if at_version is not None:
                     pin = self.episode_request(PIN_TASK_ID, mode="eval")
-                    pinned = await stack.enter_async_context(pin_policy_version(self._connection, pin, at_version))
+                    pinned = await stack.enter_async_context(pin_policy_version(self.connection, pin, at_version))
                 base = "" if seed is None else f"evaluation/{seed}"
                 report = await run_evaluation(
                     start, tasks, repeats=repeats, concurrency=concurrency, progress=progress, base=base
                 )
-                client_id, why = self._settings.client_id, ""
+                why = ""
                 if record and pinned is not None:
-                    await record_score(self._connection, client_id, pinned, report, task_list, held_out=True)
+                    await record_score(self.connection, pinned, report, task_list, held_out=True)
                 elif record is None and endpoint is None:
-                    why = await record_if_possible(self._connection, client_id, report, task_list)
+                    why = await record_if_possible(self.connection, report, task_list)
                 if why:
                     (print if progress else log.info)(f"The score is not recorded: {why.rstrip('.')}.")
                 return report
@@ -324,10 +323,8 @@ class AsyncSwarm:
         Raises `ValueError` or `InvalidRequest` for a wrong demonstration, before anything is learned. Raises
         `InvalidRequest` if the job ends before the batches, and `Conflict` if the engine is stopped or has failed.
         """
-        given, client_id = checked_demonstrations(demonstrations), self._settings.client_id
-        return await SftTraining(
-            self._connection, client_id, given, epochs, batch_size, lr, policy, seed, progress
-        ).run()
+        given = checked_demonstrations(demonstrations)
+        return await SftTraining(self.connection, given, epochs, batch_size, lr, policy, seed, progress).run()
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
@@ -354,8 +351,7 @@ class AsyncSwarm:
 
     async def episode_tree(self, episode_id: str) -> protocol.EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""
-        path = f"/episodes/{quote(episode_id, safe='')}"
-        return await self._read(protocol.EpisodeTree, path)
+        return await self._read(protocol.EpisodeTree, episode_path(episode_id))
 
     async def group(self, group_id: int) -> protocol.GroupView:
         """A group with its episodes and their advantages. Raises `NotFound`."""
@@ -385,7 +381,7 @@ class AsyncSwarm:
 
     async def status(self) -> protocol.StatusResponse:
         """The server's present status."""
-        return await self._connection.status()
+        return await self.connection.status()
 
     async def health(self) -> protocol.HealthView:
         """The trend of the training reward, and the health rules with their results."""
@@ -397,7 +393,7 @@ class AsyncSwarm:
 
     def events(self, after: int = 0) -> AsyncGenerator[protocol.Event]:
         """The server's events numbered above `after`, without end, across restarts of the server."""
-        return self._connection.events(after)
+        return self.connection.events(after)
 
     async def job(self) -> protocol.JobBody:
         """The job's settings and their revision."""
@@ -527,15 +523,158 @@ class AsyncSwarm:
     async def _send(
         self, view: type[T], method: str, path: str, *, body: BaseModel | None = None, server_wait: float = 0.0
     ) -> T:
-        answer = await self._connection.request(method, path, body=body, server_wait=server_wait)
+        answer = await self.connection.request(method, path, body=body, server_wait=server_wait)
         return TypeAdapter(view).validate_python(answer)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._connection.close()
+        await self.connection.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C during a run. `except KeyboardInterrupt` catches it. A script that does not catch it ends with the message
+    and status 1, as after `sys.exit(message)`, without a traceback. A prompt, or a notebook, gets a plain
+    `KeyboardInterrupt`: `SystemExit` would end a prompt."""
+
+
+def blocking(verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Swarm, P], T]:
+    """A method of the asynchronous client as a synchronous method with the same signature."""
+
+    @wraps(verb)
+    def run(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.run(verb(self._client, *args, **kwargs))
+
+    return run
+
+
+def blocking_begin(
+    verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, AsyncEpisode]],
+) -> Callable[Concatenate[Swarm, P], Episode]:
+    """The same for a method that returns an episode."""
+
+    @wraps(verb)
+    def begin(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
+        return Episode(self._loop.run(verb(self._client, *args, **kwargs)), self._loop.run)
+
+    return begin
+
+
+def blocking_run(
+    verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Swarm, P], T]:
+    """The same for a method that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
+    `SystemExit`."""
+
+    @wraps(verb)
+    def run_agents(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with raise_on_signals():
+                return self._loop.run(verb(self._client, *args, **kwargs))
+        except AgentJetError as error:  # The author of the script sees the message, under the line of the script.
+            raise error.with_traceback(None) from None
+        except KeyboardInterrupt:
+            is_interactive = hasattr(sys, "ps1")
+            raise (KeyboardInterrupt if is_interactive else Interrupted)(
+                "interrupted: this client's live episodes were aborted (or end with their leases); "
+                "finished training steps are kept"
+            ) from None
+
+    return run_agents
+
+
+class Swarm:
+    """A client of one run of a server for synchronous code. May be used from several threads. Close it, or use it as a
+    context manager.
+
+    Arguments and methods are those of `AsyncSwarm`. Ctrl-C in `train` and `evaluate` aborts the live episodes, then
+    raises a `KeyboardInterrupt`; a script that does not catch it ends with a message. SIGTERM aborts them too, then
+    raises `SystemExit`. A signal that comes twice within two seconds counts once. A child process makes its own client
+    after `fork()`: one that was used before raises `RuntimeError` there.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        client_id: str | None = None,
+        instance_id: str | None = None,
+        retry: Retry | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        named = {"client_id": client_id, "instance_id": instance_id}
+        self._client = AsyncSwarm(url, token, **named, retry=retry, transport=transport)
+        self._loop = LoopThread()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._client.url
+
+    def of_run(self, name: str, token: str | None = None) -> Swarm:
+        """See `AsyncSwarm.of_run`."""
+        swarm = Swarm.__new__(Swarm)
+        swarm._client, swarm._loop = self._client.of_run(name, token), LoopThread()
+        return swarm
+
+    begin = blocking_begin(AsyncSwarm.begin)
+    episode = begin  # An `Episode` is a context manager.
+    finish = blocking(AsyncSwarm.finish)
+    abort = blocking(AsyncSwarm.abort)
+    close_group = blocking(AsyncSwarm.close_group)
+    train = blocking_run(AsyncSwarm.train)
+    evaluate = blocking_run(AsyncSwarm.evaluate)
+    sft = blocking_run(AsyncSwarm.sft)
+    episodes = blocking(AsyncSwarm.episodes)
+    episode_tree = blocking(AsyncSwarm.episode_tree)
+    group = blocking(AsyncSwarm.group)
+    batches = blocking(AsyncSwarm.batches)
+    batch = blocking(AsyncSwarm.batch)
+    steps = blocking(AsyncSwarm.steps)
+    evaluations = blocking(AsyncSwarm.evaluations)
+    status = blocking(AsyncSwarm.status)
+    health = blocking(AsyncSwarm.health)
+    waiting = blocking(AsyncSwarm.waiting)
+    job = blocking(AsyncSwarm.job)
+    change_job = blocking(AsyncSwarm.change_job)
+    start = blocking(AsyncSwarm.start)
+    stop = blocking(AsyncSwarm.stop)
+    cluster = blocking(AsyncSwarm.cluster)
+    scale = blocking(AsyncSwarm.scale)
+    runs = blocking(AsyncSwarm.runs)
+    start_run = blocking(AsyncSwarm.start_run)
+    end_run = blocking(AsyncSwarm.end_run)
+    checkpoints = blocking(AsyncSwarm.checkpoints)
+    checkpoint = blocking(AsyncSwarm.checkpoint)
+    tag = blocking(AsyncSwarm.tag)
+    untag = blocking(AsyncSwarm.untag)
+    export = blocking(AsyncSwarm.export)
+    session_code = blocking(AsyncSwarm.session_code)
+
+    def all_episodes(self, **filters: Unpack[EpisodeFilters]) -> Iterator[EpisodeView]:
+        """See `AsyncSwarm.all_episodes`."""
+        return self._loop.iterate(self._client.all_episodes(**filters))
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """See `AsyncSwarm.events`."""
+        return self._loop.iterate(self._client.events(after))
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        if self._loop.is_forked:  # The parent closes them.
+            return
+        if not self._loop.abandoned:
+            self._loop.run(self._client.close())
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

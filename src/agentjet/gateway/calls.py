@@ -23,12 +23,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
+from agentjet.compute.protocol import Compute
 from agentjet.config import JobConfig, SideCallRule
 from agentjet.errors import (
     ComputeError,
@@ -154,6 +155,22 @@ class CallChunk:
 # ---- the calls of a run ----------------------------------------------------------------------------------------------
 
 
+class Episodes(Protocol):
+    """The line to the server: what calls need of live episodes. Methods raise `Conflict` for one that has ended."""
+
+    @property
+    def job(self) -> JobConfig: ...
+
+    def heartbeat(self, episode_id: str) -> EpisodeRecord:
+        """Renews the lease."""
+
+    def calling(self, episode_id: str) -> AbstractContextManager[EpisodeRecord]:
+        """Context in which the lease stands still."""
+
+    def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
+        """Counts notes and refusals of a request."""
+
+
 @dataclass(slots=True, eq=False)
 class EpisodeCalls:
     """The calls of a live episode."""
@@ -180,6 +197,7 @@ class Calls:
 
     def __post_init__(self) -> None:
         self.swarm = self.commits.swarm
+        self.episodes: Episodes = self.swarm
         self.grammars = GrammarTrials()
         self._episodes: dict[str, EpisodeCalls] = {}
         self._num_open = 0
@@ -207,7 +225,7 @@ class Calls:
 
     def lookup(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """Returns conversation and answer of a call of a live episode. None if there is none, or of a raw prompt."""
-        rules = self.swarm.job.side_calls
+        rules = self.episodes.job.side_calls
         roles = dict.fromkeys([role, *(with_rule(role, rule, self.policies.names) for rule in rules)])
         trees = (self.swarm.tree(episode_id, name) for name in roles)
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
@@ -222,8 +240,8 @@ class Calls:
         observability.run.set(self.policies.run)
         observability.episode_id.set(episode_id)
         role, request = self._apply_rules(role, request)
-        with self._track(self.swarm.heartbeat(episode_id), role, request) as call:
-            with self.swarm.calling(episode_id):
+        with self._track(self.episodes.heartbeat(episode_id), role, request) as call:
+            with self.episodes.calling(episode_id):
                 await call.prepare()
             num_left = request.num_answers
             tasks = [asyncio.create_task(call.answer(index)) for index in range(num_left)]
@@ -234,7 +252,7 @@ class Calls:
                         raise item
                     num_left -= item.call is not None
                     yield item
-                    self.swarm.heartbeat(episode_id)  # Raises if the episode ended while this was read.
+                    self.episodes.heartbeat(episode_id)  # Raises if the episode ended while this was read.
             finally:
                 for task in tasks:
                     task.cancel()
@@ -243,7 +261,7 @@ class Calls:
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Returns the prompt length of `request` in tokens. Nothing is sampled or recorded. Raises like `answer`."""
         role, request = self._apply_rules(role, request)
-        with self.swarm.calling(episode_id):
+        with self.episodes.calling(episode_id):
             renderer = await self.renderer(role)
             return len((await self.prompt(renderer, episode_id, role, request, request.conversation)).tokens)
 
@@ -251,7 +269,7 @@ class Calls:
         """Counts a refused request on its episode. Does nothing if the journal refuses writes."""
         param = re.sub(r"\.\d+", "[]", error.param or "")
         with suppress(Later, NotFound):
-            self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
+            self.episodes.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
             await self.commits.durable()
 
     def undelivered(self, episode_id: str) -> list[str]:
@@ -283,7 +301,7 @@ class Calls:
     async def prompt(
         self, renderer: Renderer, episode_id: str, role: str, request: CallRequest, conversation: Conversation
     ) -> Prompt:
-        tree, history = self.swarm.tree(episode_id, role), self.swarm.job.history
+        tree, history = self.swarm.tree(episode_id, role), self.episodes.job.history
         size = request.num_bytes + num_characters(conversation)
         return await offload(
             size, prepare_prompt, renderer, tree, conversation, history, fingerprint=request.fingerprint
@@ -339,7 +357,7 @@ class Calls:
         """
         messages, tools = request.conversation.messages, "some" if request.conversation.tools else "none"
         system = "\n".join(message.content for message in takewhile(lambda m: m.role == "system", messages))
-        for rule in self.swarm.job.side_calls:
+        for rule in self.episodes.job.side_calls:
             if (
                 rule.tools in ("any", tools)
                 and (not rule.model or fnmatchcase(request.model, rule.model))
@@ -352,17 +370,6 @@ class Calls:
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One completion of a call, on its way from one worker."""
-
-    index: int
-    call_id: str
-    prompt: Prompt
-    params: SamplingParams
-    parser: CompletionParser
 
 
 class ActiveCall:
@@ -383,16 +390,17 @@ class ActiveCall:
         """Choices without which a request stays unanswered: all of a first try, and those that a retry is to answer."""
         self._calls = calls
         self._swarm = calls.swarm
+        self._episodes = calls.episodes
         self._ordinal = ordinal
-        self._policy = calls.policies.id_of(role)
+        self.policy = calls.policies.id_of(role)
         self._deadline = asyncio.get_running_loop().time() + calls.policies.config.server.call_timeout
         """Time of the event loop until which it may be held."""
-        self._arrived = calls.clock()
+        self.arrived = calls.clock()
         self._repeats: list[str] | None = None
         """Calls that the choices not recorded yet repeat. None before the first is recorded."""
         self._crashed_workers: set[int] = set()
         """Numbers of the workers that crashed during the call."""
-        self._prompts: list[tuple[Prompt, SamplingParams]] = []
+        self.prompts: list[tuple[Prompt, SamplingParams]] = []
         """One per conversation of the request, after `prepare`."""
 
     @property
@@ -401,11 +409,11 @@ class ActiveCall:
 
     async def prepare(self) -> None:
         """Checks the request and prepares its prompts, so that every error shows before the call is held."""
-        episode, job = self.episode, self._swarm.job
+        episode, job = self.episode, self._episodes.job
         self._check_turns()
         self.request = request = with_overrides(self.request, job, episode)
         params = sampling_params(request, job, episode)
-        self._renderer = renderer = await self._calls.renderer(self.role)
+        self.renderer = renderer = await self._calls.renderer(self.role)
         if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
                 f"chat_template_kwargs: {dict(request.template_kwargs)!r:.200} would change the prompt that this "
@@ -419,11 +427,13 @@ class ActiveCall:
             room = renderer.context_length - len(prompt.tokens)
             if room < 1:
                 raise ContextOverflow(request.asked, len(prompt.tokens), renderer.context_length)
-            grammars = self._calls.grammars
-            grammar = await grammars.write(episode.id, request.constraint, conversation.tools, renderer.style)
-            limited = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
-            self._prompts.append((replace(prompt, fork="role") if is_new_role else prompt, limited))
-        self._swarm.note(episode.id, noted=request.notes)
+            limited = replace(params, max_tokens=min(params.max_tokens, room))
+            if request.constraint != ANY_ANSWER:
+                write = self._calls.grammars.write
+                grammar = await write(episode.id, request.constraint, conversation.tools, renderer.style)
+                limited = replace(limited, grammar=grammar)
+            self.prompts.append((replace(prompt, fork="role") if is_new_role else prompt, limited))
+        self._episodes.note(episode.id, noted=request.notes)
 
     def _check_turns(self) -> None:
         """Raises `InvalidRequest` (`turn_limit`) for a turn beyond those of the episode.
@@ -447,7 +457,7 @@ class ActiveCall:
             asked.add(other.request.fingerprint)
         if turns >= most and not is_retry(self.request):
             raise InvalidRequest(
-                f"The episode has its {most} turns, the maximum that the recipe {self._swarm.job.recipe.name!r} has "
+                f"The episode has its {most} turns, the maximum that the recipe {self._episodes.job.recipe.name!r} has "
                 "chosen for it: end the agent's loop after episode.max_turns answers (AGENTJET_MAX_TURNS), and finish "
                 "with the reward.",
                 code="turn_limit",
@@ -458,7 +468,7 @@ class ActiveCall:
         episode_id = self.episode.id
         try:
             span = self._calls.tracing.span("call", episode_id=episode_id, role=self.role)
-            with self._swarm.calling(episode_id), span:
+            with self._episodes.calling(episode_id), span:
                 while not await self._try_choice(index):
                     await asyncio.sleep(RESAMPLE_SECONDS)
         except Exception as error:  # `Calls.answer` raises it in the caller's task.
@@ -468,13 +478,13 @@ class ActiveCall:
         """Returns False if the worker crashed before a part of the answer was sent."""
         sent, policies = False, self._calls.policies
         async with self._calls.gate.enter(max(0.0, self._deadline - asyncio.get_running_loop().time())):
-            self._swarm.heartbeat(self.episode.id)  # Raises if the episode ended while its call was held.
-            worker, choice = policies.num_starts, self._new_choice(index)
+            self._episodes.heartbeat(self.episode.id)  # Raises if the episode ended while its call was held.
+            worker, completion = policies.num_starts, ActiveChoice(self, index)
             try:
-                async for chunk in self._sample(choice):
+                async for chunk in completion.sample(policies.compute):
                     self.outbox.put_nowait(chunk)
                     sent = True
-                scores = await self._score(choice)
+                scores = await completion.score(policies.compute)
             except WorkerDied as error:
                 if sent:
                     raise Unavailable(
@@ -488,100 +498,17 @@ class ActiveCall:
                         code="call_killed_workers",
                     ) from error
                 return False
-            self.outbox.put_nowait(await self._record(choice, scores))
+            self.outbox.put_nowait(await completion.record(self._calls, scores))
         return True
 
-    def _new_choice(self, index: int) -> Choice:
-        request = self.request
-        which, number = divmod(index, request.choices)
-        prompt, params = self._prompts[which]
-        seed = choice_seed(
-            request.seed, index if request.seed is None else number, self._swarm.job.seed, self.episode, self._ordinal
-        )
-        call_id = (index == 0 and request.id) or uuid.uuid4().hex
-        parser = CompletionParser(
-            self._renderer, request.conversations[which], stop=request.stop, id_prefix=f"call_{call_id[:12]}"
-        )
-        return Choice(index, call_id, prompt, replace(params, seed=seed), parser)
+    def seed(self, choice: int) -> int:
+        return choice_seed(self.request.seed, choice, self._episodes.job.seed, self.episode, self._ordinal)
 
-    async def _sample(self, choice: Choice) -> AsyncGenerator[CallChunk]:
-        """Samples into the choice's parser. Yields chunks of stable text if the request streams."""
-        prompt, parser = choice.prompt.tokens, choice.parser
-        with _request_errors(self.request):
-            async with aclosing(self._calls.policies.compute.sample(self._policy, prompt, choice.params)) as pieces:
-                async for piece in pieces:
-                    parser.push(piece)
-                    if parser.stopped or piece.finish_reason is not None:
-                        return
-                    if self.request.stream:
-                        reasoning, text = parser.stable_delta()
-                        if reasoning or text:
-                            tokens = parser.new_tokens()
-                            yield CallChunk(choice.index, text, reasoning, tokens, num_prompt_tokens=len(prompt))
-
-    async def _score(self, choice: Choice) -> tuple[ScoredToken, ...]:
-        """Returns the scores of prompt and completion if the request asks for them."""
-        num_likeliest, tokens = self.request.num_likeliest, (*choice.prompt.tokens, *choice.parser.tokens)
-        if num_likeliest is None:
-            return ()
-        with _request_errors(self.request):
-            scores = await self._calls.policies.compute.score(self._policy, tokens, num_likeliest)
-        token_bytes = self._renderer.token_bytes
-        texts = [token_bytes(token) for token in tokens]
-        shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
-        for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
-            likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
-            named = tuple((token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
-            shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
-        return tuple(shown)
-
-    async def _record(self, choice: Choice, scores: tuple[ScoredToken, ...]) -> CallChunk:
-        """Records one choice durably and returns its last chunk. Raises `Conflict` if the episode ended."""
-        prompt, parser = choice.prompt, choice.parser
-        message, reasoning, text = parser.message()
-        completion = tuple(parser.tokens)
+    def next_repeated(self) -> str | None:
+        """Returns the recorded call that the next recorded choice repeats, or None."""
         if self._repeats is None:  # Looked up this late because the repeated call may have been recorded since.
             self._repeats = self._repeated_calls()
-        retry_of = self._repeats.pop() if self._repeats else None
-        now = self._calls.clock()
-        record = Call(
-            id=choice.call_id,
-            episode_id=self.episode.id,
-            role=self.role,
-            parent=prompt.parent,
-            kept=prompt.kept,
-            suffix=prompt.suffix,
-            completion=completion,
-            logprobs=tuple(parser.logprobs),
-            versions=tuple(parser.versions),
-            temperature=choice.params.temperature,
-            finish_reason=parser.finish_reason(message),
-            response=message,
-            prompt_key=prompt.key,
-            created=now,
-            seconds=max(0.0, now - self._arrived),
-            ask=prompt.ask,
-            fork="retry" if retry_of is not None else prompt.fork,
-            retry_of=retry_of,
-            context=context_hash(prompt.tokens, completion).digest(),
-            # Support sets serve training only.
-            support=pack_sets(parser.support) if self.episode.mode == "train" else b"",
-            untrained=self.request.untrained,
-        )
-        pieces = self._renderer.pieces(completion)
-        size = TOKEN_BYTES * (len(prompt.suffix) + len(completion))
-        body = await offload(size, encode_call, record, prompt.pieces, pieces)
-        self._swarm.record_call(record, prompt.pieces, pieces, body)
-        self.recorded.append(choice.call_id)
-        await self._calls.commits.durable()
-        self._calls.tracing.annotate(
-            call_id=record.id,
-            policy_version=record.versions[-1] if record.versions else -1,
-            completion_tokens=len(completion),
-            finish_reason=record.finish_reason,
-        )
-        num_tokens, tokens = len(prompt.tokens), parser.new_tokens()
-        return CallChunk(choice.index, text, reasoning, tokens, record, num_tokens, parser.stopped_by, scores)
+        return self._repeats.pop() if self._repeats else None
 
     def _repeated_calls(self) -> list[str]:
         """Returns the recorded calls that this one repeats, at most one per choice, oldest first. Choices that answer
@@ -598,6 +525,98 @@ class ActiveCall:
         repeated = {other.retry_of for other in self._tree.calls}
         same = [one.id for one in self._tree.calls if one.ask.fingerprint == fingerprint and one.id not in repeated]
         return same[max(0, len(same) - num_left) :]
+
+
+class ActiveChoice:
+    """One choice of a call, on its way from one worker."""
+
+    def __init__(self, call: ActiveCall, index: int) -> None:
+        request, (which, number) = call.request, divmod(index, call.request.choices)
+        self._call = call
+        self._index = index
+        self._id = (index == 0 and request.id) or uuid.uuid4().hex
+        self._prompt, params = call.prompts[which]
+        self._params = replace(params, seed=call.seed(index if request.seed is None else number))
+        self._parser = CompletionParser(
+            call.renderer, request.conversations[which], stop=request.stop, id_prefix=f"call_{self._id[:12]}"
+        )
+
+    async def sample(self, compute: Compute) -> AsyncGenerator[CallChunk]:
+        """Samples into the parser. Yields chunks of stable text if the request streams."""
+        call, prompt, parser = self._call, self._prompt.tokens, self._parser
+        with _request_errors(call.request):
+            async with aclosing(compute.sample(call.policy, prompt, self._params)) as pieces:
+                async for piece in pieces:
+                    parser.push(piece)
+                    if parser.stopped or piece.finish_reason is not None:
+                        return
+                    if call.request.stream:
+                        reasoning, text = parser.stable_delta()
+                        if reasoning or text:
+                            tokens = parser.new_tokens()
+                            yield CallChunk(self._index, text, reasoning, tokens, num_prompt_tokens=len(prompt))
+
+    async def score(self, compute: Compute) -> tuple[ScoredToken, ...]:
+        """Returns the scores of prompt and completion if the request asks for them."""
+        num_likeliest, tokens = self._call.request.num_likeliest, (*self._prompt.tokens, *self._parser.tokens)
+        if num_likeliest is None:
+            return ()
+        with _request_errors(self._call.request):
+            scores = await compute.score(self._call.policy, tokens, num_likeliest)
+        token_bytes = self._call.renderer.token_bytes
+        texts = [token_bytes(token) for token in tokens]
+        shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
+        for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
+            likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
+            named = tuple((token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
+            shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
+        return tuple(shown)
+
+    async def record(self, calls: Calls, scores: tuple[ScoredToken, ...]) -> CallChunk:
+        """Records the completion durably and returns its last chunk. Raises `Conflict` if the episode ended."""
+        call, prompt, parser = self._call, self._prompt, self._parser
+        message, reasoning, text = parser.message()
+        completion = tuple(parser.tokens)
+        retry_of = call.next_repeated()
+        now = calls.clock()
+        record = Call(
+            id=self._id,
+            episode_id=call.episode.id,
+            role=call.role,
+            parent=prompt.parent,
+            kept=prompt.kept,
+            suffix=prompt.suffix,
+            completion=completion,
+            logprobs=tuple(parser.logprobs),
+            versions=tuple(parser.versions),
+            temperature=self._params.temperature,
+            finish_reason=parser.finish_reason(message),
+            response=message,
+            prompt_key=prompt.key,
+            created=now,
+            seconds=max(0.0, now - call.arrived),
+            ask=prompt.ask,
+            fork="retry" if retry_of is not None else prompt.fork,
+            retry_of=retry_of,
+            context=context_hash(prompt.tokens, completion).digest(),
+            # Support sets serve training only.
+            support=pack_sets(parser.support) if call.episode.mode == "train" else b"",
+            untrained=call.request.untrained,
+        )
+        pieces = call.renderer.pieces(completion)
+        size = TOKEN_BYTES * (len(prompt.suffix) + len(completion))
+        body = await offload(size, encode_call, record, prompt.pieces, pieces)
+        calls.swarm.record_call(record, prompt.pieces, pieces, body)
+        call.recorded.append(record.id)
+        await calls.commits.durable()
+        calls.tracing.annotate(
+            call_id=record.id,
+            policy_version=record.versions[-1] if record.versions else -1,
+            completion_tokens=len(completion),
+            finish_reason=record.finish_reason,
+        )
+        num_tokens, tokens = len(prompt.tokens), parser.new_tokens()
+        return CallChunk(self._index, text, reasoning, tokens, record, num_tokens, parser.stopped_by, scores)
 
 
 def _check_limit(count: int, most: int, kind: str, name: str) -> None:

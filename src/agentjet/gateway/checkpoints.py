@@ -40,7 +40,7 @@ class CheckpointStore:
     """The checkpoints under `run_folder`."""
 
     run_folder: Path
-    _good: set[int] = field(default_factory=set)
+    good_versions: set[int] = field(default_factory=set)
     """Policy versions of the checkpoints that this server has written or loaded."""
 
     @property
@@ -111,7 +111,7 @@ class CheckpointStore:
 
     def good(self, policy_version: int) -> CheckpointInfo | None:
         """Returns the checkpoint of that version if it is good."""
-        known = {info.policy_version: info for info in self.listing() if info.policy_version in self._good}
+        known = {info.policy_version: info for info in self.listing() if info.policy_version in self.good_versions}
         return known.get(policy_version)
 
     def covers(self, keep: int) -> int | None:
@@ -120,12 +120,9 @@ class CheckpointStore:
         None until there are two good checkpoints, or `keep` if that is less: one damaged checkpoint must not lose the
         run.
         """
-        if len(self._good) < min(keep, 2):
+        if len(self.good_versions) < min(keep, 2):
             return None
         return self._oldest_for_recovery(keep) or self.listing()[0].policy_version
-
-    def loaded(self, policy_version: int) -> None:
-        self._good.add(policy_version)
 
     async def write(
         self,
@@ -159,7 +156,7 @@ class CheckpointStore:
         finally:
             if unnamed.exists():
                 await asyncio.to_thread(shutil.rmtree, unnamed, ignore_errors=True)
-        self._good.add(policy_version)
+        self.good_versions.add(policy_version)
         self.rotate(keep)
         return self.listing()[-1]
 
@@ -173,7 +170,7 @@ class CheckpointStore:
         oldest = self._oldest_for_recovery(keep) or 0
         for old in self.listing():
             if old.policy_version < oldest and old.policy_version not in tagged:
-                self._good.discard(old.policy_version)
+                self.good_versions.discard(old.policy_version)
                 self._remove(Path(old.path))
 
     def _remove(self, path: Path) -> None:
@@ -188,7 +185,7 @@ class CheckpointStore:
 
     def _oldest_for_recovery(self, keep: int) -> int | None:
         """Returns the oldest version of the newest `keep` good checkpoints, or None if there are fewer."""
-        good = [info.policy_version for info in self.listing() if info.policy_version in self._good]
+        good = [info.policy_version for info in self.listing() if info.policy_version in self.good_versions]
         return good[-keep] if len(good) >= keep else None
 
     def quarantine(self, policy_version: int) -> Path:
@@ -203,7 +200,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{path} is unusable and could not be renamed ({error.strerror}): move it to another folder"
             ) from error
-        self._good.discard(policy_version)
+        self.good_versions.discard(policy_version)
         return target
 
     def unusable(self) -> list[Path]:
@@ -217,7 +214,6 @@ class CheckpointStore:
 
 
 def policy_folders(checkpoint: Path) -> dict[str, Path]:
-    """Returns the folders of a checkpoint's policies, by policy."""
     named = {path.parent.name: path.parent for path in sorted(checkpoint.glob("*/state.json"))}
     return named or {SOLE_POLICY: checkpoint}
 

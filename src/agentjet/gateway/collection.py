@@ -280,7 +280,6 @@ def figures(
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the value in each run of the settings that differ, by name."""
     values = {key: [one.get(key) for one in settings] for key in dict.fromkeys(key for one in settings for key in one)}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 

@@ -52,6 +52,7 @@ from agentjet.protocol import (
 from agentjet.recipes import hooks
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
+from agentjet.swarm.store import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,12 @@ class Gateway:
                 clock=clock,
                 stopwatch=stopwatch,
                 policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
+                host=Host(
+                    self._on_event,
+                    lambda episode_id: self.calls.undelivered(episode_id),
+                    defers_hooks=True,
+                    transcript_bytes=config.server.keep_transcripts * 1_000_000,
+                ),
             )
             self.commits = GroupCommit(self.swarm)
         except BaseException:
@@ -132,9 +139,6 @@ class Gateway:
         self.queries = self.swarm.queries
         self.reader = RunReader(self._journal.reading, self.folder, live=self, threads=self.hosted.threads)
         self._variance = VarianceReport(self.queries, self.reader.read)
-        self.swarm.store.on_event = self._on_event
-        self.swarm.store.defers_hooks = True
-        self.swarm.store.transcript_bytes = config.server.keep_transcripts * 1_000_000
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
         self.ticks = Ticks(lambda: self.last_event, self.queries.event_kinds)
@@ -153,7 +157,6 @@ class Gateway:
         self.versions = PolicyVersions(self.store, self.hosted, self.commits, self.phase, self.telemetry.activity)
         self.engine = Engine(self.hosted, self.commits, self.phase, self.versions, self.telemetry)
         self.calls = Calls(self.hosted, self.commits, self.phase.gate, self.telemetry.tracing, clock)
-        self.swarm.store.undelivered_calls = self.calls.undelivered
         self._turn = asyncio.Lock()
         """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
         self._waiters = AdmissionWaiters()
@@ -411,7 +414,6 @@ class Gateway:
         )
 
     def server_facts(self) -> ServerFacts:
-        """Returns the facts about the server for the health rules."""
         seen = max(self.queries.clients().values(), default=None)
         return ServerFacts(
             self.phase.state,

@@ -142,7 +142,6 @@ def remedies() -> Mapping[str, str]:
 
 
 def health(facts: RunFacts) -> HealthView:
-    """Returns the answers for a run."""
     found = {name: judge(facts) for name, judge in RULES.items()}
     rules = [
         HealthRuleView(
@@ -398,7 +397,6 @@ JUDGED_GROUPS = 40
 
 
 def _bounds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """The highest reward, and the lowest mean reward, of these steps."""
     most = max((step["reward/max"] for step in steps if "reward/max" in step), default=0.0)
     return most, min((step[REWARD] for step in steps if REWARD in step), default=0.0)
 

@@ -74,7 +74,6 @@ def learning(
 
 
 def code_versions(step: Mapping[str, float | None]) -> set[str]:
-    """Returns the versions of the agent's code that the episodes of a step ran."""
     return {found[1] for name in step if (found := CODE.fullmatch(name)) and step[name] is not None}
 
 
@@ -245,7 +244,6 @@ class RewardFall:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """Phrases about what changed with the rewards."""
         return (*self.other_answers, self.new_code) if self.new_code else self.other_answers
 
 

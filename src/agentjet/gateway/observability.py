@@ -80,7 +80,6 @@ class Tracing:
         return self.tracer.start_as_current_span(name, attributes=_prefixed({"run": run.get(), **attributes}))
 
     def annotate(self, **attributes: str | int) -> None:
-        """Adds attributes to the present span."""
         if self.tracer is not None:
             from opentelemetry import trace
 
@@ -127,7 +126,6 @@ class MetricsFile:
         self._clock = clock
 
     def append(self, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics of the batch that produced `policy_version`."""
         line = json.dumps({"step": policy_version, "time": round(self._clock(), 3), **metrics})
         try:
             self._path.touch(0o600)

@@ -332,7 +332,6 @@ class CompletionParser:
         return message, *self._unsent(message.reasoning, message.content)
 
     def finish_reason(self, message: Message) -> FinishReason:
-        """Returns the reason why the completion ended."""
         reason = "stop" if self.stopped else self._worker_reason or "length"
         return "tool_calls" if message.tool_calls and reason == "stop" else reason
 
@@ -451,7 +450,6 @@ def _call(
     history: Literal["template", "as_sampled"],
     now: float,
 ) -> RecordedCall:
-    """Returns the call whose answer is message `at`."""
     asked, answer = replace(conversation, messages=conversation.messages[:at]), conversation.messages[at]
     if not asked.messages:
         raise InvalidRequest("an answer without a question: begin with a user or system message", param="messages")

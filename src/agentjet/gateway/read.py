@@ -197,20 +197,16 @@ class RunReader:
         return await self._encoded(lambda journal: records.episode(journal, episode_id, form, leases))
 
     async def group(self, group_id: int) -> bytes:
-        """Returns a `GroupView`. Raises `NotFound`."""
         leases = self._leases()
         return await self._finished(lambda journal: records.group(journal, group_id, leases))
 
     async def batches(self, before: int | None, limit: int) -> bytes:
-        """Returns a `BatchList`."""
         return await self._encoded(lambda journal: records.batches(journal, before, limit))
 
     async def batch(self, batch_id: int) -> bytes:
-        """Returns a `BatchView`. Raises `NotFound`."""
         return await self._finished(lambda journal: records.batch(journal, batch_id))
 
     async def evaluations(self) -> list[EvaluationView]:
-        """Returns all evaluations, the oldest first."""
         return await self.read(Journal.evaluations)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
@@ -234,7 +230,6 @@ class RunReader:
         return job_of(self._live.queries) if self._live is not None else await self.read(lambda j: job_of(_recorded(j)))
 
     def cluster(self) -> ClusterView:
-        """Returns the processes that host the weights; none without a server."""
         return ClusterView(processes=[]) if self._live is None else self._live.hosted.cluster()
 
     async def health(self) -> HealthView:
@@ -386,7 +381,6 @@ def job_of(queries: Queries) -> JobBody:
 
 
 def settings_of(journal: Journal) -> dict[str, Any]:
-    """Returns the origin of a run and its job settings, by name."""
     try:
         held = journal.job_settings()
     except ConfigError:  # Other settings can be compared without the package of the run's recipe.

@@ -164,7 +164,6 @@ def _logprobs(call: Call) -> Sequence[float | None]:
 
 
 def _facts_of_call(shown: _ShownCall) -> dict[str, Any]:
-    """Returns the fields of `CallFacts`."""
     call = shown.call
     return {
         "call_id": call.id,
@@ -186,7 +185,6 @@ def _facts_of_call(shown: _ShownCall) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, object]:
-    """Returns the non-empty fields of a message."""
     return {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}
 
 
@@ -194,7 +192,6 @@ def _message(message: Message) -> dict[str, object]:
 
 
 def batches(journal: Journal, before: int | None, limit: int) -> BatchList:
-    """Returns a page of batches, newest first."""
     found = journal.batch_records(before, limit + 1)
     page = [
         BatchSummary(
@@ -211,8 +208,7 @@ def batches(journal: Journal, before: int | None, limit: int) -> BatchList:
 
 
 def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
-    """Returns a batch. Raises `NotFound`."""
-    newest = journal.batch_records(batch_id + 1, 2)
+    newest = journal.batch_records(min(batch_id + 1, 2**63 - 1), 2)  # SQLite has no larger integers.
     if not newest or newest[0].id != batch_id:
         raise NotFound(f"There is no batch {batch_id} in this run.", code="batch_not_found")
     record, before = newest[0], newest[1] if len(newest) > 1 else None
@@ -278,7 +274,6 @@ def _job_changes(before: BatchRecord, after: BatchRecord) -> list[SettingChangeV
 
 
 def group(journal: Journal, group_id: int, leases: Leases) -> Unfinished[GroupView]:
-    """Returns a group. Raises `NotFound`."""
     members = journal.episodes_of_group(group_id)
     if not members:
         raise NotFound(f"There is no group {group_id} in this run.", code="group_not_found")

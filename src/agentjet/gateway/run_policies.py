@@ -88,7 +88,6 @@ class RunPolicies:
         self.ids = tuple(PolicyId(self.run, policy) for policy in self.config.policy_names)
 
     def id_of(self, role: str) -> PolicyId:
-        """Returns the policy of a role."""
         return PolicyId(self.run, policy_of(role, self.names))
 
     def chosen(self, policy: str) -> str:
@@ -111,7 +110,6 @@ class RunPolicies:
         return self.compute.capabilities(self.config.compute_of(policy.policy)).separate_samplers
 
     def is_of_another_run(self, error: Exception) -> bool:
-        """True if the worker crashed during an operation on a policy of another run."""
         during = error.during if isinstance(error, WorkerDied) else ""
         return bool(during) and during not in map(str, self.ids)
 
@@ -216,7 +214,6 @@ class RunPolicies:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def cluster(self) -> ClusterView:
-        """Returns the processes that host the weights of the policies."""
         hosted = {policy.policy: self.compute.samplers(policy) for policy in self.ids}
         return ClusterView(
             processes=[

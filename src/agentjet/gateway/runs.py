@@ -83,7 +83,6 @@ class Runs:
         return list(self._gateways.values())
 
     def views(self) -> list[RunView]:
-        """Returns all runs, the default run first."""
         return [self._view(name) for name in (DEFAULT_RUN, *self._names())]
 
     async def start(self) -> None:
@@ -229,7 +228,6 @@ class Runs:
         return name in self._gateways and self._gateways[name].phase.state != "failed"
 
     def _is_unused(self, name: str) -> bool:
-        """True for a run without an episode."""
         try:
             with closing(Journal.open_read_only(self._folder / name / JOURNAL)) as journal:
                 return journal.is_unused
@@ -259,7 +257,6 @@ class Runs:
         return parse_config({**served, "policies": policies, "job": job or {}}, origin)
 
     async def _open(self, name: str, record: RunFile) -> None:
-        """Opens and starts a run. Raises `ConfigError`."""
         try:
             config = await asyncio.to_thread(self._config_of, record.policies, record.job)
             await asyncio.to_thread(self._read_recipes, name)

@@ -209,7 +209,6 @@ class TrainingLoop:
         return metrics, following, fingerprints
 
     def _compare(self, batch: Batch, fingerprints: Mapping[str, int]) -> None:
-        """Reports a repetition of a batch that led to other weights than before."""
         differing = self._swarm.batches.differing(batch, fingerprints)
         if differing and not self.replay_difference:
             self.replay_difference = (
@@ -460,7 +459,7 @@ class Engine:
                 with self._activity.work("load", f"loading the checkpoint of version {info.policy_version}"):
                     stamps = await self._policies.load(info)
                 self._swarm.batches.check_checkpoint(combined_stamp(stamps))
-                self._store.loaded(info.policy_version)
+                self._store.good_versions.add(info.policy_version)
                 break
             except CheckpointError as error:
                 stamps = {}

@@ -1,4 +1,5 @@
-"""Bodies of the read routes: episodes with their calls, steps, groups and batches.
+"""Bodies of the read routes, which the page uses: episodes with their calls, steps, groups and batches; the health of a
+run, the groups that training waits for, sessions, the machine, `agentjet look`.
 
 Times are Unix seconds, durations are seconds. A number that is not finite is null.
 """
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from pydantic import Field
 
 from agentjet.protocol.base import Int64, Request, Response
+from agentjet.protocol.control import EvaluationView
 from agentjet.types import EpisodeFilter, EpisodeOrder, EpisodeStatus, FinishReason, Fork, GroupState, Mode
 
 MOST_EPISODES = 1000
@@ -19,20 +21,18 @@ Text = Annotated[str, Field(max_length=2000)]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 Kept = Literal["journal", "gone"]
 EpisodeForm = Literal["tokens", "runs"]
-REWARD = "json_extract(body, '$.reward')"
-VERSION = "json_extract(body, '$.policy_version')"
 IN_BATCH = (
-    "id IN (SELECT member.value FROM batches, json_each(batches.body, '$.groups') AS members, "
+    "id IN (SELECT member.value FROM batches, json_each(batches.groups) AS members, "
     "json_each(members.value) AS member WHERE batches.id = :batch)"
 )
-HAS_REASON = "(instr(body ->> 'reason', :reason) OR instr(body ->> 'dropped', :reason))"
-HAS_NAME = "(instr(body ->> 'task_id', :search) OR instr(body ->> 'group', :search) OR instr(id, :search))"
+HAS_REASON = "(instr(reason, :reason) OR instr(dropped, :reason))"
+HAS_NAME = '(instr(task_id, :search) OR instr("group", :search) OR instr(id, :search))'
 HAS_TEXT = (
-    "(instr(body, :text) AND instr(body -> '$.reward_text', :text) OR "
-    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :text) AND "
-    "(instr(calls.body -> '$[0].ask.messages', :text) OR instr(calls.body -> '$[0].response', :text))))"
+    "(instr(reward_text, :text) OR "
+    "EXISTS (SELECT 1 FROM calls WHERE calls.episode_id = episodes.id AND instr(calls.body, :json) AND "
+    "(instr(calls.body -> '$[0].ask.messages', :json) OR instr(calls.body -> '$[0].response', :json))))"
 )
-"""SQL of `text`. The first condition of each part is the cheap one: most rows are not parsed."""
+"""SQL of `text`; `json` is the text as it stands in JSON. The first condition on a call is the cheap one."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,29 @@ class EpisodeQuery(Request):
     """Also return `total`."""
     status: Annotated[EpisodeFilter | None, Filter("status = :status", "Status")] = None
     """`aborted` leaves out the aborted episodes that were `not_needed`."""
-    mode: Annotated[Mode | None, Filter("body ->> 'mode' = :mode", "Mode")] = None
+    mode: Annotated[Mode | None, Filter("mode = :mode", "Mode")] = None
     """Only training or only evaluation episodes."""
-    task: Annotated[Text | None, Filter("body ->> 'task_id' = :task", "Task")] = None
+    task: Annotated[Text | None, Filter("task_id = :task", "Task")] = None
     """The id of the task."""
-    task_set: Annotated[Text | None, Filter("body ->> 'task_set' = :task_set", "Task set")] = None
+    task_set: Annotated[Text | None, Filter("task_set = :task_set", "Task set")] = None
     """The name of the task set."""
-    group: Annotated[Text | None, Filter("body ->> 'group' = :group", "Group")] = None
+    group: Annotated[Text | None, Filter('"group" = :group', "Group")] = None
     """The client's name for the group."""
-    # With the indexed expression, not with `->>`.
-    group_id: Annotated[Int64 | None, Filter("json_extract(body, '$.group_id') = :group_id", "Group number")] = None
+    group_id: Annotated[Int64 | None, Filter("group_id = :group_id", "Group number")] = None
     """The number of the group."""
-    client: Annotated[Text | None, Filter("body ->> 'client_id' = :client", "Client")] = None
+    client: Annotated[Text | None, Filter("client_id = :client", "Client")] = None
     """The id of the client."""
-    code_version: Annotated[Text | None, Filter("body ->> 'code_version' = :code_version", "Code version")] = None
+    code_version: Annotated[Text | None, Filter("code_version = :code_version", "Code version")] = None
     """The version of the agent's code."""
     batch: Annotated[Int64 | None, Filter(IN_BATCH, "Step")] = None
     """The batch that contains the episode, learned or not."""
-    min_version: Annotated[Int64 | None, Filter(f"{VERSION} >= :min_version", "Version from")] = None
+    min_version: Annotated[Int64 | None, Filter("policy_version >= :min_version", "Version from")] = None
     """Lowest policy version at the beginning of the episode."""
-    max_version: Annotated[Int64 | None, Filter(f"{VERSION} <= :max_version", "Version to")] = None
+    max_version: Annotated[Int64 | None, Filter("policy_version <= :max_version", "Version to")] = None
     """Highest policy version at the beginning of the episode."""
-    min_reward: Annotated[Bound | None, Filter(f"{REWARD} >= :min_reward", "Reward from")] = None
+    min_reward: Annotated[Bound | None, Filter("reward >= :min_reward", "Reward from")] = None
     """Lowest reward. Episodes without a reward do not match."""
-    max_reward: Annotated[Bound | None, Filter(f"{REWARD} <= :max_reward", "Reward to")] = None
+    max_reward: Annotated[Bound | None, Filter("reward <= :max_reward", "Reward to")] = None
     """Highest reward. Episodes without a reward do not match."""
     reason: Annotated[Text, Filter(HAS_REASON, "Reason")] = ""
     """Text inside the reason of its abort, or of its drop."""
@@ -362,3 +361,219 @@ class StepList(Response):
     """When the batch of each step was composed."""
     metrics: dict[str, list[float | None]]
     """One value for each version; null where the step does not have the metric."""
+
+
+# --- sessions
+
+Role = Literal["viewer", "client", "admin"]
+"""Rights of a token or of a session. Each role has those of the roles before it."""
+
+
+class SessionRequest(Request):
+    """`POST /swarm/v1/sessions`."""
+
+    role: Role = "viewer"
+    """Role of the session: at most that of the token of the request."""
+
+
+class SessionCode(Response):
+    """A one-time code that opens a session."""
+
+    code: str
+    expires_in: float
+    """Seconds until the code ends."""
+
+
+class ExchangeRequest(Request):
+    """`POST /swarm/v1/sessions/exchange`."""
+
+    code: Annotated[str, Field(max_length=256)]
+
+
+class SessionView(Response):
+    """A session of the page."""
+
+    key: str
+    """Sent as the bearer token."""
+    role: Role
+    run: str
+    expires: float
+    """Unix seconds."""
+    live: bool = True
+    """False for the stored runs of `agentjet look`."""
+
+
+# --- health and waiting
+
+Answer = Literal["yes", "learned", "no", "falls", "too_early"]
+"""`learned`: the reward is above that of the first steps, and the newest steps show no further rise. `no`: neither a
+rise nor a fall. `too_early`: there are fewer steps than a trend needs."""
+Level = Literal["ok", "warn", "bad"]
+
+
+class LearningView(Response):
+    """Trend of the mean training reward over the newest steps."""
+
+    answer: Answer
+    num_steps: int
+    """Steps that the trend was computed from."""
+    slope: float | None = None
+    """Change of `reward/mean` per step. null if it is too early."""
+    low: float | None = None
+    high: float | None = None
+    """Interval of the slope. It contains the slope of a flat reward at every look at a run, in 98 of 100 runs."""
+    text: str
+    """The answer with its numbers, for people."""
+
+
+class HealthRuleView(Response):
+    """Result of a health rule."""
+
+    name: str
+    level: Level
+    text: str
+    docs: str
+    """Page and section of the documentation, such as `docs/health.md#groups`."""
+    remedy: str = ""
+    """The first paragraph of that section: text with `code`. Empty if the rule is ok."""
+
+
+class HealthView(Response):
+    """Does the run learn, and is it healthy? Rules without facts are left out."""
+
+    learning: LearningView
+    rules: list[HealthRuleView]
+
+
+class CellView(Response):
+    """A place of a group that an episode has, or that an episode left without a reward."""
+
+    episode_id: str
+    state: Literal["finished", "live", "failed"]
+    """`failed`: aborted or expired, and no other episode has the place yet."""
+    reward: float | None = None
+    silent_seconds: float | None = None
+    """Seconds since the last call of a live episode, 0 during a call. A heartbeat does not count."""
+    expires_in: float | None = None
+    """Seconds until a live episode ends without a reward, unless it or its client shows activity. During a call the
+    lease does not run, and this is `ends_in`."""
+    ends_in: float | None = None
+    """Seconds until `job.max_episode_seconds` ends a live episode, also one that makes calls."""
+
+
+class WaitingGroupView(Response):
+    """A group that fills the present batch. Missing cells up to `size` are places without an episode."""
+
+    id: int
+    name: str
+    task_id: str
+    task_set: str
+    state: GroupState
+    """`open`, `complete`, or `closing`: all members have ended, and the hook `accept` of the recipe has yet to decide.
+    """
+    size: int
+    """Number of finished episodes that complete the group. Spare episodes may be more."""
+    cells: list[CellView]
+
+
+class WaitingView(Response):
+    """The groups that training waits for."""
+
+    text: str
+    """As `waiting_for` of the status, without the silent episode: `silent_seconds` of the cells show it."""
+    needed: int
+    """Complete groups that make a batch."""
+    places: int
+    """Groups that may be open or complete at the same time."""
+    num_groups: int
+    """Number of groups, also of those that are left out."""
+    groups: list[WaitingGroupView]
+    """The groups in the order they were opened, at most 200."""
+
+
+# --- the machine
+
+
+class GpuView(Response):
+    """A GPU of the server's machine."""
+
+    name: str
+    load: float
+    """Share of the time in which it computed, 0 to 1."""
+    memory_used: int
+    memory_total: int
+    """Bytes."""
+
+
+class MachineView(Response):
+    """Load and memory of the server's machine."""
+
+    cores: int
+    cpu: float
+    """Share of all cores that was used since the measurement before, 0 to 1."""
+    memory_used: int
+    memory_total: int
+    """Bytes."""
+    gpus: list[GpuView]
+    """NVIDIA's, as `nvidia-smi` lists them."""
+
+
+# --- `agentjet look`
+
+
+class LookedRunView(Response):
+    """A run, as a line of a list."""
+
+    name: str
+    title: str
+    """The path or the URL that it was opened with."""
+    is_served: bool
+    """True if another server answers for it; false if its files are read."""
+    error: str = ""
+    """Why it cannot be read. Then the following fields are missing."""
+    model: str = ""
+    waiting_for: str = ""
+    policy_version: int | None = None
+    episodes: dict[str, int] = Field(default_factory=dict)
+    steps: int | None = None
+    newest_step: float | None = None
+    """Unix seconds."""
+    reward: float | None = None
+    """`reward/mean` of the newest step."""
+
+
+class LookedStudyView(Response):
+    """A study, as a line of a list."""
+
+    name: str
+    title: str
+    error: str = ""
+    """Why it cannot be read. Then `summary` is null."""
+    summary: dict[str, Any] | None = None
+
+
+class LookView(Response):
+    """The runs and the studies of `agentjet look`."""
+
+    runs: list[LookedRunView]
+    studies: list[LookedStudyView]
+
+
+class ComparedRunView(Response):
+    """A run in a comparison."""
+
+    name: str
+    title: str
+    figures: dict[str, int | float | None]
+    """As `agentjet compare` prints them."""
+    evaluations: list[EvaluationView]
+
+
+class ComparisonView(Response):
+    """Runs side by side."""
+
+    runs: list[ComparedRunView]
+    settings: dict[str, list[Any]]
+    """The settings that differ, with the value in each run; null where a run has none."""
+    notes: list[str]
+    """Sentences about scores that are not compared, because the runs were evaluated on different tasks."""

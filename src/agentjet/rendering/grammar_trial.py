@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 from agentjet.errors import InvalidRequest, Unavailable
 from agentjet.rendering.grammar import OutputStyle, write_grammar
-from agentjet.types import ANY_ANSWER, Constraint
+from agentjet.types import Constraint
 
 CPU_SECONDS = 2
 """CPU time in which a grammar must be written and compiled."""
@@ -52,12 +52,10 @@ class GrammarTrials:
     async def write(
         self, owner: str, constraint: Constraint, tools: Sequence[Mapping[str, Any]], style: OutputStyle
     ) -> str:
-        """Returns the grammar of a completion: see `write_grammar`. `owner` is the episode that asks.
+        """Returns the grammar of a constrained completion: see `write_grammar`. `owner` is the episode that asks.
 
         Raises `InvalidRequest` for a schema that is not supported or exceeds a limit, `Later` if the trial failed.
         """
-        if constraint == ANY_ANSWER:
-            return ""
         asked = pickle.dumps((constraint, list(tools), style))
         key = hashlib.blake2b(asked).digest()
         if key not in self._results:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agentjet.client.agent_source import load_function, one_line, source_of
-from agentjet.client.code_copy import OURS, hash_of
+from agentjet.client.agent_source import OURS, hash_of, load_function, one_line, source_of
 from agentjet.client.inputs import check_signature, read_tasks
 from agentjet.client.rollout import Agent
 from agentjet.errors import ConfigError

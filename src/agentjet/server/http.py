@@ -1,9 +1,6 @@
-"""HTTP below the routes: the `Host` check, the paths of runs, the TLS certificate, the socket, the connections and
-uvicorn's settings.
+"""HTTP below the routes: the limits, the TLS certificate, the socket, the connections and uvicorn's settings.
 
-`RunMiddleware` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
-server, but the browser then sends that name in `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers
-in plain text and accepts a repeated `Host`.
+Two limits are settings. The others are constants far above what clients need; `docs/operations.md` has the table.
 """
 
 from __future__ import annotations
@@ -11,100 +8,65 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import re
+import resource
 import socket
 import ssl
 import sys
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet.config import ServerConfig
-from agentjet.config.schema import is_loopback
-from agentjet.errors import ConfigError, InvalidRequest, RequestError
-from agentjet.gateway import observability
-from agentjet.gateway.concurrency import Turns
-from agentjet.server.error_handlers import error_response
-from agentjet.server.limits import Limits
-from agentjet.server.runs import RUN, RUN_PATH, Entrance, route_path
-from agentjet.types import RUN_NAME
+from agentjet.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+RESERVED_FILES = 128
+"""Open files and pipes that the server needs besides its connections."""
+MIN_BODY_RATE = 64 * 2**10
+"""Minimum rate of a body in bytes per second, after the first `header_seconds`."""
 
 
-def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
-    """Returns the allowed host names besides those of loopback, in lower case, without ports.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes in bytes, times in seconds."""
 
-    None allows every name: the server has a non-loopback address and `server.allowed_hosts` is empty.
-    """
-    named = frozenset(_host(name) for name in server.allowed_hosts.split(",") if name.strip())
-    if not is_loopback(server.host) and not named:
-        return None
-    return named | {server.host.lower()}
+    body_bytes: int
+    connections: int
+    header_bytes: int = 64 * 2**10
+    """Request line and headers."""
+    small_body_bytes: int = 4096
+    """A body on a route that needs no token."""
+    values: int = 300_000
+    """Values in a body, including those inside arrays and objects."""
+    containers: int = 50_000
+    """Arrays and objects in a body."""
+    keys: int = 10_000
+    """Keys of one object."""
+    depth: int = 200
+    """Nesting of arrays and objects."""
+    header_seconds: float = 30.0
+    """From the connection, or from the first byte of a request, to the end of the headers."""
+    linger_seconds: float = 10.0
+    """For the rest of a body after an early response; then the connection is closed."""
+    stall_seconds: float = 300.0
+    """For a client that reads nothing of its response; then the connection is closed."""
 
+    @classmethod
+    def of(cls, server: ServerConfig) -> Limits:
+        """Returns the limits of a server. The limit on open files of the process can lower `connections`."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = server.max_connections if files == resource.RLIM_INFINITY else files - RESERVED_FILES
+        return cls(body_bytes=server.max_body_mb * 2**20, connections=max(16, min(server.max_connections, most)))
 
-HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII)
-"""Syntax of `Host` in lower case: a name or an address, with or without a port."""
-
-
-REQUESTS_A_ROUND = 8
-"""Requests that begin in one round of the event loop. A request usually takes 0.5 ms until it waits for something."""
-
-
-class RunMiddleware:
-    """Middleware that checks `Host`, and finds the run of a path below `/runs/NAME`, or refuses the request.
-
-    Loopback names and those in `allowed` are allowed; None allows every name. `/runs/NAME` becomes the root path, so
-    routes match the rest and `request.base_url` is that of the run. Requests that arrive together take turns.
-    """
-
-    def __init__(self, app: ASGIApp, runs: Entrance, allowed: frozenset[str] | None) -> None:
-        self._app = app
-        self._runs = runs
-        self._allowed = allowed
-        self._turns = Turns(REQUESTS_A_ROUND)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._turns.turn()
-            try:
-                self._check_host(Headers(scope=scope).getlist("host"))
-                if named := RUN_PATH.match(scope["path"]):
-                    scope = self._enter({**scope, "root_path": named[0]}, named[1])
-            except RequestError as error:
-                await error_response(route_path(scope), error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check_host(self, given: list[str]) -> None:
-        host = _host(given[0]) if len(given) == 1 else ""
-        any_host = self._allowed is None and (host or not given)  # HTTP/1.0 requests can have no Host.
-        if not (any_host or is_loopback(host) or host in (self._allowed or ())):
-            raise InvalidRequest(
-                f"The host {', '.join(given)[:200]!r} is not allowed: to allow it, add it to server.allowed_hosts.",
-                code="host_not_allowed",
-            )
-
-    def _enter(self, scope: Scope, name: str) -> Scope:
-        """A name with percent signs, or one that no run can have, is looked up as a path, which no run has."""
-        root = scope["root_path"]
-        if not (RUN_NAME.fullmatch(name) and (scope["raw_path"] + b"/").startswith(f"{root}/".encode())):
-            name = root
-        # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
-        if scope["method"] != "HEAD":
-            scope[RUN] = self._runs.enter(name, HTTPConnection(scope))
-            observability.run.set(name)
-        return scope
-
-
-def _host(given: str) -> str:
-    """Returns a host in lower case without port and brackets, or "" if it is malformed."""
-    found = HOST.fullmatch(given.strip().lower())
-    return found[1].strip("[]") if found else ""
+    @property
+    def body_seconds(self) -> float:
+        """For a whole body, from the end of the headers."""
+        return self.header_seconds + self.body_bytes / MIN_BODY_RATE
 
 
 def check_certificate(server: ServerConfig) -> None:
@@ -122,8 +84,6 @@ def check_certificate(server: ServerConfig) -> None:
             f"({why}): use a certificate chain and its key without a passphrase, both PEM"
         ) from None
 
-
-log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5
 """Seconds that open connections have to end after the engine has stopped."""
@@ -255,7 +215,7 @@ def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
     """Returns uvicorn's settings for `app`. The caller provides the sockets."""
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, limits=app.state.deps.limits),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limits=app.state.default.limits),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,  # Request lines can contain keys.
         lifespan="off",

@@ -25,21 +25,21 @@ from starlette.responses import Response, StreamingResponse
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, nearest_name
 from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
-from agentjet.server.deps import (
-    EPISODE_KEY,
-    ClientGone,
-    Deps,
-    GuardedRoute,
-    key_in_headers,
-    key_in_path,
-    until_disconnect,
-)
+from agentjet.server.access import EPISODE_KEY, Deps, ServedRun, key_in_headers, key_in_path
 from agentjet.server.dialects import DIALECTS, MESSAGES
-from agentjet.server.dialects.dialect import AnswerHead, CallLookup, Dialect, RequestT, collect
-from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
+from agentjet.server.dialects.dialect import (
+    OPENAI_ERRORS,
+    AnswerHead,
+    CallLookup,
+    Dialect,
+    Encoder,
+    ErrorShape,
+    Payload,
+    RequestT,
+    sse,
+)
 from agentjet.server.dialects.messages import PromptBody, TokenCount, prompt_to_count
-from agentjet.server.error_handlers import count_refusal, internal_error
-from agentjet.server.runs import AppDeps
+from agentjet.server.requests import ClientGone, GuardedRoute, count_refusal, internal_error, until_disconnect
 from agentjet.types import policy_of
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ router.include_router(routes, dependencies=[Depends(key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_path)])
 
 
-async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, deps: AppDeps) -> Response:
+async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, deps: ServedRun) -> Response:
     """Returns the response to a call in any dialect, whole or streamed. Raises `RequestError` or `ClientGone`."""
     gateway, episode_id = deps.gateway, request.state.episode_id  # stored by the guard `EPISODE_KEY`
     role = role_of(body.model, deps)
@@ -137,34 +137,34 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     await gateway.calls.read(episode_id)
     past: CallLookup = partial(gateway.calls.lookup, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
-    to_request = partial(dialect.to_request, body, past, gateway.swarm.job.images)
-    call = await offload(len(content), _to_call, to_request, content, request.headers, head)
+    decode = partial(dialect.decode, body, past, gateway.swarm.job.images)
+    call = await offload(len(content), _to_call, decode, content, request.headers, head)
     chunks = gateway.calls.answer(episode_id, role, call)
     choices = call.choices * (1 + len(call.others))
+    encoder = dialect.encoder(body, head)
+    events = _events(chunks, choices, encoder)
     if not call.stream:
         async with aclosing(chunks):
-            ended = await until_disconnect(request, collect(_answer_chunks(chunks, choices)))
-            answer = dialect.to_answer(ended, body, head)
+            await until_disconnect(request, _exhaust(events))
             if not await _mark_delivered(request, chunks):
                 raise ClientGone
-            return Response(to_json(answer), media_type="application/json")
-    # Waits for the first chunk, because errors of the request can only set the status before the stream starts.
-    first = await until_disconnect(request, anext(chunks))
-    events = dialect.to_events(_answer_chunks(chunks, choices, first), body, head)
+            return Response(to_json(encoder.answer()), media_type="application/json")
+    # Waits for the first event, because errors of the request can only set the status before the stream starts.
+    first = await until_disconnect(request, anext(events))
     return StreamingResponse(
-        _stream(request, chunks, events, dialect.errors),
+        _stream(request, chunks, _as_text(first, events, encoder), dialect.errors),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
 
 
-def _to_call(to_request: Callable[[], CallRequest], content: bytes, headers: Headers, head: AnswerHead) -> CallRequest:
+def _to_call(decode: Callable[[], CallRequest], content: bytes, headers: Headers, head: AnswerHead) -> CallRequest:
     """Returns the canonical request, with a fingerprint of its bytes and the retry marks of the SDKs."""
     key = headers.get("idempotency-key", "")
     count = headers.get("x-stainless-retry-count", "0")
     digest = hashlib.blake2b(content, digest_size=16, key=hashlib.sha256(key.encode()).digest())
     return replace(
-        to_request(),
+        decode(),
         id=head.id,
         num_bytes=len(content),
         fingerprint=digest.hexdigest(),
@@ -172,14 +172,26 @@ def _to_call(to_request: Callable[[], CallRequest], content: bytes, headers: Hea
     )
 
 
-async def _answer_chunks(
-    chunks: AsyncGenerator[CallChunk], choices: int, first: CallChunk | None = None
-) -> AsyncGenerator[CallChunk]:
-    """Yields the chunks up to the end of the last choice. `_mark_delivered` reads further."""
+async def _events(chunks: AsyncGenerator[CallChunk], choices: int, encoder: Encoder[Any]) -> AsyncGenerator[Payload]:
+    """Yields the events up to the end of the last choice. `_mark_delivered` reads the chunks further."""
     while choices:
-        chunk, first = (await anext(chunks) if first is None else first), None
+        chunk = await anext(chunks)
         choices -= chunk.call is not None
-        yield chunk
+        for event in encoder.encode(chunk):
+            yield event
+
+
+async def _exhaust(events: AsyncGenerator[Payload]) -> None:
+    async for _ in events:
+        pass
+
+
+async def _as_text(first: Payload, events: AsyncGenerator[Payload], encoder: Encoder[Any]) -> AsyncGenerator[str]:
+    yield sse(first)
+    async for event in events:
+        yield sse(event)
+    for text in encoder.finish():
+        yield text
 
 
 async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
@@ -210,14 +222,14 @@ async def _stream(
                 log.error("a stream failed", exc_info=error)
                 error = internal_error()
             await count_refusal(request, error)
-            yield errors.event(error, num_sent)
+            yield sse(errors.event(errors.body(error), num_sent))
 
 
-def _model(name: str, deps: AppDeps) -> dict[str, Any]:
+def _model(name: str, deps: ServedRun) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(deps.gateway.began), "owned_by": "agentjet"}
 
 
-def role_of(model: str, deps: AppDeps) -> str:
+def role_of(model: str, deps: ServedRun) -> str:
     """Returns the agent role of a request: what follows `@` in the model's name.
 
     In a run with named policies it is `POLICY` or `POLICY/ROLE`. Raises `NotFound` for a model that the run does not

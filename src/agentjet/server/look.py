@@ -10,28 +10,24 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import agentjet.protocol as bodies
-from agentjet import __version__
 from agentjet.config import ServerConfig
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, Unauthorized
 from agentjet.gateway.collection import Collection
 from agentjet.gateway.read import RunReader
-from agentjet.server import page, records
+from agentjet.server import page, routes
+from agentjet.server.access import BEARER, SMALL_BODY, VIEWER, RunScope, bearer_of, route_path, scope_of
 from agentjet.server.auth import Keys
-from agentjet.server.deps import BEARER, SMALL_BODY, VIEWER, GuardedRoute
-from agentjet.server.error_handlers import HANDLED, PROBLEMS, error_response, respond_to_error
-from agentjet.server.http import RunMiddleware, allowed_hosts
-from agentjet.server.limits import Limits
-from agentjet.server.runs import RUN, EnteredRun, bearer_of, entered_run, route_path
+from agentjet.server.http import Limits
+from agentjet.server.requests import RunMiddleware, allowed_hosts, error_response, new_app, new_router
 from agentjet.types import DEFAULT_RUN
 
 MOST_COMPARED = 8
@@ -55,15 +51,21 @@ class OfflineViewer:
         self.code = secrets.token_urlsafe(24)
         self.first = next(iter(collection.runs), DEFAULT_RUN)
 
-    def enter(self, name: str, request: HTTPConnection) -> EnteredRecords:
+    def enter(self, name: str, request: HTTPConnection) -> RunScope:
         """Returns a run. Raises `Unauthorized`, and `NotFound` for a name without a run."""
         self.keys.control(bearer_of(request))
         self.collection.run(name)
-        return self.entered(name)
+        return self.scope(name)
 
-    def entered(self, name: str) -> EnteredRecords:
-        """Returns a run, without a check."""
-        return EnteredRecords(self.keys, self.limits, self, name)
+    def scope(self, name: str) -> RunScope:
+        """Returns a run, without a check. All runs have the same keys."""
+        return RunScope(name, self.keys, self.limits, lambda: self._reader(name))
+
+    def _reader(self, name: str) -> RunReader:
+        """Raises `NotFound` if no run was given."""
+        run = self.collection.run(name)
+        assert isinstance(run, RunReader), "requests of other runs are forwarded"
+        return run
 
     def open_session(self, code: str) -> bodies.SessionView:
         """Raises `Unauthorized` for another code than the one of the link."""
@@ -71,21 +73,6 @@ class OfflineViewer:
             raise Unauthorized("This link is of another `agentjet look`: open the one it printed.", code="code_invalid")
         key, expires = self.keys.sign_session("viewer")
         return bodies.SessionView(key=key, role="viewer", run=self.first, expires=expires, live=False)
-
-
-@dataclass(frozen=True, slots=True)
-class EnteredRecords(EnteredRun):
-    """A run of `agentjet look`. All runs have the same keys."""
-
-    look: OfflineViewer
-    name: str
-
-    @property
-    def reader(self) -> RunReader:
-        """Raises `NotFound` if no run was given."""
-        run = self.look.collection.run(self.name)
-        assert isinstance(run, RunReader), "requests of other runs are forwarded"
-        return run
 
 
 class Forwarding:
@@ -97,8 +84,7 @@ class Forwarding:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
-        entered = scope.get(RUN)
-        name = entered.name if entered is not None else self._look.first
+        name = scope_of(HTTPConnection(scope)).name if path else ""
         forward = self._look.forwards.get(name)
         relative = path.removeprefix(bodies.PREFIX)
         if forward is None or relative == path or relative.startswith(OWN_PATHS):
@@ -122,44 +108,32 @@ class Forwarding:
 
 def create_look_app(look: OfflineViewer, server: ServerConfig) -> FastAPI:
     """Returns the application. The caller closes the collection."""
-    app = FastAPI(
-        title="AgentJet",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-        exception_handlers=dict.fromkeys(HANDLED, respond_to_error),
-    )
-    app.state.deps = look.entered(look.first)
-    app.include_router(router)
-    app.include_router(records.router)
-    app.include_router(page.router)
+    app = new_app(look.scope(look.first), openapi_url=None)
+    app.state.look = look
+    for each in (router, routes.records, page.router):
+        app.routes.extend(each.routes)
     app.add_middleware(Forwarding, look=look)
-    app.add_middleware(RunMiddleware, runs=look, allowed=allowed_hosts(server))
+    app.add_middleware(RunMiddleware, enter=look.enter, allowed=allowed_hosts(server))
     return app
 
 
-router = APIRouter(
-    prefix=bodies.PREFIX, tags=["look"], route_class=GuardedRoute, dependencies=[Depends(BEARER)], responses=PROBLEMS
-)
+router = new_router("look", dependencies=[Depends(BEARER)])
 
 
-async def _entered(request: Request) -> EnteredRecords:
-    entered = entered_run(request)
-    assert isinstance(entered, EnteredRecords), "the application of look has no other runs"
-    return entered
+async def _look(request: Request) -> OfflineViewer:
+    look: OfflineViewer = request.app.state.look
+    return look
 
 
-Entered = Annotated[EnteredRecords, Depends(_entered)]
+Look = Annotated[OfflineViewer, Depends(_look)]
 RunNames = Annotated[str, Query(min_length=1, max_length=1000)]
 """Names with commas between them."""
 
 
 @router.post("/sessions/exchange", dependencies=SMALL_BODY)
-async def open_session(entered: Entered, body: bodies.ExchangeRequest) -> bodies.SessionView:
+async def open_session(look: Look, body: bodies.ExchangeRequest) -> bodies.SessionView:
     """Exchange the code of the link for the key of a viewer session."""
-    return entered.look.open_session(body.code)
+    return look.open_session(body.code)
 
 
 @router.post("/sessions")
@@ -169,23 +143,23 @@ async def refuse_token() -> bodies.SessionView:
 
 
 @router.get("/look", dependencies=VIEWER)
-async def get_look(entered: Entered) -> bodies.LookView:
+async def get_look(look: Look) -> bodies.LookView:
     """List the runs and the studies."""
-    return await entered.look.collection.view()
+    return await look.collection.view()
 
 
 @router.get("/compare", dependencies=VIEWER)
-async def compare_runs(entered: Entered, runs: RunNames) -> bodies.ComparisonView:
+async def compare_runs(look: Look, runs: RunNames) -> bodies.ComparisonView:
     """Return the figures of up to eight runs, and the settings in which they differ."""
     names = list(dict.fromkeys(runs.split(",")))
     if len(names) > MOST_COMPARED:
         raise InvalidRequest(
             f"runs has {len(names)} names: compare at most {MOST_COMPARED} runs.", code="too_many_runs", param="runs"
         )
-    return await entered.look.collection.compare(names)
+    return await look.collection.compare(names)
 
 
 @router.get("/studies/{name}", dependencies=VIEWER)
-async def get_study(entered: Entered, name: str) -> dict[str, Any]:
+async def get_study(look: Look, name: str) -> dict[str, Any]:
     """Return the facts of a study."""
-    return await entered.look.collection.study(name)
+    return await look.collection.study(name)

@@ -1,9 +1,9 @@
-"""Monitoring of the server: its log, and the routes `/healthz`, `/readyz` and `/metrics`.
+"""Monitoring of the server: its log, its metrics, and the load of its machine.
 
 Log records name their episode and batch, and contain no secrets. Episode keys occur in paths
 (`/k/{key}/`), tokens and keys in headers; `redact` replaces them in messages and tracebacks.
 
-`/metrics` is in Prometheus' text format. It reads the gateway's numbers on each request and counts nothing itself.
+`GET /metrics` is in Prometheus' text format. It reads the gateway's numbers on each request and counts nothing itself.
 
 The logs of processes have a limit, see `shorten_logs`.
 """
@@ -14,24 +14,24 @@ import asyncio
 import logging
 import os
 import re
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from fastapi import APIRouter, Depends
+import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
-from starlette.responses import JSONResponse, Response
 
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import LogContextFilter
-from agentjet.server.deps import BEARER, VIEWER, Deps, GuardedRoute
-from agentjet.server.error_handlers import PROBLEM
+from agentjet.protocol import GpuView, MachineView
 from agentjet.types import DEFAULT_RUN, EngineState
 
 log = logging.getLogger(__name__)
@@ -176,35 +176,65 @@ class _GatewayCollector(Collector):
         return family
 
 
-READY: tuple[EngineState, ...] = ("sampling", "learning")
+# --- the machine
 
-router = APIRouter(tags=["operations"], route_class=GuardedRoute)
-
-
-@router.get("/healthz", responses={400: PROBLEM})
-async def healthz() -> dict[str, str]:
-    """Answers 200 while the process is alive. Needs no token."""
-    return {"status": "alive"}
+MACHINE_SECONDS = 5.0
+"""Age up to which a measurement is returned again. `nvidia-smi` takes up to a second."""
+TIMEOUT = 5.0
+QUERY = ("--query-gpu=name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
+MIB = 2**20
 
 
-@router.get("/readyz", responses={400: PROBLEM, 503: {"description": "The server answers no calls now."}})
-async def readyz(deps: Deps) -> JSONResponse:
-    """Answers 200 while the engine samples or learns and the disk can be written, else 503.
+class Machine:
+    """Measures at most once in `MACHINE_SECONDS`, in a thread."""
 
-    Needs no token for the default run.
-    """
-    state = deps.gateway.phase.state
-    is_ready = state in READY and not deps.gateway.swarm.store.file.refusal
-    return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._measured_at = 0.0
+        self._view: MachineView | None = None
+        psutil.cpu_percent()  # The first value is meaningless: each one covers the time since the call before.
+
+    async def view(self) -> MachineView:
+        """Returns the newest measurement."""
+        async with self._lock:
+            if self._view is None or time.monotonic() - self._measured_at > MACHINE_SECONDS:
+                self._view = await asyncio.to_thread(measure)
+                self._measured_at = time.monotonic()
+            return self._view
 
 
-METRICS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
-    **dict.fromkeys((400, 401, 403, 500), PROBLEM),
-}
+def measure() -> MachineView:
+    memory = psutil.virtual_memory()
+    return MachineView(
+        cores=psutil.cpu_count() or 1,
+        cpu=psutil.cpu_percent() / 100,
+        memory_used=memory.total - memory.available,
+        memory_total=memory.total,
+        gpus=gpus(),
+    )
 
 
-@router.get("/metrics", dependencies=[Depends(BEARER), *VIEWER], response_class=Response, responses=METRICS)
-async def get_metrics(deps: Deps) -> Response:
-    """Metrics of the run for Prometheus. Needs a token of the run; use the viewer token."""
-    return Response(exposition(deps.gateway), media_type=CONTENT_TYPE)
+def gpus() -> list[GpuView]:
+    """Returns NVIDIA's GPUs; empty without `nvidia-smi`, or if it fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [gpu for line in done.stdout.splitlines() if (gpu := read_gpu(line)) is not None]
+
+
+def read_gpu(line: str) -> GpuView | None:
+    """Returns the GPU of a line of `nvidia-smi`; None if a figure is missing, such as `[N/A]`."""
+    try:
+        *name, load, used, total = (part.strip() for part in line.split(","))
+        return GpuView(
+            name=", ".join(name),
+            load=float(load) / 100,
+            memory_used=int(float(used) * MIB),
+            memory_total=int(float(total) * MIB),
+        )
+    except ValueError:
+        return None

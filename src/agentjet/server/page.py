@@ -23,7 +23,7 @@ from starlette.responses import Response
 import agentjet
 from agentjet.errors import NotFound
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
-from agentjet.server.error_handlers import PROBLEM
+from agentjet.server.requests import PROBLEM
 
 FOLDER = Path(agentjet.__file__).parent / "page"
 MEDIA_TYPES = {

@@ -1,5 +1,7 @@
-"""The control routes, under `/swarm/v1/`: episodes, status, health, events, the job, the engine, checkpoints,
-evaluations; and the runs of the server.
+"""The routes under `/swarm/v1/` that control a run and read its records, those of sessions, and those for operators.
+
+`records` is a separate router. Its routes need the reader of a run and no gateway, so that `agentjet look` has the
+same ones.
 """
 
 from __future__ import annotations
@@ -10,27 +12,34 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
-from starlette.responses import StreamingResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import agentjet.protocol as bodies
+from agentjet.errors import Forbidden
 from agentjet.gateway.concurrency import offload
 from agentjet.gateway.records import view
-from agentjet.server.deps import (
+from agentjet.server.access import (
     ADMIN,
     BEARER,
     CLIENT,
     EPISODE,
+    EPISODE_READER,
     EPISODE_SCORER,
     SERVER_ADMIN,
     SHARED_VIEWER,
+    SMALL_BODY,
     VIEWER,
     Deps,
-    GuardedRoute,
     IdempotencyKey,
-    until_disconnect,
+    Reading,
+    bearer_of,
 )
+from agentjet.server.auth import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
 from agentjet.server.dialects.chat import to_demonstration
-from agentjet.server.error_handlers import PROBLEMS
+from agentjet.server.monitoring import exposition
+from agentjet.server.requests import PROBLEM, GuardedRoute, new_router, until_disconnect
+from agentjet.types import EngineState
 
 STOP_PATIENCE = 20.0
 """Seconds that a stop request waits for the end of the stop."""
@@ -38,9 +47,12 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events, each one an `Event`.", "content": {"text/event-stream": {}}}
 }
 
-router = APIRouter(
-    prefix=bodies.PREFIX, tags=["control"], route_class=GuardedRoute, dependencies=[Depends(BEARER)], responses=PROBLEMS
-)
+router = new_router("control", dependencies=[Depends(BEARER)])
+records = new_router("records", dependencies=[Depends(BEARER)])
+sessions = new_router("page")
+operations = APIRouter(tags=["operations"], route_class=GuardedRoute)
+
+# --- control
 
 
 @router.post("/episodes", dependencies=CLIENT)
@@ -223,3 +235,172 @@ async def put_run(name: str, body: bodies.RunSettings, deps: Deps) -> bodies.Run
 async def end_run(name: str, deps: Deps) -> bodies.RunView:
     """Save a checkpoint of a run, free its policies and close its journal. Its files remain."""
     return await deps.runs.runs.end(name)
+
+
+# --- records
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+@records.get("/status", dependencies=SHARED_VIEWER)
+async def get_status(reader: Reading) -> bodies.StatusResponse:
+    """Return the state of the run and of its training."""
+    return await reader.status()
+
+
+@records.get("/health", dependencies=SHARED_VIEWER)
+async def get_health(reader: Reading) -> bodies.HealthView:
+    """Return the trend of the training reward with an interval, and the health rules with their results."""
+    return await reader.health()
+
+
+@records.get("/waiting", dependencies=SHARED_VIEWER)
+async def get_waiting(reader: Reading) -> bodies.WaitingView:
+    """Return the groups that fill the present batch, with the state of each episode."""
+    return await reader.waiting()
+
+
+@records.get("/job", dependencies=VIEWER)
+async def get_job(reader: Reading) -> bodies.JobBody:
+    """Return the job settings and their revision."""
+    return await reader.job()
+
+
+@records.get("/cluster", dependencies=VIEWER)
+async def get_cluster(reader: Reading) -> bodies.ClusterView:
+    """List the processes that host the weights of the run."""
+    return reader.cluster()
+
+
+@records.get("/checkpoints", dependencies=VIEWER)
+async def list_checkpoints(reader: Reading) -> list[bodies.CheckpointInfo]:
+    """List the checkpoints on disk, oldest first, with their tags and scores."""
+    return await reader.checkpoints()
+
+
+@records.get("/evaluations", dependencies=SHARED_VIEWER)
+async def list_evaluations(reader: Reading) -> list[bodies.EvaluationView]:
+    """List all evaluations, oldest first."""
+    return await reader.evaluations()
+
+
+@records.get("/episodes", dependencies=SHARED_VIEWER, response_model=bodies.EpisodeList)
+async def list_episodes(reader: Reading, query: Annotated[bodies.EpisodeQuery, Query()]) -> Response:
+    """Return a page of the episodes that match every given filter, newest first, or in the order of `sort`."""
+    return _json(await reader.episodes(query))
+
+
+@records.get(
+    "/episodes/{episode_id}", dependencies=EPISODE_READER, response_model=bodies.EpisodeTree | bodies.EpisodeRuns
+)
+async def get_episode(episode_id: str, reader: Reading, form: bodies.EpisodeForm = "tokens") -> Response:
+    """Return an episode with all its calls: messages, tokens and their authors, log-probabilities, versions. The form
+    `runs` is shorter.
+    """
+    return _json(await reader.episode(episode_id, form))
+
+
+Number = Annotated[bodies.Int64, Path(ge=0)]
+
+
+@records.get("/groups/{group_id}", dependencies=VIEWER, response_model=bodies.GroupView)
+async def get_group(group_id: Number, reader: Reading) -> Response:
+    """Return a group with its episodes and, once it is in a batch, their advantages."""
+    return _json(await reader.group(group_id))
+
+
+@records.get("/batches", dependencies=VIEWER, response_model=bodies.BatchList)
+async def list_batches(
+    reader: Reading,
+    before: Annotated[bodies.Int64 | None, Query(ge=0)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """Return a page of batches, newest first: the newest ones, or those before batch `before`."""
+    return _json(await reader.batches(before, limit))
+
+
+@records.get("/batches/{batch_id}", dependencies=VIEWER, response_model=bodies.BatchView)
+async def get_batch(batch_id: Number, reader: Reading) -> Response:
+    """Return a batch: metrics, groups with rewards and advantages, episodes that were lost before it, and changed job
+    settings.
+    """
+    return _json(await reader.batch(batch_id))
+
+
+@records.get("/steps", dependencies=SHARED_VIEWER, response_model=bodies.StepList)
+async def list_steps(
+    reader: Reading,
+    after: Annotated[bodies.Int64 | None, Query(ge=0)] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    metric: Annotated[list[Annotated[str, Query(max_length=1024)]], Query(max_length=256)] = [],  # noqa: B006
+) -> Response:
+    """Return metrics of learned batches. With `after`, the oldest `limit` steps to versions above it, else the newest
+    `limit`. `metric` may be repeated: only these metrics are returned.
+    """
+    return _json(await reader.steps(after, limit, frozenset(metric)))
+
+
+# --- sessions
+#
+# A token gives a one-time code, and the code gives a session key. So the browser never receives a token, and the URL
+# contains nothing that is valid for more than a minute.
+
+
+@sessions.post("/sessions", dependencies=[Depends(BEARER), *VIEWER])
+async def create_session_code(
+    deps: Deps, request: Request, body: bodies.SessionRequest | None = None
+) -> bodies.SessionCode:
+    """Create a one-time code for a session of the page. Needs a token; a session cannot prolong itself."""
+    token, wanted = bearer_of(request), (body or bodies.SessionRequest()).role
+    if token.startswith(SESSION_PREFIX):
+        raise Forbidden("A session cannot open another one: run `agentjet open`.", code="token_needed")
+    held: Bearer | None = deps.keys.bearer(token)
+    if held is None or LEVELS.index(held) < LEVELS.index(wanted):
+        raise Forbidden(
+            f"role = {wanted!r} needs a token of that role or above: this one is the {held} token.",
+            code=f"{wanted}_token_needed",
+        )
+    return bodies.SessionCode(code=deps.runs.codes.create(deps.gateway.run, wanted), expires_in=CODE_SECONDS)
+
+
+@sessions.post("/sessions/exchange", dependencies=SMALL_BODY)
+async def exchange_session_code(deps: Deps, body: bodies.ExchangeRequest) -> bodies.SessionView:
+    """Exchange a one-time code for the key of a session. Needs no token; the code names the run."""
+    run, role, key, expires = deps.runs.exchange(body.code)
+    return bodies.SessionView(key=key, role=role, run=run, expires=expires)
+
+
+# --- operations
+
+READY: tuple[EngineState, ...] = ("sampling", "learning")
+
+
+@operations.get("/healthz", responses={400: PROBLEM})
+async def healthz() -> dict[str, str]:
+    """Answers 200 while the process is alive. Needs no token."""
+    return {"status": "alive"}
+
+
+@operations.get("/readyz", responses={400: PROBLEM, 503: {"description": "The server answers no calls now."}})
+async def readyz(deps: Deps) -> JSONResponse:
+    """Answers 200 while the engine samples or learns and the disk can be written, else 503.
+
+    Needs no token for the default run.
+    """
+    state = deps.gateway.phase.state
+    is_ready = state in READY and not deps.gateway.swarm.store.file.refusal
+    return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
+
+
+METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
+    **dict.fromkeys((400, 401, 403, 500), PROBLEM),
+}
+
+
+@operations.get("/metrics", dependencies=[Depends(BEARER), *VIEWER], response_class=Response, responses=METRICS)
+async def get_metrics(deps: Deps) -> Response:
+    """Metrics of the run for Prometheus. Needs a token of the run; use the viewer token."""
+    return Response(exposition(deps.gateway), media_type=CONTENT_TYPE)

@@ -93,7 +93,7 @@ class Batches:
             self._journal.add_batch(batch)
             for group in chosen:
                 store.put_group(replace(group, state="batched"))
-            store.pending, store.state.carry = batch, batch.carry
+            store.pending = batch
             self._mixture.start_batch()
             if not store.job.max_staleness:
                 self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
@@ -136,7 +136,7 @@ class Batches:
         """Record that separate samplers may get the weights of `batch` from now on. Then it is never given up."""
         if batch.id + 1 > self._store.state.offered_version:
             with self._store.transaction():
-                self._store.state.offered_version = batch.id + 1
+                self._store.change(offered_version=batch.id + 1)
 
     def is_offered(self, batch: Batch) -> bool:
         """True if separate samplers may have the weights of `batch`."""
@@ -175,7 +175,9 @@ class Batches:
         merged = {
             **batch_forest.episode_metrics([store.episodes[e] for e in batch.episode_ids], store.policies),
             **batch_forest.share_metrics(batch, store.episodes, uniform),
-            **batch_forest.loss_metrics(store.state.lost("groups", batch.id), store.state.lost("episodes", batch.id)),
+            **batch_forest.loss_metrics(
+                self._journal.counts("lost_groups", batch.id), self._journal.counts("lost_episodes", batch.id)
+            ),
             **self._forest_metrics.get(batch.id, {}),
             **metrics,
         }
@@ -187,7 +189,7 @@ class Batches:
                 self._journal.put_fingerprints(batch.id, fingerprints)
             for episode_id in _shown(batch, store.episodes):
                 self._journal.keep_transcript(episode_id, f"batch {batch.id}", len(batch.episode_ids))
-            store.state.advance(batch.id + 1)
+            store.change(policy_version=batch.id + 1)
             store.pending, store.steps = None, self._journal.recent_steps(RECENT_STEPS)
             self._mixture.start_batch()
             self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
@@ -211,16 +213,13 @@ class Batches:
         with store.transaction():
             pending = self._pending_groups()
             self._journal.remove_batches(batch.id)
-            self._forget_pending()
+            store.pending = None
             for group in pending:
                 groups.drop(store, group, "poisoned", self._clock())
             store.emit(
                 "batch",
                 {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
             )
-
-    def _forget_pending(self) -> None:
-        self._store.pending, self._store.state.carry = None, self._journal.newest_carry()
 
     def _pending_groups(self) -> list[Group]:
         """The groups of the pending batch as they were before its composition."""
@@ -241,7 +240,7 @@ class Batches:
         """
         if policy_version > self._store.state.durable_version:
             with self._store.transaction():
-                self._store.state.durable_version = policy_version
+                self._store.change(durable_version=policy_version)
             self._store.is_prune_due = True
 
     def from_version(self, policy_version: int) -> list[Batch]:
@@ -277,7 +276,7 @@ class Batches:
             return self.from_version(0)
         version = stamp.policy_version
         with self._store.transaction():
-            if self._store.state.is_empty:
+            if self._journal.is_empty:
                 self._store.start_at(version)
             if stamp.digest and self._journal.checkpoint_digest(version) is None:
                 self._journal.put_checkpoint(stamp)
@@ -311,16 +310,17 @@ class Batches:
             journal.remove_batches(to)
             journal.forget_tasks()  # They are of the undone policy, too.
             store.start_at(version)
-            self._forget_pending()
+            store.pending = None
             for episode_id in trained:
                 if (episode := journal.episode(episode_id)) is not None:  # Not pruned since.
                     journal.put_episode(replace(episode, trained_in=None, dropped=ROLLED_BACK))
-            store.state.counts["trained"] -= len(trained)
-            store.state.counts["dropped"] += len(trained)
-            store.state.count_dropped(ROLLED_BACK, len(trained))
-            store.state.count_lost("groups", version, ROLLED_BACK, sum(len(batch.groups) for batch in undone))
+            journal.count("outcome", "trained", -len(trained))
+            journal.count("outcome", "dropped", len(trained))
+            if undone:
+                journal.count("dropped", ROLLED_BACK, len(trained))
+            journal.count("lost_groups", ROLLED_BACK, sum(len(batch.groups) for batch in undone), batch=version)
             store.steps = journal.recent_steps(RECENT_STEPS)
-            live, waiting = store.live(), store.state.counts["waiting"]
+            live, waiting = store.live(), journal.outcomes()["waiting"]
             for episode in live:
                 self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)
             self._endings.drop_groups(list(store.groups.values()), ROLLED_BACK, ROLLED_BACK_REASON, now)
@@ -364,7 +364,7 @@ def check_stamp(journal: Journal, state: State, stamp: CheckpointStamp) -> None:
         raise CheckpointError(
             f"The checkpoint of policy version {version} has another digest than the one in the journal."
         )
-    if state.is_empty:
+    if journal.is_empty:
         return
     if version > (end := state.policy_version):
         raise ConfigError(

@@ -73,7 +73,7 @@ def compose(
         )
     episode_ids = [new_episode_id(now) for _ in answered]
     groups = tuple((episode_id,) for episode_id in episode_ids)
-    batch = Batch(store.policy_version, groups, job, composed=now, carry=store.state.carry)
+    batch = Batch(store.policy_version, groups, job, composed=now, carry=store.carry)
     with store.transaction():
         store.journal.add_batch(batch)
         store.pending = batch  # No other batch is composed between the slices.
@@ -92,12 +92,12 @@ def _record(store: Store, request: SftRequest, given: Answered, episode_id: str,
     """Records a demonstration as an episode that has finished, with its calls."""
     version = store.policy_version
     group = Group(
-        store.state.num_groups + 1, request.client_id, given.task_id, opened=now, touched=now, state="batched"
+        store.journal.num_groups + 1, request.client_id, given.task_id, opened=now, touched=now, state="batched"
     )
     store.put_group(group)
     episode = EpisodeRecord(
         id=episode_id,
-        seq=store.state.num_episodes + 1,
+        seq=store.journal.num_episodes + 1,
         client_id=request.client_id,
         task_id=given.task_id,
         task_set="",

@@ -41,7 +41,7 @@ from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import Places
 from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, EpisodeRecord, new_episode_id
-from agentjet.swarm.store import Leases, Store
+from agentjet.swarm.store import Host, Leases, Store
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
 
@@ -61,6 +61,7 @@ class SwarmState:
         policies: tuple[str, ...] = (),
         stopwatch: Callable[[], float] = lambda: 0.0,
         policy_version: int | None = None,
+        host: Host = Host(),  # noqa: B008 (it is immutable)
     ) -> None:
         """An empty journal starts with `job`, at the checkpoint of `policy_version`. A journal with history has its own
         version, and perhaps job settings that replaced `job`. `policies` are those that the settings of the run name.
@@ -68,9 +69,9 @@ class SwarmState:
         """
         self._journal = journal
         self._clock = clock
-        self.store = Store(journal, clock, policies)
+        self.store = Store(journal, clock, policies, host)
         with self.store.transaction():
-            if policy_version is not None and self.store.state.is_empty:
+            if policy_version is not None and self._journal.is_empty:
                 self.store.start_at(policy_version)
             self.job_notice = self.store.start_job(job)
             """A sentence for the log if the settings in force differ from `job`, else empty."""
@@ -187,7 +188,7 @@ class SwarmState:
         with self.store.transaction():
             episode = EpisodeRecord(
                 id=new_episode_id(now),
-                seq=self.store.state.num_episodes + 1,
+                seq=self._journal.num_episodes + 1,
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
@@ -212,7 +213,7 @@ class SwarmState:
             self.store.put(episode)
             if episode.instance_id:
                 self._journal.add_instance(episode.client_id, episode.instance_id)
-            counts = self.store.state.code_versions.get(episode.code_version)
+            counts = self._journal.code_versions().get(episode.code_version)
             if counts is not None and counts.episodes == 1 and episode.mode == "train":
                 body = {"code_version": episode.code_version, "client_id": episode.client_id}
                 self.store.emit("code_version", body)

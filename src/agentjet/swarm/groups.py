@@ -24,7 +24,7 @@ from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm.batch_forest import is_uniform
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
 from agentjet.swarm.places import Places
-from agentjet.swarm.state import EpisodeRecord, Group
+from agentjet.swarm.state import EpisodeRecord, Group, not_needed
 from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
 
@@ -161,7 +161,7 @@ def _new_group(store: Store, request: BeginRequest, now: float, answered: Answer
             code="task_skipped",
         )
     return Group(
-        store.state.num_groups + 1,
+        store.journal.num_groups + 1,
         request.client_id,
         request.group_name,
         opened=now,
@@ -346,7 +346,7 @@ def undecided(store: Store) -> Undecided | None:
 def decide(store: Store, group: Group, reason: str, now: float) -> None:
     """Complete a closing group, or drop it for the recipe's reason, unless that drops too many."""
     cap = store.job.recipe.max_dropped_groups or 10 * store.job.batch_size
-    lost = store.state.lost("groups", store.next_batch)
+    lost = store.journal.counts("lost_groups", store.next_batch)
     if reason and sum(count for name, count in lost.items() if name not in OWN_REASONS) < cap:
         drop(store, group, reason, now)
         return
@@ -421,7 +421,8 @@ class Endings:
         self, episode: EpisodeRecord, reason: str, now: float, *, status: EpisodeStatus = "aborted"
     ) -> EpisodeRecord:
         """End an episode without a reward, and free its place in its group."""
-        episode = replace(episode, status=status, ended=now, reason=reason)
+        needless = not_needed(reason) if status == "aborted" else ""
+        episode = replace(episode, status=status, ended=now, reason=reason, not_needed=needless)
         self._store.put(episode)
         self.release(episode)
         member_lost(self._store, episode, now)

@@ -16,28 +16,31 @@ import json
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import fields
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet import database
-from agentjet.config import ModelConfig
+from agentjet.config import JobConfig, ModelConfig
 from agentjet.errors import ConfigError, NotFound, Unprocessable
 from agentjet.protocol import EvaluationView, Event, newest_held_out
-from agentjet.protocol.records import REWARD, EpisodeQuery
+from agentjet.protocol.records import EpisodeQuery
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
-from agentjet.swarm.journal_file import AddedColumns, JournalFile
+from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.origin import BRANCHED_FROM, Origin
 from agentjet.swarm.state import (
     NOT_NEEDED,
-    NOT_NEEDED_REASONS,
     Batch,
     EpisodeRecord,
     Group,
     JobSettings,
+    Outcome,
+    OutcomeCounts,
     State,
     new_episode_id,
 )
@@ -47,9 +50,6 @@ IDEMPOTENCY_SECONDS = 86_400.0
 """Longer than any client repeats a request."""
 EVENTS_KEPT = 100_000
 EPISODES_KEPT = 2_000_000
-_OF_REASON = " OR ".join(f"body ->> 'reason' GLOB '{start}:*'" for start in NOT_NEEDED_REASONS)
-IS_NOT_NEEDED = f"(status = 'aborted' AND ({_OF_REASON}))"
-"""SQL of `EpisodeRecord.is_not_needed`."""
 TASKS_KEPT = 1_000_000
 SLICE_ROWS = 100
 SLICE_BYTES = 2 * 2**20
@@ -58,110 +58,12 @@ SLICE_BYTES = 2 * 2**20
 ORDERS = {
     "newest": ("seq", "<"),
     "oldest": ("seq", ">"),
-    "reward": (REWARD, ">"),
-    "-reward": (REWARD, "<"),
-    "-num_tokens": ("json_extract(body, '$.num_tokens')", "<"),
-    "-num_calls": ("json_extract(body, '$.num_calls')", "<"),
+    "reward": ("reward", ">"),
+    "-reward": ("reward", "<"),
+    "-num_tokens": ("num_tokens", "<"),
+    "-num_calls": ("num_calls", "<"),
 }
 """SQL of each order of episodes, and how it goes on. Among equals, newer episodes come first."""
-
-SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-
-CREATE TABLE episodes (
-    seq INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE,
-    status TEXT NOT NULL,
-    settled INTEGER NOT NULL,
-    body TEXT NOT NULL
-);
-CREATE INDEX episodes_by_status ON episodes (status, seq);
-CREATE INDEX unsettled_episodes ON episodes (seq) WHERE NOT settled;
-CREATE INDEX episodes_of_group ON episodes (json_extract(body, '$.group_id'));
-
-CREATE TABLE groups (id INTEGER PRIMARY KEY, body TEXT NOT NULL);
-
-CREATE TABLE tasks (
-    seq INTEGER PRIMARY KEY,
-    task_set TEXT NOT NULL,
-    task_id TEXT NOT NULL,
-    body TEXT NOT NULL,
-    UNIQUE (task_set, task_id)
-);
-
-CREATE TABLE instances (
-    number INTEGER PRIMARY KEY,
-    client_id TEXT NOT NULL,
-    instance_id TEXT NOT NULL,
-    UNIQUE (client_id, instance_id)
-);
-
-CREATE TABLE calls (
-    seq INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE,
-    episode_id TEXT NOT NULL,
-    undelivered INTEGER NOT NULL,
-    body TEXT NOT NULL
-);
-
-CREATE TABLE transcripts (
-    seq INTEGER PRIMARY KEY,
-    episode_id TEXT NOT NULL UNIQUE,
-    reason TEXT NOT NULL,
-    most INTEGER NOT NULL,
-    num_bytes INTEGER NOT NULL
-);
-
-CREATE TABLE batches (id INTEGER PRIMARY KEY, body TEXT NOT NULL, metrics TEXT);
-
-CREATE TABLE operations (
-    policy TEXT NOT NULL,
-    number INTEGER NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
-    batch_id INTEGER NOT NULL,
-    PRIMARY KEY (policy, number)
-) WITHOUT ROWID;
-CREATE INDEX operations_of_batch ON operations (batch_id);
-
-CREATE TABLE checkpoints (policy_version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
-
-CREATE TABLE idempotency (
-    scope TEXT NOT NULL,
-    key TEXT NOT NULL,
-    fingerprint TEXT NOT NULL,
-    episode_id TEXT NOT NULL,
-    created REAL NOT NULL,
-    PRIMARY KEY (scope, key)
-) WITHOUT ROWID;
-
-CREATE TABLE events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    kind TEXT NOT NULL,
-    time REAL NOT NULL,
-    body TEXT NOT NULL
-);
-CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
-"""
-ADDED_COLUMNS: AddedColumns = {
-    "batches": {"fingerprint": "TEXT"},
-    "calls": {
-        "role": "TEXT",
-        "after_call": "TEXT",
-        "retry_of": "TEXT",
-        "untrained": "TEXT",
-        "num_tokens": "INTEGER",
-        "num_bytes": "INTEGER",
-    },
-}
-"""Nullable columns that journals of schema 14 get when they are opened. A call of before has no role."""
-INDEXES = """
-CREATE INDEX IF NOT EXISTS facts_of_calls ON calls
-    (episode_id, seq, id, undelivered, role, after_call, retry_of, untrained, num_tokens, num_bytes);
-CREATE INDEX IF NOT EXISTS idempotency_by_age ON idempotency (created);
-DROP INDEX IF EXISTS calls_of_episode;
-"""
-"""Indexes of the added columns, and those that older journals lack or have instead."""
-_NUM_BYTES = "COALESCE(num_bytes, LENGTH(CAST(body AS BLOB)))"
 
 RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 """A call with the encoded bytes of each token of its suffix and of its completion."""
@@ -170,8 +72,32 @@ _CALL = TypeAdapter[RecordedCall](
 )
 _METRICS = TypeAdapter(dict[str, Any])
 """Reads the metrics of a step in a quarter of the time of `json.loads`."""
-_EPISODE, _GROUP, _STATE = TypeAdapter(EpisodeRecord), TypeAdapter(Group), TypeAdapter(State)
-_BATCH, _JOB_SETTINGS, _TASK = TypeAdapter(Batch), TypeAdapter(JobSettings), TypeAdapter(TaskStats)
+_STATE, _JOB = TypeAdapter(State), TypeAdapter(JobConfig)
+_JOB_SETTINGS, _TASK = TypeAdapter(JobSettings), TypeAdapter(TaskStats)
+_MAPPINGS = ("by_role", "call_rewards", "metrics", "noted", "refused")
+_EPISODE_FIELDS = tuple(field.name for field in fields(EpisodeRecord))
+_IS_MAPPING = tuple(name in _MAPPINGS for name in _EPISODE_FIELDS)
+_EPISODE_COLUMNS = ", ".join(f'"{name}"' for name in _EPISODE_FIELDS)
+_LATER_FIELDS = (
+    "status", "ended", "reward", "by_role", "call_rewards", "call_rewards_digest", "metrics", "reward_text", "reason",
+    "not_needed", "num_calls", "num_tokens", "trained_in", "oldest_version", "dropped", "noted", "refused",
+)  # fmt: skip
+"""The fields of an episode that change after its beginning."""
+_PUT_EPISODE = (
+    f"INSERT INTO episodes ({_EPISODE_COLUMNS}, settled) VALUES ({', '.join('?' * len(_EPISODE_FIELDS))}, ?) "
+    "ON CONFLICT (seq) DO UPDATE SET settled = excluded.settled, "
+    + ", ".join(f"{name} = excluded.{name}" for name in _LATER_FIELDS)
+)
+_GROUP_FIELDS = tuple(field.name for field in fields(Group) if field.name != "members")
+_GROUP_COLUMNS = ", ".join(_GROUP_FIELDS)
+_BATCH_COLUMNS = "id, groups, job, composed, carry"
+_VALUES = attrgetter(*_EPISODE_FIELDS)
+CountKind = Literal["outcome", "dropped", "lost_groups", "lost_episodes"]
+"""Episodes by outcome, and dropped episodes by reason. Groups that were dropped, and episodes that ended unscored, by
+reason and by the batch that was filled; of batches that are not learned yet.
+"""
+CODE_VERSIONS_KEPT = 20
+"""Code versions with counts of outcomes, by last use."""
 
 
 class CallFacts(NamedTuple):
@@ -207,7 +133,7 @@ def encode_call(call: Call, encoded_suffix: Sequence[bytes], encoded_completion:
     return _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion)))
 
 
-def to_json(value: Mapping[str, Any]) -> str:
+def to_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -261,7 +187,7 @@ class Journal:
         Raises `ConfigError` if another process has it open, the disk refuses it, it has another schema, or it has
         other policies or another origin than `models`.
         """
-        journal = cls(JournalFile.open(path, SCHEMA, ADDED_COLUMNS, INDEXES))
+        journal = cls(JournalFile.open(path))
         if models is None:
             return journal
         try:
@@ -278,7 +204,7 @@ class Journal:
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
         """See `JournalFile.open_read_only`."""
-        return cls(JournalFile.open_read_only(path, SCHEMA, ADDED_COLUMNS))
+        return cls(JournalFile.open_read_only(path))
 
     @contextmanager
     def reading(self) -> Iterator[Self]:
@@ -309,7 +235,23 @@ class Journal:
     @property
     def is_unused(self) -> bool:
         """True before the first episode. The origin may still change, because a setting may have been mistyped."""
-        return not self.read_state().num_episodes and BRANCHED_FROM not in self.origin
+        return not self.num_episodes and BRANCHED_FROM not in self.origin
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no episode has begun and nothing was learned."""
+        state = self.read_state()
+        return not self.num_episodes and state.policy_version <= max(0, state.base_version)
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes that have begun, also of those that are deleted."""
+        return int(self._one("SELECT MAX(seq) FROM episodes") or 0)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that were opened."""
+        return int(self._one("SELECT MAX(group_id) FROM episodes") or 0)
 
     def branch(self, recorded: Origin, branched_from: str) -> None:
         """Start a new journal with the origin of another one, and record which one."""
@@ -348,6 +290,61 @@ class Journal:
     def put_state(self, state: State) -> None:
         self.file.set_meta("state", _STATE.dump_json(state).decode())
 
+    # ---- counts --------------------------------------------------------------------------------------------
+
+    def count(self, kind: CountKind, name: str, number: int = 1, batch: int = 0) -> None:
+        """Add to a count."""
+        self._db.execute(
+            "INSERT INTO counts VALUES (NULL, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
+            (kind, batch, name, number),
+        )
+
+    def counts(self, kind: CountKind, batch: int = 0) -> dict[str, int]:
+        """The counts of a kind by name, in the order in which they were first added to."""
+        query = "SELECT name, number FROM counts WHERE kind = ? AND batch = ? ORDER BY seq"
+        return dict(self._db.execute(query, (kind, batch)))
+
+    def outcomes(self) -> dict[str, int]:
+        """Episodes since the data dir was made, by outcome. Trained and dropped ones are in `finished`, too."""
+        return dict.fromkeys(get_args(Outcome), 0) | self.counts("outcome")
+
+    def forget_lost(self, batch: int) -> None:
+        """Delete the counts of what was lost before a batch."""
+        self._db.execute("DELETE FROM counts WHERE kind IN ('lost_groups', 'lost_episodes') AND batch < ?", (batch,))
+
+    def code_versions(self) -> dict[str, OutcomeCounts]:
+        """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
+        rows = self._db.execute(
+            "SELECT version, episodes, finished, aborted, not_needed, reward_sum FROM code_versions "
+            "ORDER BY last_episode"
+        )
+        return {version: OutcomeCounts(*counts) for version, *counts in rows}
+
+    def code_version_began(self, episode: EpisodeRecord) -> None:
+        """Count an episode of a code version, as the last used one. Older ones than `CODE_VERSIONS_KEPT` start again
+        from 0 when they are used again.
+        """
+        self._db.execute(
+            "INSERT INTO code_versions VALUES (?, ?, 1, 0, 0, 0, 0.0) ON CONFLICT DO UPDATE "
+            "SET episodes = episodes + 1, last_episode = excluded.last_episode",
+            (episode.code_version, episode.seq),
+        )
+        self._db.execute(
+            "DELETE FROM code_versions WHERE version NOT IN "
+            "(SELECT version FROM code_versions ORDER BY last_episode DESC LIMIT ?)",
+            (CODE_VERSIONS_KEPT,),
+        )
+
+    def code_version_ended(self, episode: EpisodeRecord) -> None:
+        """Count the outcome of an episode of a code version."""
+        column = "not_needed" if episode.not_needed else "aborted" if episode.reward is None else "finished"
+        self._db.execute(
+            f"UPDATE code_versions SET {column} = {column} + 1, reward_sum = reward_sum + ? WHERE version = ?",
+            (episode.reward or 0.0, episode.code_version),
+        )
+
+    # ---- settings and checkpoints --------------------------------------------------------------------------
+
     def job_settings(self) -> JobSettings | None:
         """None before the first start. Raises `ConfigError` if they can no longer be read."""
         held = self.file.meta("job_settings", "")
@@ -372,16 +369,14 @@ class Journal:
 
     def put_episode(self, episode: EpisodeRecord) -> None:
         """Store a new or changed episode."""
-        row = (episode.seq, episode.id, episode.status, episode.is_settled, _EPISODE.dump_json(episode).decode())
-        self._db.execute(
-            "INSERT INTO episodes VALUES (?, ?, ?, ?, ?) ON CONFLICT (seq) DO UPDATE "
-            "SET status = excluded.status, settled = excluded.settled, body = excluded.body",
-            row,
-        )
+        values = [
+            (to_json(value) if value else "{}") if is_mapping else value
+            for value, is_mapping in zip(_VALUES(episode), _IS_MAPPING, strict=True)
+        ]
+        self._db.execute(_PUT_EPISODE, (*values, episode.is_settled))
 
     def episode(self, episode_id: str) -> EpisodeRecord | None:
-        body = self._one("SELECT body FROM episodes WHERE id = ?", episode_id)
-        return None if body is None else self.episode_of(body)
+        return next(iter(self._episodes("id = ?", (episode_id,))), None)
 
     def known_episode(self, episode_id: str) -> EpisodeRecord:
         """An episode. Raises `NotFound`."""
@@ -390,17 +385,13 @@ class Journal:
             raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
 
-    def episode_of(self, body: str) -> EpisodeRecord:
-        """The episode of a row."""
-        return _EPISODE.validate_json(body)
-
     def unsettled_episodes(self) -> list[EpisodeRecord]:
         """The unsettled ones, in the order they began."""
         return self._episodes("NOT settled ORDER BY seq", ())
 
     def episodes_of_group(self, group_id: int) -> list[EpisodeRecord]:
         """The episodes of a group, in the order they began."""
-        return self._episodes("json_extract(body, '$.group_id') = ? ORDER BY seq", (group_id,))
+        return self._episodes("group_id = ? ORDER BY seq", (group_id,))
 
     def members_of(self, groups: Sequence[Sequence[str]]) -> list[list[EpisodeRecord]]:
         """The episodes of each group that the journal still has. `groups` have their ids."""
@@ -447,27 +438,41 @@ class Journal:
         `longest` is the longest duration of an episode: ids begin with the time of the beginning.
         """
         return self._episodes(
-            "id >= ? AND id < ? AND body ->> 'mode' = 'train' "
-            "AND (status IN ('aborted', 'expired') OR body ->> 'dropped' != '') "
-            "AND json_extract(body, '$.ended') > ? AND json_extract(body, '$.ended') <= ? ORDER BY id DESC LIMIT ?",
+            "id >= ? AND id < ? AND mode = 'train' AND (status IN ('aborted', 'expired') OR dropped != '') "
+            "AND ended > ? AND ended <= ? ORDER BY id DESC LIMIT ?",
             (_first_id(start - longest), _first_id(end + 0.001), start, end, limit),
         )
 
     def _episodes(self, condition: str, values: Any) -> list[EpisodeRecord]:
+        rows = self._db.execute(f"SELECT {_EPISODE_COLUMNS} FROM episodes WHERE {condition}", values)
         return [
-            self.episode_of(body)
-            for (body,) in self._db.execute(f"SELECT body FROM episodes WHERE {condition}", values)
+            EpisodeRecord(
+                *(
+                    (json.loads(value) if value != "{}" else {}) if is_mapping else value
+                    for value, is_mapping in zip(row, _IS_MAPPING, strict=True)
+                )
+            )
+            for row in rows
         ]
 
     def put_group(self, group: Group) -> None:
-        """Store a new or changed group."""
-        self._db.execute("INSERT OR REPLACE INTO groups VALUES (?, ?)", (group.id, _GROUP.dump_json(group).decode()))
+        """Store a new or changed group. Its members are those episodes of it that are live or finished."""
+        values = [getattr(group, name) for name in _GROUP_FIELDS]
+        marks = ", ".join("?" * len(values))
+        self._db.execute(f"INSERT OR REPLACE INTO groups ({_GROUP_COLUMNS}) VALUES ({marks})", values)
 
     def remove_group(self, group_id: int) -> None:
         self._db.execute("DELETE FROM groups WHERE id = ?", (group_id,))
 
     def groups(self) -> list[Group]:
-        return [_GROUP.validate_json(body) for (body,) in self._db.execute("SELECT body FROM groups ORDER BY id")]
+        """The groups of the present batch, in the order they were opened."""
+        members = "SELECT id FROM episodes WHERE group_id = ? AND status IN ('live', 'finished') ORDER BY seq"
+        found = []
+        for row in self._db.execute(f"SELECT {_GROUP_COLUMNS} FROM groups ORDER BY id").fetchall():
+            values = dict(zip(_GROUP_FIELDS, row, strict=True))
+            ids = tuple(one for (one,) in self._db.execute(members, (values["id"],)))
+            found.append(Group(**values | {"is_left": bool(values["is_left"]), "members": ids}))
+        return found
 
     def task(self, task_set: str, task_id: str) -> TaskStats:
         """Statistics of a task; zeros before its first group."""
@@ -523,14 +528,9 @@ class Journal:
         return None if body is None else _CALL.validate_json(body)[0]
 
     def call_facts(self, episode_id: str) -> list[CallFacts]:
-        """Facts about an episode's calls, in the order they were recorded. Parses only calls of an older version."""
-        rows = self._db.execute(
-            "SELECT id, role, after_call, retry_of, untrained, num_tokens FROM calls WHERE episode_id = ? ORDER BY seq",
-            (episode_id,),
-        ).fetchall()
-        if any(row[1] is None for row in rows):
-            return [CallFacts.of(call) for call, *_ in self.calls(episode_id)]
-        return [CallFacts(*row) for row in rows]
+        """Facts about an episode's calls, in the order they were recorded. No call is parsed."""
+        query = "SELECT id, role, after_call, retry_of, untrained, num_tokens FROM calls WHERE episode_id = ?"
+        return [CallFacts(*row) for row in self._db.execute(f"{query} ORDER BY seq", (episode_id,))]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
@@ -547,7 +547,7 @@ class Journal:
         """
         self._db.execute(
             "INSERT OR REPLACE INTO transcripts (episode_id, reason, most, num_bytes) "
-            f"SELECT episode_id, ?, ?, SUM({_NUM_BYTES}) FROM calls WHERE episode_id = ? "
+            "SELECT episode_id, ?, ?, SUM(num_bytes) FROM calls WHERE episode_id = ? "
             "GROUP BY episode_id",
             (reason, most, episode_id),
         )
@@ -555,43 +555,51 @@ class Journal:
     # ---- batches -------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch) -> None:
-        self.file.insert("batches", (batch.id, _BATCH.dump_json(batch).decode(), None, None))
+        row = (
+            batch.id,
+            to_json(batch.groups),
+            _JOB.dump_json(batch.job).decode(),
+            batch.composed,
+            to_json(batch.carry),
+        )
+        self._db.execute("INSERT INTO batches (id, groups, job, composed, carry) VALUES (?, ?, ?, ?, ?)", row)
 
     def batches(self, start: int, stop: int | None = None) -> list[Batch]:
         """Batches from `start` on, before `stop`, in order, learned or not."""
-        query = "SELECT body FROM batches WHERE id >= ? AND id < ? ORDER BY id"
-        rows = self._db.execute(query, (start, 2**62 if stop is None else stop))
-        return [self._batch(body) for (body,) in rows]
+        query = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id >= ? AND id < ? ORDER BY id"
+        return [self._batch(*row) for row in self._db.execute(query, (start, 2**62 if stop is None else stop))]
 
     def stored_batch(self, batch_id: int) -> Callable[[], Batch]:
         """Reads a batch. The returned function makes it, without the file: its recipe may import a plug-in. It raises
         `ConfigError` if the recipe can no longer be read.
         """
-        return partial(self._batch, self._one("SELECT body FROM batches WHERE id = ?", batch_id))
+        row = self._db.execute(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        return partial(self._batch, *row)
 
     def first_group(self, batch_id: int) -> tuple[str, ...]:
         """The members of a batch's first group; none without the batch. The batch's recipe is not made."""
-        found = self._one("SELECT json_extract(body, '$.groups[0]') FROM batches WHERE id = ?", batch_id)
+        found = self._one("SELECT groups -> 0 FROM batches WHERE id = ?", batch_id)
         return tuple(json.loads(found or "[]"))
 
     def newest_carry(self) -> dict[str, float]:
         """The `carry` of the newest batch, learned or not. The batch's recipe is not made."""
-        found = self._one("SELECT json_extract(body, '$.carry') FROM batches ORDER BY id DESC LIMIT 1")
+        found = self._one("SELECT carry FROM batches ORDER BY id DESC LIMIT 1")
         return dict(json.loads(found or "{}"))
 
-    def _batch(self, body: str) -> Batch:
+    def _batch(self, batch_id: int, groups: str, job: str, composed: float, carry: str) -> Batch:
         """Raises `ConfigError` if the batch's recipe can no longer be read."""
         try:
-            return _BATCH.validate_json(body)
+            made = _JOB.validate_json(job)
         except ValidationError as error:
-            held = json.loads(body)
-            raise self._unreadable(f"batch {held.get('id')}", held.get("job"), error) from None
+            raise self._unreadable(f"batch {batch_id}", json.loads(job), error, 0) from None
+        return Batch(batch_id, tuple(map(tuple, json.loads(groups))), made, composed, json.loads(carry))
 
-    def _unreadable(self, what: str, job: Any, error: ValidationError) -> ConfigError:
+    def _unreadable(self, what: str, job: Any, error: ValidationError, start: int = 1) -> ConfigError:
+        """The error for job settings. The names of their keys begin after `start` parts of the location."""
         recipe = job.get("recipe") if isinstance(job, dict) else None
         name = recipe.get("name", "") if isinstance(recipe, dict) else ""
         wrong = [  # Those of `given` and of `job` are mostly the same.
-            f"{'.'.join(map(str, ('job', *one['loc'][1:])))}: {one['msg'].removeprefix('Value error, ')}"
+            f"{'.'.join(map(str, ('job', *one['loc'][start:])))}: {one['msg'].removeprefix('Value error, ')}"
             for one in error.errors()
         ]
         return ConfigError(
@@ -643,16 +651,19 @@ class Journal:
     def batch_records(self, before: int | None, limit: int) -> list[BatchRecord]:
         """The newest batches, or those before one, newest first."""
         rows = self._db.execute(
-            "SELECT body, metrics FROM batches WHERE id < ? ORDER BY id DESC LIMIT ?",
+            "SELECT id, groups, job, composed, metrics FROM batches WHERE id < ? ORDER BY id DESC LIMIT ?",
             (2**62 if before is None else before, limit),
         )
-        found = []
-        for body, metrics in rows:
-            held = json.loads(body)
-            groups = tuple(map(tuple, held["groups"]))
-            learned = None if metrics is None else json.loads(metrics)
-            found.append(BatchRecord(held["id"], groups, held["job"], held["composed"], learned))
-        return found
+        return [
+            BatchRecord(
+                batch_id,
+                tuple(map(tuple, json.loads(groups))),
+                json.loads(job),
+                composed,
+                None if metrics is None else json.loads(metrics),
+            )
+            for batch_id, groups, job, composed, metrics in rows
+        ]
 
     def steps(self, after: int | None, limit: int, names: Collection[str] = ()) -> list[StepRecord]:
         """The oldest `limit` steps to versions above `after`, or the newest `limit`, in order.
@@ -661,7 +672,7 @@ class Journal:
         """
         order = "DESC" if after is None else "ASC"
         rows = self._db.execute(
-            "SELECT id + 1, json_extract(body, '$.composed'), metrics FROM batches "
+            "SELECT id + 1, composed, metrics FROM batches "
             f"WHERE metrics IS NOT NULL AND id >= ? ORDER BY id {order} LIMIT ?",
             (0 if after is None else after, limit),
         ).fetchall()
@@ -741,7 +752,7 @@ class Journal:
         slices += _sliced("idempotency", old_keys, "scope = ? AND key = ?")
         limits = {
             "events": ("kind NOT IN ('evaluation', 'rollback')", self.last_event() - EVENTS_KEPT),
-            "episodes": ("settled", state.num_episodes - EPISODES_KEPT),
+            "episodes": ("settled", self.num_episodes - EPISODES_KEPT),
             "tasks": ("TRUE", (self._one("SELECT MAX(seq) FROM tasks") or 0) - TASKS_KEPT),
         }
         for table, (condition, limit) in limits.items():
@@ -763,11 +774,11 @@ WITH placed AS (
 SELECT seq, 0 FROM transcripts WHERE seq NOT IN (SELECT seq FROM totals WHERE total <= :limit)
 """
 """The transcripts that newer ones of their reason, or of all, displace. A large one does not displace all others."""
-_UNNEEDED_CALLS = f"""
-SELECT seq, {_NUM_BYTES} FROM calls WHERE episode_id IN (
+_UNNEEDED_CALLS = """
+SELECT seq, num_bytes FROM calls WHERE episode_id IN (
     SELECT DISTINCT episode_id FROM calls
     EXCEPT SELECT id FROM episodes WHERE NOT settled
-    EXCEPT SELECT member.value FROM batches, json_each(batches.body, '$.groups') AS members,
+    EXCEPT SELECT member.value FROM batches, json_each(batches.groups) AS members,
         json_each(members.value) AS member WHERE batches.id >= :durable
     EXCEPT SELECT episode_id FROM transcripts WHERE seq NOT IN (SELECT value FROM json_each(:displaced))
 ) ORDER BY episode_id, seq DESC
@@ -794,13 +805,14 @@ def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
     values = query.model_dump(exclude_defaults=True, include={*filters})
     conditions = ["TRUE", *(filters[name].sql for name in values)]
     if query.status == NOT_NEEDED:
-        conditions = [IS_NOT_NEEDED if one == filters["status"].sql else one for one in conditions]
+        values["status"] = "aborted"
+        conditions.append("not_needed != ''")
     elif query.status == "aborted":
-        conditions.append(f"NOT {IS_NOT_NEEDED}")
+        conditions.append("not_needed = ''")
     if query.sort in ("reward", "-reward"):
-        conditions.append(f"{REWARD} IS NOT NULL")
+        conditions.append("reward IS NOT NULL")
     if query.text:
-        values["text"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # as it stands in JSON
+        values["json"] = json.dumps(query.text, ensure_ascii=False)[1:-1]  # As it stands in the body of a call.
     return conditions, values
 
 

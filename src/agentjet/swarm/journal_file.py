@@ -12,23 +12,21 @@ import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeGuard
 
 from agentjet import database
 from agentjet.errors import ConfigError, Later, Unavailable
+from agentjet.swarm.schema import EARLIER_SCHEMA, EARLIER_VERSION, SCHEMA, SCHEMA_VERSION, migration, views
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 14
 CHECKPOINT_EVERY = 64
 """Syncs between two checkpoints. A checkpoint in their thread cannot restart the log while the writer uses it."""
 LONGEST_LOG = 16_384
 """Pages of 4 KiB from which each sync makes a checkpoint, until the writer has restarted the log."""
-AddedColumns = Mapping[str, Mapping[str, str]]
-"""Nullable columns that newer versions added to a schema: SQL types by table and column, in the order of addition."""
 DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
 """SQLite's primary error codes for a failing disk, as opposed to a damaged file."""
 UNAVAILABLE = "journal_unavailable"
@@ -67,9 +65,8 @@ class JournalFile:
     # ---- the file ------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, path: Path, schema: str, added: AddedColumns, indexes: str) -> Self:
-        """Open the file of a journal, or create it with the statements of `schema`. A file without the `added` columns
-        gets them. The statements `indexes` run each time.
+    def open(cls, path: Path) -> Self:
+        """Open the file of a journal, or create it. A file of `EARLIER_VERSION` is migrated in one transaction.
 
         Raises `ConfigError` if another process has it open, the disk refuses it, or it has another schema.
         """
@@ -90,11 +87,9 @@ class JournalFile:
             file.db.execute("PRAGMA secure_delete = OFF")
             if not file.db.execute("SELECT 1 FROM sqlite_master").fetchone():
                 version = f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')"
-                file.db.executescript(f"BEGIN IMMEDIATE; {schema} {version}; COMMIT;")
-            file._check_schema(schema)
-            for table, column, kind in file._missing(added):
-                file.db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
-            file.db.executescript(f"BEGIN IMMEDIATE; {indexes} COMMIT;")
+                file.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {version}; COMMIT;")
+            if file._checked_version() == EARLIER_VERSION:
+                file._migrate()
             return file
         except BaseException as error:
             os.close(lock) if file is None else file.close()
@@ -114,9 +109,9 @@ class JournalFile:
             raise
 
     @classmethod
-    def open_read_only(cls, path: Path, schema: str, added: AddedColumns) -> Self:
-        """Open an existing journal to read it, also beside a running server. Nothing in its folder changes. Columns of
-        `added` that it lacks are read as NULL. The file may come from somebody else.
+    def open_read_only(cls, path: Path) -> Self:
+        """Open an existing journal to read it, also beside a running server. Nothing in its folder changes. One of
+        `EARLIER_VERSION` is read through temporary views. The file may come from somebody else.
 
         Raises `ConfigError` if there is none, or if it has another schema.
         """
@@ -127,8 +122,9 @@ class JournalFile:
         how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
         file = cls(path, database.connect(path, how))
         try:
-            file._check_schema(schema)
-            file._show_missing(added)
+            if file._checked_version() == EARLIER_VERSION:
+                for statement in list(views(file.db)):
+                    file.db.execute(statement)
         except (ConfigError, sqlite3.DatabaseError) as error:
             file.close()
             if isinstance(error, ConfigError) or error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
@@ -136,34 +132,33 @@ class JournalFile:
             raise ConfigError(f"{path} cannot be read as a journal ({error})") from None
         return file
 
-    def _check_schema(self, schema: str) -> None:
-        database.check_is_plain(self.db, schema, self.path)  # Before the first read of a table, which could be a view.
+    def _checked_version(self) -> int:
+        """The version of the schema. Raises `ConfigError` if it is unknown, or if the tables are not those of it."""
+        database.check_is_plain(self.db, SCHEMA, self.path)  # Before the first read of a table, which could be a view.
         found = self.meta("schema_version", "0")
-        if found != str(SCHEMA_VERSION):
+        schemas = {str(SCHEMA_VERSION): SCHEMA, str(EARLIER_VERSION): EARLIER_SCHEMA}
+        if found not in schemas:
             shown = found if found.isdecimal() else repr(found[:20])
             raise ConfigError(
                 f"{self.path} has journal schema {shown}, this AgentJet reads {SCHEMA_VERSION}: use the AgentJet that "
                 "wrote it, or begin a new server.data_dir with an export of its policy (`agentjet export`) as "
                 "model.name"
             )
-        database.check_tables(self.db, schema, self.path)
+        database.check_tables(self.db, schemas[found], self.path)
+        return int(found)
 
-    def _missing(self, added: AddedColumns) -> list[tuple[str, str, str]]:
-        """The added columns that the file lacks: table, column and type."""
-        present = {table: {row[1] for row in self.db.execute(f"PRAGMA table_info({table})")} for table in added}
-        return [
-            (table, column, kind)
-            for table, columns in added.items()
-            for column, kind in columns.items()
-            if column not in present[table]
-        ]
-
-    def _show_missing(self, added: AddedColumns) -> None:
-        """A read-only file cannot be altered: a temporary view with the name of the table has the columns."""
-        missing = self._missing(added)
-        for table in dict.fromkeys(table for table, _, _ in missing):
-            nulls = ", ".join(f"NULL AS {column}" for owner, column, _ in missing if owner == table)
-            self.db.execute(f"CREATE TEMP VIEW {table} AS SELECT *, {nulls} FROM main.{table}")
+    def _migrate(self) -> None:
+        """Write the rows of the earlier schema into new tables. A kill or an error leaves the file as it was."""
+        (number,) = self.db.execute("SELECT COUNT(*) FROM episodes").fetchone()
+        log.warning("migrating %s to journal schema %d: %d episodes", self.path, SCHEMA_VERSION, number)
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in list(migration(self.db)):
+                self.db.execute(statement)
+            self.db.execute("COMMIT")
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent. Later uses raise `Later`."""

@@ -111,7 +111,7 @@ class Mixture:
         self._store = store
         self._clock = clock
         now = clock()
-        self._active = dict.fromkeys({*store.state.carry, *self._held()}, now)
+        self._active = dict.fromkeys({*store.carry, *self._held()}, now)
         """Time at which each set last began or ended an episode."""
         self._progress: dict[str, float] = {}
         """Time at which each set joined or last finished an episode."""
@@ -200,14 +200,14 @@ class Mixture:
         first: Counter[str] = Counter()
         for name, number in sorted(left_behind.items()):
             first[name] = min(number, size - first.total())
-        rest = needs(weights, self._store.state.carry, self._quotas(self._held()), size - first.total())
+        rest = needs(weights, self._store.carry, self._quotas(self._held()), size - first.total())
         return None if rest is None else {**first, **rest}
 
     def carry(self, chosen: Sequence[Group]) -> dict[str, float]:
         """Groups that each present set is owed after a batch of these groups."""
         if not self._store.job.task_weights:
             return {}
-        return carried(self._weights(), self._store.state.carry, Counter(group.task_set for group in chosen))
+        return carried(self._weights(), self._store.carry, Counter(group.task_set for group in chosen))
 
     # ---- time ----------------------------------------------------------------------------------------------
 
@@ -321,4 +321,4 @@ class Mixture:
         return [group for group in self._store.groups.values() if group.state == "complete"]
 
     def _quotas(self, held: Mapping[str, int]) -> dict[str, int]:
-        return quotas(self._weights(), self._store.state.carry, held, places(self._store))
+        return quotas(self._weights(), self._store.carry, held, places(self._store))

@@ -161,7 +161,7 @@ class Queries:
     @property
     def num_lost(self) -> int:
         """Number of aborted and expired episodes while the present batch was filled, without those not needed."""
-        lost = self._store.state.lost("episodes", self._store.next_batch)
+        lost = self._journal.counts("lost_episodes", self._store.next_batch)
         return lost.get("aborted", 0) + lost.get("expired", 0)
 
     @property
@@ -229,15 +229,15 @@ class Queries:
         """Episodes since the data dir was made: `live`, `finished`, `aborted`, `expired`, `not_needed`; and of the
         finished `trained`, `waiting`, `dropped`.
         """
-        return dict(self._store.state.counts)
+        return self._journal.outcomes()
 
     def dropped(self) -> dict[str, int]:
         """The `dropped` ones of `status_counts`, by reason."""
-        return dict(self._store.state.dropped)
+        return self._journal.counts("dropped")
 
     def code_versions(self) -> dict[str, OutcomeCounts]:
         """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
-        return dict(self._store.state.code_versions)
+        return self._journal.code_versions()
 
     def task_sets(self) -> dict[str, TaskSetStatus]:
         """The task sets that share the batches, by name."""

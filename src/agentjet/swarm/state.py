@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Literal
 
 from agentjet.config import JobConfig
 from agentjet.types import EpisodeStatus, GroupState, Mode
@@ -23,6 +24,8 @@ RECOVERABLE = frozenset(
 """Codes of refusals that agents recover from: they compact their history, send all of it, or end their loop."""
 NOT_NEEDED_REASONS = ("surplus", "stale", "not needed", "replaced")
 """Beginnings of reasons, up to a colon, of aborted episodes that did not fail: the run had enough without them."""
+Outcome = Literal["live", "finished", "aborted", "expired", "not_needed", "trained", "waiting", "dropped"]
+NOT_NEEDED: Outcome = "not_needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class EpisodeRecord:
     """The reason for the reward, as the client gave it. Rows of earlier versions lack it."""
     reason: str = ""
     """Why it was aborted or expired."""
+    not_needed: str = ""
+    """The reason of `NOT_NEEDED_REASONS` for which it was aborted; empty if it was needed."""
     num_calls: int = 0
     num_tokens: int = 0
     """Sampled tokens, over all calls that may train."""
@@ -89,25 +94,29 @@ class EpisodeRecord:
         return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
 
     @property
-    def is_not_needed(self) -> bool:
-        """True if it was aborted because the run had enough without it."""
-        start, colon, _ = self.reason.partition(":")
-        return self.status == "aborted" and bool(colon) and start in NOT_NEEDED_REASONS
+    def outcome(self) -> Outcome:
+        """Its status, or the finer one of a finished training episode, and of one that was not needed."""
+        if self.not_needed:
+            return NOT_NEEDED
+        if self.status != "finished" or self.mode == "eval":
+            return self.status
+        return "trained" if self.trained_in is not None else "dropped" if self.dropped else "waiting"
 
     @property
-    def categories(self) -> tuple[str, ...]:
+    def counted_as(self) -> set[Outcome]:
         """The counts that it belongs to."""
-        if self.is_not_needed:
-            return (NOT_NEEDED,)
-        if self.status != "finished" or self.mode == "eval":
-            return (self.status,)
-        outcome = "trained" if self.trained_in is not None else "dropped" if self.dropped else "waiting"
-        return ("finished", outcome)
+        return {self.outcome, "finished"} if self.status == "finished" else {self.outcome}
 
     @property
     def is_settled(self) -> bool:
         """True once it is aborted, expired, trained or dropped, or finished in eval mode."""
-        return not {"live", "waiting"}.intersection(self.categories)
+        return self.outcome not in ("live", "waiting")
+
+
+def not_needed(reason: str) -> str:
+    """The beginning of a reason, up to its colon, if it says that the run had enough without the episode."""
+    start, colon, _ = reason.partition(":")
+    return start if colon and start in NOT_NEEDED_REASONS else ""
 
 
 def reward_of(episode: EpisodeRecord, policy: str, policies: Sequence[str]) -> float | None:
@@ -203,15 +212,9 @@ class Batch:
         return tuple(episode_id for group in self.groups for episode_id in group)
 
 
-NOT_NEEDED = "not_needed"
-COUNTED = ("live", "finished", "aborted", "expired", NOT_NEEDED, "trained", "waiting", "dropped")
-CODE_VERSIONS_KEPT = 20
-"""Code versions with outcome counts, by last use. An older one starts from 0 when it is used again."""
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class State:
-    """The numbers of a run: versions and counts. One row of the journal."""
+    """The versions of a run. One row of the journal."""
 
     policy_version: int = 0
     base_version: int = -1
@@ -222,76 +225,8 @@ class State:
     """First policy version from which batches can be replayed. Tokens of older batches may be pruned."""
     offered_version: int = 0
     """Newest policy version that separate samplers may have. Its batch is never given up."""
-    num_episodes: int = 0
-    num_groups: int = 0
-    carry: Mapping[str, float] = field(default_factory=dict)
-    """Groups owed to each task set since the newest batch."""
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-    """Episodes since the data dir was made: by status, those that were not needed apart, and the finished training ones
-    by outcome."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """The dropped ones of `counts`, by reason."""
-    code_versions: dict[str, OutcomeCounts] = field(default_factory=dict)
-    """Outcomes of training episodes by version of the agent's code, the last used version last."""
-    losses: dict[str, int] = field(default_factory=dict)
-    """Dropped groups and unscored episodes of batches that are not learned yet, by `BATCH/groups/REASON` and
-    `BATCH/episodes/REASON`.
-    """
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no episode has begun and nothing was learned."""
-        return not self.num_episodes and self.policy_version <= max(0, self.base_version)
 
     @property
     def next_unused_version(self) -> int:
         """The first number that no weights have, not even those that only samplers got."""
         return max(self.policy_version, self.offered_version) + 1
-
-    def lost(self, kind: str, batch: int) -> dict[str, int]:
-        """Dropped `groups`, or unscored `episodes`, while the batch was filled, by reason."""
-        start = f"{batch}/{kind}/"
-        return {key.removeprefix(start): count for key, count in self.losses.items() if key.startswith(start)}
-
-    def count_lost(self, kind: str, batch: int, reason: str, number: int = 1) -> None:
-        key = f"{batch}/{kind}/{reason}"
-        self.losses[key] = self.losses.get(key, 0) + number
-
-    def advance(self, policy_version: int) -> None:
-        """Set the policy version, and forget what was lost before it."""
-        self.policy_version = policy_version
-        self.losses = {key: n for key, n in self.losses.items() if int(key.partition("/")[0]) >= policy_version}
-
-    def count(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
-        """Count a new or changed episode."""
-        if before is None:
-            self.num_episodes = after.seq
-        for name in () if before is None else before.categories:
-            self.counts[name] -= 1
-        for name in after.categories:
-            self.counts[name] += 1
-        if after.dropped and (before is None or not before.dropped):
-            self.count_dropped(after.dropped)
-        if after.code_version and after.mode == "train":
-            self._count_code_version(before, after)
-
-    def count_dropped(self, reason: str, number: int = 1) -> None:
-        """Count dropped episodes by reason; `counts` has their total."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + number
-
-    def _count_code_version(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
-        versions, name = self.code_versions, after.code_version
-        counts = versions.get(name, OutcomeCounts())
-        if before is None:
-            versions.pop(name, None)
-            versions[name] = replace(counts, episodes=counts.episodes + 1)
-            if len(versions) > CODE_VERSIONS_KEPT:
-                del versions[next(iter(versions))]
-        elif name in versions and before.ended is None and after.ended is not None:
-            if after.is_not_needed:
-                versions[name] = replace(counts, not_needed=counts.not_needed + 1)
-            elif after.reward is None:
-                versions[name] = replace(counts, aborted=counts.aborted + 1)
-            else:
-                reward_sum = counts.reward_sum + after.reward
-                versions[name] = replace(counts, finished=counts.finished + 1, reward_sum=reward_sum)

@@ -13,7 +13,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
@@ -40,6 +40,20 @@ STALL_SECONDS = 3.0
 """The server checks leases every half second. A longer gap between two checks means that the event loop was blocked."""
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Services of the server that has a run's state."""
+
+    on_event: Callable[[Event], None] = lambda event: None
+    """Called with each event after it is on disk."""
+    undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
+    """Returns the recorded calls of an ending episode that are still on their way to its agent."""
+    defers_hooks: bool = False
+    """True if the server calls the hooks of plug-ins, which may take long: see `RolloutNeeded` and `Undecided`."""
+    transcript_bytes: int = 0
+    """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
+
+
 class Store:
     """Journal and state of one run. Every change happens inside `transaction()`."""
 
@@ -56,23 +70,25 @@ class Store:
     trees: dict[str, dict[str, ConversationTree]]
     """Conversations of live episodes, by episode and role: all of an episode or none. A cache of the journal."""
 
-    def __init__(self, journal: Journal, clock: Callable[[], float], policies: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Callable[[], float],
+        policies: tuple[str, ...] = (),
+        host: Host = Host(),
+    ) -> None:
         self.journal = journal
         self.policies = policies
         """The policies that the settings name."""
         self.file = journal.file
-        self.on_event: Callable[[Event], None] = lambda event: None
-        """Called with each event after it is on disk."""
+        self.on_event = host.on_event
+        self.undelivered_calls = host.undelivered_calls
+        self.defers_hooks = host.defers_hooks
+        self.transcript_bytes = host.transcript_bytes
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called after a transaction that a `commit` must follow."""
-        self.defers_hooks = False
-        """True if the owner calls the hooks of plug-ins, which may take long: see `RolloutNeeded` and `Undecided`."""
         self.is_prune_due = False
         """True if the journal may have many rows that the run needs no more. `unneeded` finds them."""
-        self.transcript_bytes = 0
-        """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
-        self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
-        """Returns the recorded calls of an ending episode that are still on their way to its agent."""
         self._clock = clock
         self._outbox: list[Event] = []
         self._committed: list[Event] = []
@@ -119,6 +135,11 @@ class Store:
     def live(self) -> list[EpisodeRecord]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
 
+    @property
+    def carry(self) -> Mapping[str, float]:
+        """Groups owed to each task set since the newest batch."""
+        return self.journal.newest_carry() if self.pending is None else self.pending.carry
+
     def num_pinned(self) -> int:
         """Number of live evaluation episodes that need the present policy version."""
         return sum(episode.at_version is not None for episode in self.live())
@@ -135,7 +156,6 @@ class Store:
         try:
             with self.file.transaction():
                 yield
-                self.journal.put_state(self.state)
         except BaseException:
             self._reload(*marks)
             raise
@@ -222,11 +242,7 @@ class Store:
         assert self.file.in_transaction, "changes are made in transactions"
         before = self.episodes.get(episode.id)
         self._changed.add(episode.id)
-        self.state.count(before, episode)
-        if episode.status in ("aborted", "expired") and episode.mode == "train":
-            start = episode.reason.partition(":")[0]
-            reason = start.replace(" ", "_") if episode.is_not_needed else episode.status
-            self.state.count_lost("episodes", self.next_batch, reason)
+        self._count(before, episode)
         if episode.is_settled:
             self.episodes.pop(episode.id, None)
             self._keep_transcript(episode)
@@ -235,6 +251,25 @@ class Store:
         self.journal.put_episode(episode)
         if before is None and episode.seq % PRUNE_EVERY == 0:
             self.is_prune_due = True
+
+    def _count(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
+        journal = self.journal
+        left, entered = set() if before is None else before.counted_as, after.counted_as
+        for name in left - entered:
+            journal.count("outcome", name, -1)
+        for name in entered - left:
+            journal.count("outcome", name)
+        if after.dropped and (before is None or not before.dropped):
+            journal.count("dropped", after.dropped)
+        if after.mode == "eval":
+            return
+        if after.status in ("aborted", "expired"):
+            journal.count("lost_episodes", after.not_needed.replace(" ", "_") or after.status, batch=self.next_batch)
+        if after.code_version:
+            if before is None:
+                journal.code_version_began(after)
+            elif before.ended is None and after.ended is not None:
+                journal.code_version_ended(after)
 
     def unneeded(self) -> list[Slice]:
         """The rows of the journal that the run needs no more: see `Journal.unneeded`. May run in another thread; it
@@ -263,11 +298,17 @@ class Store:
         if (trees := self.trees.pop(episode_id, None)) is not None:
             self.undo_with(lambda: self.trees.setdefault(episode_id, trees))
 
+    def change(self, **versions: int) -> None:
+        """Record other versions. What was lost before the policy version is counted no longer."""
+        self.state = replace(self.state, **versions)
+        self.journal.put_state(self.state)
+        if "policy_version" in versions:
+            self.journal.forget_lost(self.policy_version)
+
     def put_group(self, group: Group) -> None:
         """Record a new or changed group, and count a dropped one. Dropped and batched ones leave memory."""
-        self.state.num_groups = max(self.state.num_groups, group.id)
         if group.state == "dropped":
-            self.state.count_lost("groups", self.next_batch, group.reason)
+            self.journal.count("lost_groups", group.reason, batch=self.next_batch)
         if group.state in ("dropped", "batched"):
             self.groups.pop(group.id, None)
             self.journal.remove_group(group.id)
@@ -304,8 +345,7 @@ class Store:
 
     def start_at(self, policy_version: int) -> None:
         """Start an empty run, or continue one after a rollback, at the checkpoint of a version."""
-        self.state.advance(policy_version)
-        self.state.base_version = self.state.durable_version = policy_version
+        self.change(policy_version=policy_version, base_version=policy_version, durable_version=policy_version)
 
     # ---- idempotency ---------------------------------------------------------------------------------------
 

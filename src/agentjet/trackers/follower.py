@@ -160,23 +160,10 @@ def open_cursor(path: Path, run_id: str) -> Iterator[Cursor]:
                 f"{path} is held by another `agentjet track`: that process writes these steps already; end it, or "
                 "choose another target"
             ) from None
-        yield Cursor(path, run_id, file)
-    finally:
-        os.close(file)
-
-
-class Cursor:
-    """The cursor of a tracker, of an open and locked file."""
-
-    def __init__(self, path: Path, run_id: str, file: int) -> None:
-        """Raises `ConfigError` if the cursor belongs to another run."""
-        self._run_id, self._file = run_id, file
         held = os.pread(file, LENGTH, 0)
-        self.is_new = not held
-        """True until the first `advance`."""
         try:
             found: Any = json.loads(held) if held else {"run": run_id, "version": 0}
-            owner, self.version = str(found["run"]), int(found["version"])
+            owner, version = str(found["run"]), int(found["version"])
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ConfigError(f"{path} is not a cursor of `agentjet track`: choose another target") from None
         if owner != run_id:
@@ -184,10 +171,24 @@ class Cursor:
                 f"{path} belongs to another run ({owner}, this one is {run_id}): choose another target, or "
                 "remove what that run wrote, and this file"
             )
+        yield Cursor(file, run_id, version, is_new=not held)
+    finally:
+        os.close(file)
+
+
+@dataclass
+class Cursor:
+    """The cursor of a tracker, of an open and locked file."""
+
+    file: int
+    run_id: str
+    version: int
+    is_new: bool
+    """True until the first `advance`."""
 
     def advance(self, version: int) -> None:
         """Records that the tracker has the steps up to this version."""
-        text = json.dumps({"run": self._run_id, "version": version})
-        os.pwrite(self._file, f"{text:{LENGTH - 1}}\n".encode(), 0)
-        os.fsync(self._file)
+        text = json.dumps({"run": self.run_id, "version": version})
+        os.pwrite(self.file, f"{text:{LENGTH - 1}}\n".encode(), 0)
+        os.fsync(self.file)
         self.is_new, self.version = False, version

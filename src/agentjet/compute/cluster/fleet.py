@@ -14,34 +14,29 @@ import asyncio
 import contextlib
 import copy
 import logging
-import math
 import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Literal
 
-from agentjet.compute.cluster.hub import Peer
-from agentjet.compute.cluster.probe import WAY_OUT, probe_error, probe_failure
-from agentjet.compute.cluster.routing import Load
-from agentjet.compute.cluster.weights import Publication
-from agentjet.compute.embedded.backend import Watchdog
+from agentjet.compute.cluster.routing import Cause, End, Load, ReplicaHandle
+from agentjet.compute.cluster.weights import WAY_OUT, Publication, probe_error, probe_failure
 from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
+from agentjet.processes.rpc import Peer
 from agentjet.types import PolicyId
 
 log = logging.getLogger(__name__)
 
 Start = Callable[[str], Awaitable[Peer]]
-"""Starts the replica of that name: launches, connects and loads it. Raises `ConfigError` if no retry can help."""
-Stop = Callable[[str], Awaitable[str]]
-"""Kills the process of that name; returns the reason why it ended, or "". Idempotent."""
+"""Starts the replica of that name: launches, connects and loads it. Raises `ConfigError` if no retry can help.
+
+No process is left of a start that failed or was cancelled.
+"""
+Changed = Callable[[], None]
+"""Called when a replica became ready or ended, or the policy failed."""
 Explain = Callable[[str], str]
 """Returns the error that the ended process of that name reported as the cause of its end, or ""."""
-
-Cause = Literal["work", "replica", "unwanted"]
-"""Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
 
 MAX_FIRST_DEATHS = 3
 """Replicas that may end before any replica ever served. Then the policy fails.
@@ -69,60 +64,6 @@ PLACES = 1.25
 """Completions that a replica has, per completion that it samples at a time: the next ones wait at the replica."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end of a replica. Its requests fail with `reason`."""
-
-    reason: WorkerDied
-    cause: Cause
-    time: float
-    """By the event loop."""
-
-
-class ReplicaHandle:
-    """One replica. From its end on it gets no more work."""
-
-    def __init__(self, name: str, load: Load) -> None:
-        self.name = name
-        self.load = load
-        self.peer: Peer | None = None
-        """Its connection, when it is loaded."""
-        self.publication: Publication | None = None
-        """The weights that it serves."""
-        self.is_adopting = False
-        self.is_suspended = True
-        """True while it uses no memory of its GPUs: before its start, and from `Fleet.suspend` to its next adoption."""
-        self.serial = 0
-        """Number of the publish that it fulfils."""
-        self.verified: set[int] = set()
-        """Versions whose probe it passed. Its received tokens may be of any of them."""
-        self.attempts = 0
-        """Failed attempts to adopt the present publication."""
-        self.problem = ""
-        """The error of the last attempt, if it failed."""
-        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self.busy_since = 0.0
-        """Time from which it has work. Times are those of the event loop."""
-        self.watchdog = Watchdog(math.inf)
-
-    @property
-    def version(self) -> int | None:
-        """The version that it serves."""
-        return None if self.publication is None else self.publication.version
-
-    @property
-    def is_ready(self) -> bool:
-        """True if it may get work."""
-        is_alive = self.peer is not None and not self.peer.died.done() and not self.end.done()
-        return is_alive and self.publication is not None and not (self.is_adopting or self.is_suspended)
-
-    def silence(self, now: float) -> float:
-        """Returns the seconds for which it has had work and sent nothing."""
-        if self.peer is None or not self.load.running:
-            return 0.0
-        return now - max(self.peer.heard_at, self.busy_since)
-
-
 class Fleet:
     """Keeps `count` replicas alive and current."""
 
@@ -130,20 +71,20 @@ class Fleet:
         self,
         policy: PolicyId,
         start: Start,
-        stop: Stop,
         count: int,
         settings: SamplerConfig,
+        changed: Changed,
         *,
         timeout: float,
         explain: Explain = lambda name: "",
+        has_served: bool = False,
     ) -> None:
         """Starts `count` replicas; must be called in an event loop.
 
         A replica that has work and is silent for `timeout` seconds is ended.
         """
         self.policy = policy
-        self.changed: Callable[[], None] = lambda: None
-        """Called when a replica became ready or ended, or the policy failed."""
+        self._changed = changed
         self.failed: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done if no replica can be had."""
         self.publish_seconds = 0.0
@@ -152,7 +93,6 @@ class Fleet:
         self.probe_error = 0.0
         """Largest error of a probe of the present publication."""
         self._start = start
-        self._stop = stop
         self._explain = explain
         self.count = count
         """Replicas that there should be."""
@@ -162,7 +102,7 @@ class Fleet:
         self._num_started = 0
         self._ends: deque[End] = deque(maxlen=MAX_ENDS)
         """The last ends of replicas that were wanted."""
-        self.has_served = False
+        self.has_served = has_served
         """True if a replica of the policy ever served, also one of an earlier fleet."""
         self._early_ends: list[str] = []
         """The causes of the ends of replicas before they served, since the last adoption, without their numbers."""
@@ -308,9 +248,8 @@ class Fleet:
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
             places = max(2, int(self._settings.max_concurrent * PLACES))
-            replica = ReplicaHandle(
-                f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens)
-            )
+            name, load = f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens)
+            replica = ReplicaHandle(name, load, self._timeout)
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
     async def _live(self, replica: ReplicaHandle) -> None:
@@ -319,11 +258,7 @@ class Fleet:
         end = await asyncio.shield(replica.end)
         work.cancel()
         await asyncio.wait([work])
-        try:
-            how = await self._stop(replica.name)
-        except Exception:
-            log.exception("%s could not be stopped", replica.name)
-            how = ""
+        how = await replica.peer.stop() if replica.peer is not None else ""
         if end.cause != "unwanted" and self._failure is None:
             known, cause = str(end.reason), self._explain(replica.name)
             log.warning("%s", ": ".join([known, *(text for text in (cause, how) if text and text not in known)]))
@@ -360,10 +295,9 @@ class Fleet:
                 await self._pulse.wait()
             replica.is_suspended = False
             peer = await self._start(replica.name)
-            if replica.end.done():
-                peer.close()
-                return
             replica.peer = peer
+            if replica.end.done():
+                return
             peer.died.add_done_callback(lambda died: self.end(replica, "lost its connection", cause="work"))
             watch = asyncio.create_task(self._watch(replica, peer))
             while True:
@@ -428,7 +362,7 @@ class Fleet:
         """Request one adoption and verify it. An error of the replica leaves it with its old version."""
         replica.is_adopting, serial, began = True, self._serial, time.monotonic()
         replica.verified.discard(publication.version)
-        replica.watchdog = Watchdog(self._timeout + publication.num_bytes / SLOWEST_BYTES_PER_SECOND)
+        replica.watchdog.timeout = self._timeout + publication.num_bytes / SLOWEST_BYTES_PER_SECOND
         try:
             logprobs = await peer.ask("adopt", self.policy, publication)
         except WorkerDied:
@@ -451,7 +385,7 @@ class Fleet:
             self.pause_seconds = max(self.pause_seconds, time.monotonic() - began)
         finally:
             replica.is_adopting = False
-            replica.watchdog = Watchdog(self._timeout)
+            replica.watchdog.timeout = self._timeout
             self._change()
 
     def _fail_probe(self, replica: ReplicaHandle, why: str) -> None:
@@ -467,18 +401,12 @@ class Fleet:
 
     async def _watch(self, replica: ReplicaHandle, peer: Peer) -> None:
         """End the replica if it hangs."""
-        now, interval = asyncio.get_running_loop().time, Watchdog(self._timeout).interval
-        while True:
-            checked = now()
-            await asyncio.sleep(interval)
-            elapsed, has_work = (
-                now() - checked,
-                bool(peer.pending) and (replica.is_adopting or not replica.is_suspended),
-            )
-            if replica.watchdog.hangs(elapsed, lambda: float(peer.num_messages), has_work=has_work):
-                self.end(
-                    replica, f"sent nothing for {self._timeout:g} s (server.worker_timeout)", cause="replica", hung=True
-                )
+        await replica.watchdog.hang(
+            lambda: peer.num_messages,
+            lambda: bool(peer.pending) and (replica.is_adopting or not replica.is_suspended),
+        )
+        silent = f"sent nothing for {self._timeout:g} s (server.worker_timeout)"
+        self.end(replica, silent, cause="replica", hung=True)
 
     def _fail(self, error: AgentJetError) -> None:
         if self._failure is None:
@@ -490,7 +418,7 @@ class Fleet:
     def _change(self) -> None:
         self._pulse.set()
         self._pulse.clear()
-        self.changed()
+        self._changed()
 
 
 def _backoff(failures: int) -> float:

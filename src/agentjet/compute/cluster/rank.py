@@ -1,39 +1,30 @@
 """A learner rank: a process that connects to the gateway and learns one policy together with the other ranks.
 
-The gateway sends every request to every rank. The answer of rank 0 counts, and an error of any. Ranks handle requests
-one after another, because each needs the others. A failure that is not an `AgentJetError` ends the process: the other
-ranks may wait for it, and the gateway then ends them all.
+The server sends every request to every rank (`compute.ranks`). Ranks handle requests one after another, because each
+needs the others. A failure that is not an `AgentJetError` ends the process: the other ranks may wait for it.
 
-    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address, interval, hook_timeout)
+    rendezvous() -> "HOST:PORT" (rank 0)      join(rank, num_ranks, address)
     add(model, compute) -> ModelInfo          forward_backward, optim_step, save, load, export: see `Learner`
     publish(version, wanted) -> Publication, or None without `wanted`
-
-From `join` on, a rank sends a sign of work after each `interval` seconds in which it worked.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import queue
 import shutil
-import signal
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentjet.compute.channel import Answer, WorkerRequest
-from agentjet.compute.cluster.group import Rendezvous, join
-from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.memory import USABLE, Learning, gathered_need
 from agentjet.compute.cluster.weights import (
     PROBE_TOKENS,
@@ -42,23 +33,23 @@ from agentjet.compute.cluster.weights import (
     publishes_adapter,
     write_adapter,
 )
-from agentjet.compute.embedded.backend import MIN_CPU_SECONDS
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
 from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding
-from agentjet.compute.embedded.worker import make_deterministic
-from agentjet.compute.hook_limit import end_overdue
+from agentjet.compute.embedded.worker import end_overdue, make_deterministic
 from agentjet.config import ComputeConfig, ModelConfig
-from agentjet.errors import AgentJetError, ComputeError
+from agentjet.processes.rpc import Link, ProcessRequest, host_and_port, listen
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
-SIGN_OF_WORK = Answer(0)
-"""The answer to no request. The gateway counts it as a message."""
+TIMEOUT = timedelta(hours=12)
+"""Limit of one collective. The gateway detects ranks that died; this ends only a group that it forgot."""
+JOIN_TIMEOUT = timedelta(minutes=10)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def publish(learner: PolicyLearner, server: WeightsServer | None, version: int, *, is_hot: bool) -> Publication | None:
@@ -116,37 +107,19 @@ class Rank:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._inbox: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
         self._rendezvous: Rendezvous | None = None
-        self._present: WorkerRequest | None = None
+        self.present: ProcessRequest | None = None
         """The request that this rank works on."""
         self._place: tuple[int, int] | None = None
         self._server: WeightsServer | None = None
         self._policy: PolicyHost | None = None
 
-    def run(self) -> None:
-        """The main loop. Raises the first failure that is not an `AgentJetError`."""
-        self._link.before_exit = self.close
-        self._link.read_forever(self._inbox.put)
-        while True:
-            request = self._present = self._inbox.get()
-            try:
-                result = self.handle(request.op, *request.args)
-            except AgentJetError as error:
-                self._link.send(Answer(request.id, error=error))
-            except Exception as error:
-                failure = ComputeError(f"{request.op} failed: {type(error).__name__}: {error}")
-                self._link.send(Answer(request.id, error=failure, ends=True))
-                raise
-            else:
-                self._link.send(Answer(request.id, result))
-
-    def handle(self, op: str, *args: Any) -> Any:
+    def handle(self, request: ProcessRequest) -> Any:
         """Handle one request; returns its result."""
+        self.present = request
         own: dict[str, Callable[..., Any]] = {"rendezvous": self._meet, "join": self._join, "add": self._add}
-        if op in own:
-            return own[op](*args)
-        return getattr(self._policy, op)(*args)
+        handle = own.get(request.op) or getattr(self._policy, request.op)
+        return handle(*request.args)
 
     def close(self) -> None:
         """Remove the files of this rank. Idempotent."""
@@ -157,10 +130,7 @@ class Rank:
         self._rendezvous = Rendezvous(self._link.local_host)
         return self._rendezvous.address
 
-    def _join(self, rank: int, num_ranks: int, address: str, interval: float, hook_timeout: float) -> None:
-        if hook_timeout < math.inf:
-            end_overdue(hook_timeout, lambda: self._present, self._link.send)
-        threading.Thread(target=show_work, args=[self._link.send, interval], daemon=True).start()
+    def _join(self, rank: int, num_ranks: int, address: str) -> None:
         join(rank, num_ranks, address, self._rendezvous, self._link.local_host)
         self._place = rank, num_ranks
         if rank == 0:
@@ -207,40 +177,53 @@ def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Poli
     return "gathered" if all(group.gather(fits)) else "sharded"
 
 
-def show_work(send: Callable[[Answer], object], interval: float) -> None:
-    """Send a sign of work after each interval in which this process used CPU time or waited for a disk.
+class Rendezvous:
+    """The place at which the ranks of a new group meet. It belongs to rank 0."""
 
-    The time of this thread does not count, so a rank that waits for another one is silent.
-    """
-    process, before = psutil.Process(), 0.0
-    while True:
-        time.sleep(interval)
-        used = time.process_time() - time.thread_time()
-        if used - before >= MIN_CPU_SECONDS or _may_wait_for_disk(process):
-            send(SIGN_OF_WORK)
-        before = used
+    def __init__(self, host: str) -> None:
+        """Listen on a free port of `host` only."""
+        listener, self.address = listen(host)
+        self.store = TCPStore(
+            *host_and_port(self.address),
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
-def _may_wait_for_disk(process: psutil.Process) -> bool:
-    """True also if the system does not show it: a rank whose signs end would be killed."""
-    try:
-        return bool(process.status() == psutil.STATUS_DISK_SLEEP)
-    except (psutil.Error, OSError):
-        return True
+def join(rank: int, num_ranks: int, address: str, rendezvous: Rendezvous | None, host: str) -> None:
+    """Meet the other ranks at the address of rank 0's rendezvous. `host` is the address of this machine."""
+    for variable in INTERFACES:
+        if interface := interface_of(host):
+            os.environ.setdefault(variable, interface)
+    if rendezvous is not None:
+        store = rendezvous.store
+    else:
+        store = TCPStore(*host_and_port(address), is_master=False, timeout=JOIN_TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+
+
+def interface_of(host: str) -> str:
+    """Returns the network interface that has an address; empty if none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    return ""
 
 
 def main() -> None:
-    """Serve the gateway until it closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides.
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    """Serve the server until it closes the connection. A failure exits without the collectives of an orderly end."""
+    link = Link.of_program()
     make_deterministic()
-    rank = Rank(Link.from_environment())
+    rank = Rank(link)
+    link.before_exit = rank.close
+    end_overdue(float(sys.argv[1]), lambda: rank.present, link.send)
     try:
-        rank.run()
-    except Exception:  # Boundary: exit without the collectives that an orderly end would wait for.
-        traceback.print_exc()
-        rank.close()
-        os._exit(1)
+        link.serve(rank.handle)
+    finally:
+        link.exit(1)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ before it receives any.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -28,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.compute.channel import Answer, WorkerRequest
-from agentjet.compute.cluster.guardian import places
-from agentjet.compute.cluster.hub import Link
 from agentjet.compute.cluster.weights import Publication, SharedFolder, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
+from agentjet.processes.guardian import places
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
@@ -181,7 +178,6 @@ class ReplicaServer:
         self._link = link
         self._start = start
         self._outbox = Outbox(link)
-        self._requests: asyncio.Queue[WorkerRequest] = asyncio.Queue()
         self._completions: dict[int, Completion] = {}
         self._loaded: VllmEngine | None = None
         self._info: ModelInfo | None = None
@@ -193,10 +189,7 @@ class ReplicaServer:
 
     async def run(self) -> None:
         """Serve requests until the connection ends, which ends the process."""
-        loop = asyncio.get_running_loop()
-        self._link.read_forever(lambda request: loop.call_soon_threadsafe(self._requests.put_nowait, request))
-        while True:
-            request = await self._requests.get()
+        async for request in self._link.requests():
             if request.op in _SLOW:
                 task = asyncio.create_task(self._answer(request))
                 self._tasks.add(task)
@@ -204,41 +197,36 @@ class ReplicaServer:
             else:
                 await self._answer(request)
 
-    async def _answer(self, request: WorkerRequest) -> None:
-        """Handle a request. Boundary: a failure becomes an answer, and may also end the process."""
+    async def _answer(self, request: ProcessRequest) -> None:
         op, id, _, args = request
-        try:
+        with self._answering(request):
             result = await getattr(self, f"_{op}")(*args)
-        except AgentJetError as error:
-            self._outbox.put(Answer(id, error=error))
-        except Exception as error:
-            self._fail(id, op, error)
-        else:
             if op == "adopt":
                 self._outbox.release(Answer(id, result))
             elif op not in _UNANSWERED:
                 self._outbox.put(Answer(id, result))
 
-    def _fail(self, id: int, op: str, error: Exception) -> None:
-        """Answer with an unexpected error. An engine that is dead, or has half of its weights, ends the process."""
-        traceback.print_exc()
-        ends = op == "adopt" or type(error).__name__ == "EngineDeadError"
-        failure = (WorkerDied if ends else ComputeError)(f"{op} failed: {type(error).__name__}: {error}")
-        if not ends:
-            self._outbox.put(Answer(id, error=failure))
-            return
-        self._link.send(Answer(id, error=failure, ends=True))
-        self._end()
+    @contextlib.contextmanager
+    def _answering(self, request: ProcessRequest) -> Iterator[None]:
+        """As `rpc.answering`. An engine that is dead, or has half of its weights, ends the process."""
+
+        def send(answer: Answer) -> None:
+            (self._link.send if answer.ends else self._outbox.put)(answer)
+
+        def ends(error: Exception) -> bool:
+            return request.op == "adopt" or type(error).__name__ == "EngineDeadError"
+
+        try:
+            with answering(request, send, ends=ends, fatal=WorkerDied):
+                yield
+        except Exception:  # It is answered.
+            self._link.exit(1)
 
     async def _end_with(self, engine: VllmEngine) -> None:
         """End the process when its engine is dead. vLLM fails completions then, and an adoption would wait for ever."""
         error = await engine.died()
         log.error("the engine is dead: %s: %s", type(error).__name__, error)
-        self._end()
-
-    def _end(self) -> None:
-        self._link.before_exit()
-        os._exit(1)
+        self._link.exit(1)
 
     async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
         self._loaded = await self._start(self._link, model, info, sampler, compute)
@@ -315,23 +303,20 @@ class ReplicaServer:
     async def _complete(
         self, engine: VllmEngine, completion: Completion, prompt: NDArray[np.int32], num_sampled: int
     ) -> None:
-        """Sample one completion. Boundary: its failure ends this completion, or the process if the engine is dead."""
+        """Sample one completion. Its failure ends this completion, or the process if the engine is dead."""
         id = completion.id
-        try:
-            await engine.check(prompt, completion.params, num_sampled)
-            async with self._places:
-                async for delta in engine.sample(id, prompt, completion.params, num_sampled):
-                    completion.add(delta)
-                    reason = completion.finish_reason()
-                    assert (reason is not None) == delta.ended, (reason, delta)
-                    if reason is not None or completion.is_due():
-                        self._put(completion, reason)
-        except AgentJetError as error:
-            self._outbox.put(Answer(id, error=error))
-        except Exception as error:
-            self._fail(id, "sample", error)
-        finally:
-            self._completions.pop(id, None)
+        with self._answering(ProcessRequest("sample", id, None, ())):
+            try:
+                await engine.check(prompt, completion.params, num_sampled)
+                async with self._places:
+                    async for delta in engine.sample(id, prompt, completion.params, num_sampled):
+                        completion.add(delta)
+                        reason = completion.finish_reason()
+                        assert (reason is not None) == delta.ended, (reason, delta)
+                        if reason is not None or completion.is_due():
+                            self._put(completion, reason)
+            finally:
+                self._completions.pop(id, None)
 
     def _put(self, completion: Completion, reason: FinishReason | None) -> None:
         for piece in completion.pieces(reason):
@@ -343,17 +328,10 @@ class ReplicaServer:
         return self._loaded
 
 
-def main() -> None:
-    """Serve the gateway until its connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides.
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    link = Link.from_environment()
-
-    async def serve() -> None:
-        await ReplicaServer(link, start_vllm).run()
-
-    asyncio.run(serve())
+async def serve() -> None:
+    """Serve the server until its connection ends."""
+    await ReplicaServer(Link.of_program(), start_vllm).run()
 
 
 if __name__ == "__main__":  # vLLM's processes import this module again.
-    main()
+    asyncio.run(serve())

@@ -12,14 +12,14 @@ import asyncio
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
 
-from agentjet.compute.cluster.fleet import Fleet, ReplicaHandle
-from agentjet.compute.cluster.routing import RoutedCompletion, choose
+from agentjet.compute.cluster.fleet import Changed, Fleet
+from agentjet.compute.cluster.routing import ReplicaHandle, RoutedCompletion, choose
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.types import ProcessStatus, Sampled, SamplingParams, TokenScore
 
@@ -40,12 +40,11 @@ SILENT_SECONDS = 2.0
 class Replicas:
     """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
+    def __init__(self, make_fleet: Callable[[Changed], Fleet]) -> None:
         self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[ReplicaHandle]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
         self._num_resumed = 0
-        fleet.changed = self._assign
+        self.fleet = make_fleet(self._assign)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""

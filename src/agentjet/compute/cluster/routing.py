@@ -1,4 +1,4 @@
-"""Routing: which replica gets the next completion. No processes, no clock.
+"""A replica as the server sees it, and routing: which replica gets the next completion.
 
 The replica that holds the longest known prefix of the prompt in its cache, unless it has much more to do than another;
 among equals the one with the least to do. Without the second rule, a system prompt that all tasks share would send
@@ -7,17 +7,26 @@ everything to one replica.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
+
+from agentjet.compute.cluster.weights import Publication
+from agentjet.errors import WorkerDied
+from agentjet.processes.rpc import Peer
+from agentjet.processes.supervisor import Watchdog
 
 BLOCK_TOKENS = 64
 """Prefixes are compared in blocks of this many tokens."""
 MORE_FACTOR, MORE = 1.25, 4
 """A replica may have this factor and this number of completions more than the least busy one."""
+
+Cause = Literal["work", "replica", "unwanted"]
+"""Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
 
 Key = TypeVar("Key")
 
@@ -98,6 +107,60 @@ class Load:
             self._known.move_to_end(key)
         while len(self._known) > self._max_keys:
             self._known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a replica. Its requests fail with `reason`."""
+
+    reason: WorkerDied
+    cause: Cause
+    time: float
+    """By the event loop."""
+
+
+class ReplicaHandle:
+    """One replica. From its end on it gets no more work."""
+
+    def __init__(self, name: str, load: Load, timeout: float) -> None:
+        self.name = name
+        self.load = load
+        self.watchdog = Watchdog(timeout)
+        self.peer: Peer | None = None
+        """Its connection, when it is loaded."""
+        self.publication: Publication | None = None
+        """The weights that it serves."""
+        self.is_adopting = False
+        self.is_suspended = True
+        """True while it uses no memory of its GPUs: before its start, and from `Fleet.suspend` to its next adoption."""
+        self.serial = 0
+        """Number of the publish that it fulfils."""
+        self.verified: set[int] = set()
+        """Versions whose probe it passed. Its received tokens may be of any of them."""
+        self.attempts = 0
+        """Failed attempts to adopt the present publication."""
+        self.problem = ""
+        """The error of the last attempt, if it failed."""
+        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.busy_since = 0.0
+        """Time from which it has work. Times are those of the event loop."""
+
+    @property
+    def version(self) -> int | None:
+        """The version that it serves."""
+        return None if self.publication is None else self.publication.version
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it may get work."""
+        is_alive = self.peer is not None and not self.peer.died.done() and not self.end.done()
+        return is_alive and self.publication is not None and not (self.is_adopting or self.is_suspended)
+
+    def silence(self, now: float) -> float:
+        """Returns the seconds for which it has had work and sent nothing."""
+        if self.peer is None or not self.load.running:
+            return 0.0
+        return now - max(self.peer.heard_at, self.busy_since)
 
 
 def choose(loads: Mapping[Key, Load], work: RoutedCompletion) -> Key | None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 # The next import is slow. What vLLM reads from the environment at its import is set by `VllmEngine.start`.
 from agentjet.compute.cluster import vllm_worker
-from agentjet.compute.cluster.launcher import reason_in
+from agentjet.compute.cluster.samplers import reason_in
 from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
 from agentjet.compute.cluster.weights import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.compute.token_choice import Grammars

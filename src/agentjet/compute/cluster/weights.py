@@ -21,13 +21,12 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import mmap
 import os
 import shutil
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,11 +36,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from agentjet.compute.channel import encode, read
-from agentjet.compute.cluster.guardian import LOCK, PREFIX, places, remove_abandoned
-from agentjet.compute.cluster.handshake import MAX_HANDSHAKES, dial, listen, verify
 from agentjet.config import LoraConfig
 from agentjet.errors import ComputeError
+from agentjet.processes.guardian import LOCK, PREFIX, places, remove_abandoned
+from agentjet.processes.rpc import Listener, dial, encode, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,14 +57,29 @@ MAX_CONNECTIONS = 8
 """Connections of a fetch, at most. A core receives and hashes about 0.75 GB/s, and clouds limit a connection to 5 or 10
 Gbit/s. More would gain nothing, because Linux lets only one thread at a time write to a file: 2.6 GB/s in all."""
 CHUNK_BYTES = 1 << 20
-ACCEPT_SECONDS = 0.2
-"""Time from an error of `accept` to the next try."""
 STALL_SECONDS = 60.0
 """Limit of a fetch without a byte."""
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models whose adapters were compared between vLLM and the learner."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Their linear layers, which `all-linear` stands for."""
+FLOAT32_ERROR = 5e-4
+"""Largest difference of a probe's log-probability in float32."""
+ROUNDING = 2**-6
+"""Largest mean difference in 16 bits, as a part of the mean log-probability: four times the rounding of bfloat16.
+
+SmolLM2-135M in bfloat16 has 0.07 at a mean of -14.8: the tokens are drawn from the vocabulary, so they are improbable.
+"""
+MEAN_ERROR = 0.05
+"""Mean difference in 16 bits that is never too large."""
+NEARER = 1.5
+"""Ratio of the differences to the published version and to the one before at which a replica has the one before. On
+SmolLM2-135M it was at most 1 with the new weights, and 1.6 or more with old ones that differ by 1 % (one deviation).
+"""
+WAY_OUT = (
+    "If the replicas compute this model otherwise than the learner, set model.dtype = 'float32', with a new "
+    "server.data_dir, or compute.backend = 'embedded'"
+)
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of an adapter in vLLM. A smaller one is padded."""
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -106,16 +119,10 @@ class WeightsServer:
 
     def __init__(self, host: str, secret: bytes) -> None:
         """Listens on a free port of `host`."""
-        self._secret = secret
         self._folder: SharedFolder | None = None
         self._files: list[Path] = []
-        self._handshakes: dict[socket.socket, None] = {}
-        """Connections that have not proven the secret, oldest first."""
-        self._lock = threading.Lock()
-        """Guards the handshakes."""
-        self._is_closed = False
-        self._listener, self.address = listen(host)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener = Listener(host, secret, lambda name: self._serve)
+        self.address = self._listener.address
 
     def write(self, version: int, num_bytes: int, save: Callable[[Path], None]) -> tuple[Path, str]:
         """Write the file of a version with `save`; returns its path and digest. Removes files that are not needed.
@@ -140,50 +147,15 @@ class WeightsServer:
 
     def close(self) -> None:
         """Stop serving and remove the files. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # A closed listener alone would not end `accept`.
-            self._listener.close()
+        self._listener.close()
         if self._folder is not None:
             self._folder.close()
 
-    def _accept(self) -> None:
-        """Accept connections until `close`. An error, such as too many open files, delays them."""
-        while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-                self._begin_handshake(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError) as error:  # RuntimeError: there are too many threads.
-                if not self._is_closed:
-                    log.warning("fetches of weights wait, because no connection can be accepted: %s", error)
-                    time.sleep(ACCEPT_SECONDS)
-
-    def _begin_handshake(self, connection: socket.socket) -> None:
-        """End the oldest handshake if there are too many: one with the secret takes milliseconds."""
-        with self._lock:
-            self._handshakes[connection] = None
-            if len(self._handshakes) > MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one connection of a fetch. Boundary: a malformed request ends that connection only."""
-        with connection:
-            try:
-                try:
-                    verify(connection, self._secret)
-                finally:
-                    with self._lock:
-                        self._handshakes.pop(connection, None)
-                connection.settimeout(STALL_SECONDS)
-                with connection.makefile("rb") as stream:
-                    self._send(connection, stream)
-            except Exception as error:
-                log.warning("a fetch of weights failed: %s", error)
+        """Serve one connection of a fetch, in its thread."""
+        connection.settimeout(STALL_SECONDS)
+        with connection, connection.makefile("rb") as stream:
+            self._send(connection, stream)
 
     def _send(self, connection: socket.socket, stream: BinaryIO) -> None:
         """Send the requested parts of one file until the other end closes the connection."""
@@ -392,3 +364,54 @@ def as_folder(path: Path, config: str) -> Path:
 def size_in_engine(rank: int) -> int:
     """Returns the size that vLLM reserves for an adapter of that rank."""
     return next(size for size in RANKS if size >= rank)
+
+
+# ---- the probe -------------------------------------------------------------------------------------------------------
+
+# After each adoption a replica scores fixed tokens, and the learner scored them, too. In float32 both agree to a few
+# digits. In 16 bits rounding is larger than what one batch changes, so a replica must also not be much nearer to the
+# version before: an engine may report success and keep old weights.
+
+
+def probe_failure(publication: Publication, logprobs: Sequence[float], before: Publication | None = None) -> str:
+    """Returns the reason why a replica with these log-probabilities does not have the published weights, or ''.
+
+    `before` is the publication that it had.
+    """
+    expected = publication.probe_logprobs
+    if len(logprobs) != len(expected):
+        return f"it scored {len(logprobs)} tokens instead of {len(expected)}"
+    if publication.dtype == "float32":
+        error, limit, kind = probe_error(publication, logprobs), FLOAT32_ERROR, "largest"
+    else:
+        error, kind = _mean_error(publication, logprobs), "mean"
+        limit = max(MEAN_ERROR, ROUNDING * _mean([abs(value) for value in expected if math.isfinite(value)]))
+    if error > limit:
+        return f"the {kind} error of its log-probabilities is {error:.2g} (limit {limit:.2g})"
+    if before is not None and kind == "mean" and error > max(MEAN_ERROR, NEARER * _mean_error(before, logprobs)):
+        return f"its log-probabilities are nearer to those of version {before.version}"
+    return ""
+
+
+def probe_error(publication: Publication, logprobs: Sequence[float]) -> float:
+    """Returns the largest difference to the learner's log-probabilities; infinite if only one is finite."""
+    return max(_errors(publication, logprobs), default=0.0)
+
+
+def _mean_error(publication: Publication, logprobs: Sequence[float]) -> float:
+    return _mean(_errors(publication, logprobs))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _errors(publication: Publication, logprobs: Sequence[float]) -> list[float]:
+    """Returns the differences; 0 where neither value is finite, because the policy has diverged at both ends."""
+    errors = []
+    for ours, theirs in zip(logprobs, publication.probe_logprobs, strict=False):
+        if math.isfinite(ours) and math.isfinite(theirs):
+            errors.append(abs(ours - theirs))
+        else:
+            errors.append(math.inf if math.isfinite(ours) or math.isfinite(theirs) else 0.0)
+    return errors

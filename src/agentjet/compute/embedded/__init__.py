@@ -1,8 +1,1 @@
-"""The default backend: one worker process, one device, sampler and learner on the same weights.
-
-Only `backend` runs in the gateway's process. All modules that import torch run in the worker.
-"""
-
-from agentjet.compute.embedded.backend import EmbeddedCompute
-
-__all__ = ["EmbeddedCompute"]
+"""The process that learns and samples on the same weights. All modules here import torch, or run where it is."""

@@ -67,7 +67,7 @@ class PolicyHost:
     def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return self._operations.apply(op, ("optim_step", optimizer), lambda: self._update(optimizer))
 
-    def publish(self, version: int, wanted: bool = False) -> Any:
+    def publish(self, version: int, wanted: bool = True) -> Any:
         """Give the present weights this version; returns their publication if one is `wanted`. Idempotent.
 
         Raises `ComputeError` for a file that cannot be written.

@@ -2,45 +2,44 @@
 
 It hosts policies. Adapters share one base model and one sampler; a policy of full weights has both alone.
 
-`backend.WorkerProcess` starts the worker and sends requests on standard input. A thread reads them and ends the
-process as soon as the gateway is gone. The worker stores no facts: they are all in the gateway's journal.
+The server starts the worker (`compute.backend`) and sends it requests. The worker stores no facts: they are all in the
+server's journal.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
-import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from agentjet.compute.channel import Answer, Message, WorkerRequest, encode, requests
 from agentjet.compute.embedded.distributions import score
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel, reported_download
 from agentjet.compute.embedded.policy_host import HEAP, PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.hook_limit import end_overdue
 from agentjet.compute.token_choice import Guide
 from agentjet.config import ModelConfig, SamplerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
+from agentjet.errors import ComputeError, ConfigError, HookHung, PolicyRemoved
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
+from agentjet.recipes import hooks
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 ARRIVAL_GAP_SECONDS = 0.004
 """Seconds for which the sampler waits for another request before its next step."""
 ARRIVALS_SECONDS = 0.05
 """Total limit of that wait."""
+HOOK_CHECKS_PER_LIMIT = 10
 _ENDING = ("forward_backward", "optim_step", "remove")
 """Requests whose failure ends the process, because gradients, weights or the sampler may be half changed."""
 _COMPILED = "compiled"
@@ -69,32 +68,20 @@ class _Piece:
 class Worker:
     """The state of the process: policies by id, and the completions of all of them."""
 
-    def __init__(self, output: BinaryIO) -> None:
-        self._output = output
-        self._sending = threading.Lock()
-        """Held while a message is written: another thread reports the progress of a download."""
-        self._inbox: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
+    def __init__(self, send: Send) -> None:
+        """`send` sends a message to the server, from any thread."""
+        self.inbox: queue.SimpleQueue[ProcessRequest] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         """Compiles new grammars while the main loop samples: that may take seconds, without the lock of Python."""
         self._compiling: dict[int, tuple[PolicyId, Future[Guide | None]]] = {}
         """By completion that has not started."""
-        self._present: WorkerRequest | None = None
+        self.present: ProcessRequest | None = None
         """The request that the main loop works on."""
+        self._send = send
         self.policies: dict[PolicyId, PolicyHost] = {}
         self._shared: tuple[BaseModel, ModelSampler] | None = None
         """The base model of all adapters, and its sampler."""
-
-    def read_forever(self, stream: BinaryIO) -> None:
-        """The loop of the reader thread."""
-        try:
-            for request in requests(stream):
-                self._inbox.put(request)
-        except EOFError:
-            os._exit(0)  # the gateway is gone
-        except Exception:  # Boundary: a request that cannot be read, such as one with a class that this process lacks.
-            traceback.print_exc()
-            os._exit(1)
 
     def run(self) -> None:
         """The main loop. Raises the failure of a request that may have left half a change."""
@@ -109,45 +96,33 @@ class Worker:
             if request.op == "sample":
                 arrivals_end = arrivals_end or time.monotonic() + ARRIVALS_SECONDS
 
-    def end_overdue(self, limit: float) -> None:
-        """End the process if a hook of a recipe takes more than `limit` seconds."""
-        end_overdue(limit, lambda: self._present, self._send)
-
     def handle(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """Handle one request; returns its result. Raises `AgentJetError`, or anything else for a bug."""
         if op in _OF_WORKER:
             return getattr(self, f"_{op}")(policy, *args)
         return getattr(self._hosted(policy), op)(*args)
 
-    def _next_request(self, arrivals_end: float) -> WorkerRequest | None:
+    def _next_request(self, arrivals_end: float) -> ProcessRequest | None:
         """Returns the next request; None when the samplers should do a step.
 
         A step costs nearly the same for one completion as for fifty, and requests arrive together. So the loop waits
         briefly for more requests after each one.
         """
         if all(sampler.is_idle for sampler in self._samplers()):
-            return self._inbox.get()
+            return self.inbox.get()
         try:
             if time.monotonic() < arrivals_end:
-                return self._inbox.get(timeout=ARRIVAL_GAP_SECONDS)
-            return self._inbox.get_nowait()
+                return self.inbox.get(timeout=ARRIVAL_GAP_SECONDS)
+            return self.inbox.get_nowait()
         except queue.Empty:
             return None
 
-    def _answer(self, request: WorkerRequest) -> None:
-        """Handle a request. Boundary: a failure becomes an answer, and may also end the process."""
-        op, id, policy, args = self._present = request
-        try:
+    def _answer(self, request: ProcessRequest) -> None:
+        """Handle a request. Raises a failure that may have left half a change."""
+        op, id, policy, args = self.present = request
+        assert policy is not None
+        with answering(request, self._send, ends=lambda error: op in _ENDING):
             result = self.handle(op, policy, *args)
-        except AgentJetError as error:
-            self._send(Answer(id, error=error))
-        except Exception as error:
-            traceback.print_exc()
-            failure = ComputeError(f"{op} failed: {type(error).__name__}: {error}")
-            self._send(Answer(id, error=failure, ends=op in _ENDING))
-            if op in _ENDING:
-                raise
-        else:
             if op not in _UNANSWERED:
                 self._send(Answer(id, result))
 
@@ -204,7 +179,7 @@ class Worker:
         compiled = self._compiler.submit(grammars.guide, params.grammar)
         self._compiling[id] = policy, compiled
         compiled.add_done_callback(
-            lambda done: self._inbox.put(WorkerRequest(_COMPILED, id, policy, (id, tokens, params, done)))
+            lambda done: self.inbox.put(ProcessRequest(_COMPILED, id, policy, (id, tokens, params, done)))
         )
 
     def _compiled(
@@ -264,11 +239,6 @@ class Worker:
             raise PolicyRemoved(f"the worker has no policy {policy}")
         return self.policies[policy]
 
-    def _send(self, message: Message) -> None:
-        with self._sending:
-            self._output.write(encode(message))
-            self._output.flush()
-
 
 def _sampler_of(hosted: PolicyHost) -> ModelSampler:
     assert hosted.sampler is not None, "a worker samples every policy that it hosts"
@@ -288,15 +258,32 @@ def make_deterministic() -> None:
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
+def end_overdue(limit: float, request: Callable[[], ProcessRequest | None], send: Send) -> None:
+    """Start a thread that ends the process when a hook of a recipe takes more than `limit` seconds.
+
+    A hook in an endless loop uses CPU time, so the watchdog takes it for work. The thread reports the hook first.
+    `request` returns the request that the process works on. A hook that holds Python's lock in C stops the thread, too:
+    then only the watchdog is left.
+    """
+    text = f"{limit:g} s (server.hook_timeout)"
+
+    def watch() -> None:
+        while not (overdue := hooks.overdue_call(limit, text)):
+            time.sleep(limit / HOOK_CHECKS_PER_LIMIT)
+        present = request()
+        if present is not None:
+            send(Answer(present.id, error=HookHung(overdue, during=str(present.policy)), ends=True))
+        os._exit(1)
+
+    if limit < math.inf:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
-    """Serve the gateway on standard input and output until it closes them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that no library prints between the messages
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    """Serve the server until it closes the connection."""
+    link = Link.of_program()
     make_deterministic()
-    worker = Worker(output)
-    threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
-    if (limit := float(sys.argv[1])) < math.inf:
-        worker.end_overdue(limit)
+    worker = Worker(link.send)
+    link.read_forever(worker.inbox.put)
+    end_overdue(float(sys.argv[1]), lambda: worker.present, link.send)
     worker.run()

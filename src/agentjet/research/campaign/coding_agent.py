@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
-from agentjet.client.captured_process import CapturedProcess
+from agentjet.client.command import CapturedProcess
 from agentjet.errors import ConfigError
 from agentjet.research import fence
 from agentjet.research.campaign.models import Intervention, ProposerAway, View

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentjet.client.code_copy import hash_of
+from agentjet.client.agent_source import hash_of
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process

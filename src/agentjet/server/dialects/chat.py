@@ -7,9 +7,8 @@ the same keys.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
@@ -18,27 +17,65 @@ from agentjet.errors import InvalidRequest
 from agentjet.gateway.calls import CallChunk, CallRequest
 from agentjet.gateway.prompts import Demonstration
 from agentjet.protocol import DemonstrationBody
-from agentjet.server.dialects.completions import SamplingBody, answer_head, sampling_request, stream_choices, usage_of
+from agentjet.server.dialects.completions import COMPLETIONS_KEYS, ChoicesEncoder, SamplingBody, sampling_request
 from agentjet.server.dialects.dialect import (
+    CACHE_MEANING,
+    OPENAI_ERRORS,
+    OPENAI_KEYS,
+    REASONING_MEANING,
     AnswerHead,
+    Body,
     CallLookup,
-    Chunks,
     ContentPart,
+    Count,
     Dialect,
+    Images,
+    Items,
+    JsonObject,
     NamedSchema,
-    call_of,
+    Payload,
+    RequestKeys,
+    Text,
+    ToolName,
     check_choice,
     function_tool,
     named_function,
+    noted,
+    refused,
     schema_of,
-    shown_logprobs,
     text_of,
 )
-from agentjet.server.dialects.error_shapes import OPENAI_ERRORS
-from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, Images, Items, JsonObject, Text, ToolName
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- requests
+
+_REASONING_TEXT = "`reasoning_content` has the text"
+CHAT_KEYS: RequestKeys = {
+    **{name: rule for name, rule in COMPLETIONS_KEYS.items() if name != "suffix"},
+    **OPENAI_KEYS,
+    **noted("chat_template_kwargs", "refused if this model's template would write another prompt with it", {}),
+    **noted(
+        "cache_control messages[].cache_control messages[].content[].cache_control tools[].cache_control", CACHE_MEANING
+    ),
+    **noted("store", "answers cannot be fetched again", False),
+    **noted("prediction", "a hint for speed"),
+    **noted("usage", "answers always have it"),
+    **noted("reasoning_effort reasoning thinking enable_thinking thinking_budget", REASONING_MEANING),
+    **noted("include_reasoning", "answers have `reasoning_content`", True),
+    **noted("verbosity", "state the wanted length in the prompt"),
+    **noted("web_search_options", "no provider runs the search; the policy is not offered it"),
+    **noted("messages[].provider_specific_fields", "the policy never read it", {}),
+    **noted("messages[].reasoning messages[].reasoning_text messages[].reasoning_opaque", _REASONING_TEXT, ""),
+    **noted("messages[].reasoning_details messages[].reasoning_items messages[].thinking_blocks", _REASONING_TEXT, []),
+    **refused("modalities", "the policy writes text only", ["text"]),
+    **refused("audio", "the policy writes text only"),
+    **refused("function_call", "use `tool_choice`", "auto"),
+    **refused("functions", "use `tools`", []),
+    **refused("messages[].refusal", "the policy refuses in plain text"),
+    **refused("messages[].annotations", "", []),
+    **refused("messages[].audio", "the policy reads text only"),
+    **refused("messages[].function_call", "use `tool_calls`"),
+}
 
 
 class ChatPart(ContentPart):
@@ -181,60 +218,60 @@ def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
 # --- answers
 
 
-def to_answer(choices: Sequence[CallChunk], body: ChatBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer."""
-    known = answer_head(head, "chatcmpl", "chat.completion", call_of(choices[0]))
-    return {**known, "choices": [_choice(body, last) for last in choices], "usage": usage_of(choices)}
+class ChatEncoder(ChoicesEncoder[ChatBody]):
+    """Encodes the answer of a chat completion. A part of a choice is its delta."""
 
+    prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGenerator[str]:
-    """Yields the events of a streamed answer."""
-    started: set[int] = set()
+    def __init__(self, body: ChatBody, head: AnswerHead) -> None:
+        super().__init__(body, head)
+        self._started: set[int] = set()
 
-    def show(chunk: CallChunk) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        if chunk.index not in started:
-            started.add(chunk.index)
+    def part(self, chunk: CallChunk) -> Payload:
+        call, delta = chunk.call, dict[str, Any]()
+        if chunk.index not in self._started:
+            self._started.add(chunk.index)
             delta |= {"role": "assistant", "content": ""}
         if chunk.reasoning:
             delta["reasoning_content"] = chunk.reasoning
         if chunk.text:
             delta["content"] = chunk.text
-        if chunk.call is not None and (tool_calls := _tool_calls(chunk.call.response)):
-            delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(tool_calls)]
-        reason = None if chunk.call is None else chunk.call.finish_reason
-        logprobs = _logprobs(body, chunk) if chunk.tokens else None
+        if call is not None and call.response.tool_calls:
+            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(call.response.tool_calls)]
+        logprobs = _logprobs(chunk) if self.body.logprobs and chunk.tokens else None
+        reason = None if call is None else call.finish_reason
         return {"index": chunk.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
 
-    return stream_choices(chunks, body, partial(answer_head, head, "chatcmpl", "chat.completion.chunk"), show)
+    def choice(self, part: Payload) -> Payload:
+        delta = part["delta"]
+        calls = [{key: one[key] for key in ("id", "type", "function")} for one in delta.get("tool_calls", ())]
+        message = {
+            "role": "assistant",
+            "content": delta["content"] or (None if calls else ""),
+            "reasoning_content": delta.get("reasoning_content"),
+            "tool_calls": calls or None,
+            "refusal": None,
+        }
+        logprobs = part["logprobs"] or ({"content": [], "refusal": None} if self.body.logprobs else None)
+        return {
+            "index": part["index"],
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": part["finish_reason"],
+        }
 
 
-def _choice(body: ChatBody, last: CallChunk) -> dict[str, Any]:
-    call = call_of(last)
-    message = call.response
-    shown = {
-        "role": "assistant",
-        "content": message.content or (None if message.tool_calls else ""),
-        "reasoning_content": message.reasoning or None,
-        "tool_calls": _tool_calls(message) or None,
-        "refusal": None,
-    }
-    logprobs = _logprobs(body, last)
-    return {"index": last.index, "message": shown, "logprobs": logprobs, "finish_reason": call.finish_reason}
+def _shown(call: ToolCall) -> Payload:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _tool_calls(message: Message) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
+def _logprobs(chunk: CallChunk) -> Payload:
+    """Returns the sampled tokens with the log-probabilities that they were sampled with."""
+    shown = [{"token": t.text, "logprob": t.logprob, "bytes": list(t.utf8), "top_logprobs": []} for t in chunk.tokens]
+    return {"content": shown, "refusal": None}
 
 
-def _logprobs(body: ChatBody, chunk: CallChunk) -> dict[str, Any] | None:
-    return {"content": shown_logprobs(chunk.tokens), "refusal": None} if body.logprobs else None
-
-
-CHAT = Dialect("/v1/chat/completions", ChatBody, CHAT_KEYS, OPENAI_ERRORS, translate, to_answer, to_events)
+CHAT = Dialect("/v1/chat/completions", ChatBody, CHAT_KEYS, OPENAI_ERRORS, translate, ChatEncoder)
 
 
 # --- demonstrations
@@ -251,7 +288,7 @@ def to_demonstration(body: DemonstrationBody, images: Images) -> Demonstration:
         where = ".".join(map(str, first["loc"]))
         raise InvalidRequest(f"{body.task_id}: {where}: {first['msg']}.", param=where) from None
     try:
-        conversation = CHAT.to_request(chat, lambda _: None, images).conversation
+        conversation = CHAT.decode(chat, lambda _: None, images).conversation
     except InvalidRequest as error:
         raise InvalidRequest(f"{body.task_id}: {error}", code=error.code, param=error.param) from None
     return Demonstration(body.task_id, conversation, frozenset(i for i, (_, weight) in enumerate(weights) if weight))

@@ -1,4 +1,4 @@
-"""The text completions of OpenAI's API, and the keys that chat completions share with them.
+"""The text completions of OpenAI's API, and the parts that chat completions share with them.
 
 A raw prompt is continued as it stands, without the chat template. A prompt that begins with an earlier prompt and its
 answer continues that timeline: see `gateway.prompts`.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, Strict
 
@@ -19,10 +18,27 @@ from agentjet.errors import InvalidRequest
 from agentjet.gateway.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
 from agentjet.gateway.prompts import TokenLogprob
 from agentjet.protocol import Int64
-from agentjet.server.dialects.dialect import AnswerHead, CallLookup, Chunks, Dialect, OpenAIBody, call_of
-from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, sse
-from agentjet.server.dialects.keys import COMPLETIONS_KEYS, Count, Items, StopString, StopStrings, refusal
-from agentjet.types import Call, Conversation
+from agentjet.server.dialects.dialect import (
+    NO_OBFUSCATION,
+    OPENAI_ERRORS,
+    AnswerHead,
+    CallLookup,
+    Count,
+    Dialect,
+    Encoder,
+    Items,
+    OpenAIBody,
+    Payload,
+    RequestKeys,
+    StopString,
+    StopStrings,
+    call_of,
+    noted,
+    refusal,
+    refused,
+    sse,
+)
+from agentjet.types import Conversation
 
 # --- shared with chat completions
 
@@ -52,44 +68,76 @@ def sampling_request(body: SamplingBody, conversation: Conversation, max_tokens:
     )
 
 
-def usage_of(choices: Iterable[CallChunk], num_per_prompt: int = MAX_CHOICES) -> dict[str, int]:
-    """Returns the numbers of tokens of an answer from the last chunks of its choices.
-
-    Choices of one prompt count it once.
-    """
-    prompts = completions = 0
-    for last in choices:
-        completions += len(call_of(last).completion)
-        prompts += last.num_prompt_tokens if last.index % num_per_prompt == 0 else 0
-    return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
+BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
-def answer_head(head: AnswerHead, prefix: str, kind: str, call: Call | None = None) -> dict[str, Any]:
-    """Returns an answer without its choices. The fingerprint is `POLICY-N`, with the version of the last token."""
-    version = f"-{call.versions[-1]}" if call is not None and call.versions else ""
-    fingerprint = f"{head.policy}{version}" if call is not None else None
-    known = {"id": f"{prefix}-{head.id}", "object": kind, "created": head.created, "model": head.model}
-    return {**known, "system_fingerprint": fingerprint}
+class ChoicesEncoder(Encoder[BodyT]):
+    """Encodes an answer with choices. Every event is an answer with the new `part` of one choice."""
 
+    prefix = "cmpl"
+    kind = event_kind = "text_completion"
 
-async def stream_choices(
-    chunks: Chunks, body: OpenAIBody, head_of: Callable[[Call | None], dict[str, Any]], show: Callable[[CallChunk], Any]
-) -> AsyncGenerator[str]:
-    """Yields the events of a streamed answer. `show` returns the new part of a choice."""
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    choices: list[CallChunk] = []
-    event = head_of(None) | ({"usage": None} if with_usage else {})
-    async for chunk in chunks:
+    def __init__(self, body: BodyT, head: AnswerHead) -> None:
+        super().__init__(body, head)
+        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._event = self._head(self.event_kind) | ({"usage": None} if self._with_usage else {})
+        self._ended: dict[int, tuple[CallChunk, Payload]] = {}
+
+    def part(self, chunk: CallChunk) -> Payload:
+        """Returns the choice as an event shows it."""
+        raise NotImplementedError
+
+    def choice(self, part: Payload) -> Payload:
+        """Returns the choice as the whole answer shows it, which has one chunk for each choice."""
+        return part
+
+    def encode(self, chunk: CallChunk) -> Iterator[Payload]:
+        part = self.part(chunk)
         if chunk.call is not None:
-            choices.append(chunk)
-            event |= head_of(chunk.call)
-        yield sse({**event, "choices": [show(chunk)]})
-    if with_usage:
-        yield sse({**event, "choices": [], "usage": usage_of(choices)})
-    yield "data: [DONE]\n\n"
+            self._ended[chunk.index] = chunk, part
+            self._event["system_fingerprint"] = self._fingerprint(chunk)
+        yield {**self._event, "choices": [part]}
+
+    def finish(self) -> Iterator[str]:
+        if self._with_usage:
+            yield sse({**self._event, "choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    def answer(self) -> Payload:
+        in_order = [self._ended[index] for index in sorted(self._ended)]
+        choices = [self.choice(part) for _, part in in_order]
+        fingerprint = {"system_fingerprint": self._fingerprint(in_order[0][0])}
+        return {**self._head(self.kind), **fingerprint, "choices": choices, "usage": self._usage()}
+
+    def _head(self, kind: str) -> Payload:
+        known = {"id": f"{self.prefix}-{self.head.id}", "object": kind}
+        return {**known, "created": self.head.created, "model": self.head.model, "system_fingerprint": None}
+
+    def _fingerprint(self, last: CallChunk) -> str:
+        """Returns `POLICY-N`, with the version of the last token."""
+        versions = call_of(last).versions
+        return f"{self.head.policy}-{versions[-1]}" if versions else self.head.policy
+
+    def _usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens. Choices of one prompt count it once."""
+        prompts = completions = 0
+        for index, (last, _) in self._ended.items():
+            completions += len(call_of(last).completion)
+            prompts += last.num_prompt_tokens if index % (self.body.n or 1) == 0 else 0
+        return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
 
 # --- requests
+
+_DISTRIBUTION = "it would change the distribution"
+COMPLETIONS_KEYS: RequestKeys = {
+    **noted("user"),
+    **refused("frequency_penalty presence_penalty min_p", _DISTRIBUTION, 0.0),
+    **refused("repetition_penalty", _DISTRIBUTION, 1.0),
+    **refused("logit_bias", _DISTRIBUTION, {}),
+    **NO_OBFUSCATION,
+    **refused("suffix", "the policy continues a text", ""),
+}
 
 TokenIds = Annotated[Items[Annotated[int, Strict(), Field(ge=0, lt=2**24)]], Field(min_length=1)]
 MAX_PROMPTS = 64
@@ -145,48 +193,30 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
 # --- answers
 
 
-def to_answer(choices: Sequence[CallChunk], body: CompletionBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer."""
-    shown = [_whole_choice(body, last) for last in choices]
-    known = answer_head(head, "cmpl", "text_completion", call_of(choices[0]))
-    return {**known, "choices": shown, "usage": usage_of(choices, body.n or 1)}
+class CompletionEncoder(ChoicesEncoder[CompletionBody]):
+    """Encodes the answer of a text completion. A part of a choice has the shape of the whole one."""
 
+    def __init__(self, body: CompletionBody, head: AnswerHead) -> None:
+        super().__init__(body, head)
+        self._offsets = defaultdict[int, _Offsets](_Offsets)
 
-def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> AsyncGenerator[str]:
-    """Yields the events of a streamed answer. They have the shape of the whole answer."""
-    offsets = defaultdict[int, _Offsets](_Offsets)
+    def part(self, chunk: CallChunk) -> Payload:
+        reason = None if chunk.call is None else chunk.call.finish_reason
+        assert reason in (None, "stop", "length"), "a raw prompt's answer has no tool calls"
+        text, shown = chunk.text, chunk.scores[chunk.num_prompt_tokens :] or chunk.tokens
+        if self.body.echo:
+            text, shown = self._prompt(chunk) + text, chunk.scores
+        logprobs = None if self.body.logprobs is None else self._offsets[chunk.index].logprobs(shown)
+        if logprobs is not None and self.body.logprobs:
+            likeliest = [dict(sorted(score.likeliest, key=lambda pair: pair[1])) for score in chunk.scores]
+            logprobs["top_logprobs"] = [one or None for one in likeliest[-len(shown) :]]
+        return {"text": text, "index": chunk.index, "logprobs": logprobs, "finish_reason": reason}
 
-    def show(chunk: CallChunk) -> dict[str, Any]:
-        logprobs = None if body.logprobs is None else offsets[chunk.index].logprobs(chunk.tokens)
-        return _choice(chunk, chunk.text, logprobs)
-
-    return stream_choices(chunks, body, partial(answer_head, head, "cmpl", "text_completion"), show)
-
-
-def _choice(chunk: CallChunk, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a choice, or a chunk of it. Only the last chunk has a reason why it ended."""
-    reason = None if chunk.call is None else chunk.call.finish_reason
-    assert reason in (None, "stop", "length"), "a raw prompt's answer has no tool calls"
-    return {"text": text, "index": chunk.index, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _whole_choice(body: CompletionBody, last: CallChunk) -> dict[str, Any]:
-    prompt = _prompts(body.prompt)[last.index // (body.n or 1)]
-    scored_prompt = last.scores[: last.num_prompt_tokens]
-    text = call_of(last).response.content
-    if body.echo:
-        shown = prompt if isinstance(prompt, str) else b"".join(t.utf8 for t in scored_prompt).decode(errors="replace")
-        text = shown + text
-    logprobs = None
-    if last.scores and body.logprobs is not None:
-        scores = last.scores if body.echo else last.scores[len(scored_prompt) :]
-        logprobs = _Offsets().logprobs(scores)
-        if body.logprobs:
-            top = [dict(sorted(token.likeliest, key=lambda pair: pair[1])) or None for token in scores]
-            logprobs["top_logprobs"] = top
-    elif body.logprobs is not None:
-        logprobs = _Offsets().logprobs(last.tokens)
-    return _choice(last, text, logprobs)
+    def _prompt(self, last: CallChunk) -> str:
+        prompt = _prompts(self.body.prompt)[last.index // (self.body.n or 1)]
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(score.utf8 for score in last.scores[: last.num_prompt_tokens]).decode(errors="replace")
 
 
 class _Offsets:
@@ -214,6 +244,4 @@ class _Offsets:
         return at
 
 
-COMPLETIONS = Dialect(
-    "/v1/completions", CompletionBody, COMPLETIONS_KEYS, OPENAI_ERRORS, translate, to_answer, to_events
-)
+COMPLETIONS = Dialect("/v1/completions", CompletionBody, COMPLETIONS_KEYS, OPENAI_ERRORS, translate, CompletionEncoder)

@@ -1,35 +1,231 @@
 """The `Dialect` type and the parts that dialects share.
 
-A dialect translates one API of a provider. A request body becomes a `CallRequest`. The chunks of a call become an
-answer or server-sent events. The translation is pure: it has no I/O, no clock and no state. `server.inference` does the
-rest once for all dialects: keys, roles, retries, delivery and streams.
+A dialect translates one API of a provider. Its `decode` turns the body of a request into a `CallRequest`. Its
+`Encoder` turns the chunks of a call into events; their sum is the answer to a request that does not stream. The
+translation is pure: it has no I/O and no clock. `server.inference` does the rest once for all dialects.
 
-Sections: parts of a message; tools and constraints; the dialect; the choices of an answer.
+Every request key has one treatment:
+
+* honoured: the key has its effect. It is a field of a body, and the field's docstring documents it;
+* noted: the key is accepted, counted, and shown on its episode. It changes neither the prompt nor the distribution;
+* refused: a value with an effect is answered with status 400 and the name of the key.
+
+Each dialect has a table of its noted and refused keys. Their `neutral` values have no effect and are accepted, as is
+null for any key. Other keys are unknown, and refused.
+
+Sections: bodies; treatment of keys; parts of a message; tools and constraints; errors; answers; the dialect.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, TypeVar
+from functools import cache
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import from_json, to_json
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized, nearest_name
 from agentjet.gateway.calls import CallChunk, CallRequest
-from agentjet.gateway.prompts import TokenLogprob
-from agentjet.server.dialects.error_shapes import ErrorShape
-from agentjet.server.dialects.keys import (
-    Body,
-    Images,
-    JsonObject,
-    RequestBody,
-    RequestKeys,
-    Text,
-    refusal,
-    request_notes,
+from agentjet.protocol import Int64, Temperature, status_of
+from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message, ToolCall, beginning
+
+# --- bodies
+
+
+def _check_whole_characters(text: str) -> str:
+    """Raises `ValueError` for half a surrogate pair, which JSON escapes can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half a surrogate pair is not text") from error
+    return text
+
+
+def check_portable_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value. Raises `ValueError` for values that other JSON parsers reject: NaN, too deep nesting."""
+    from_json(to_json(value), allow_inf_nan=False)
+    return value
+
+
+ItemT = TypeVar("ItemT")
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that is checked up to its first invalid item: one error for each item would take gigabytes."""
+Text = Annotated[str, AfterValidator(_check_whole_characters)]
+"""Text in whole characters."""
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_portable_json)]
+"""An object that any JSON parser reads: no NaN, no half characters, at most about 200 levels."""
+ToolName = Annotated[Text, Field(min_length=1, max_length=256)]
+Count = Annotated[Int64, Field(ge=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+"""An answer ends before this text. The bound keeps the search in every piece of the answer cheap."""
+StopStrings = Annotated[Items[StopString], Field(max_length=16)]
+"""OpenAI allows 4."""
+
+
+class Body(BaseModel):
+    """Part of a request. pydantic checks the declared keys, `request_notes` the others."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+    place: ClassVar[str] = "nowhere."
+    """Start of the names of this part's keys in the tables: `tools[].`; empty for a whole request."""
+    keys_of_kind: ClassVar[Mapping[str, str] | None] = None
+    """The keys that each `kind` of this part has, if the kind decides, apart from `type` and `role`.
+
+    Those with a `?` may be missing, and need no field.
+    """
+    unknown_kind: ClassVar[str] = "the policy reads text only."
+    """The reason for refusing other kinds."""
+
+    @property
+    def kind(self) -> str:
+        """The type or the role of this part."""
+        return str(getattr(self, "type", ""))
+
+    @property
+    def omission(self) -> str:
+        """The note about a part that the policy does not read, whose keys do not matter; else empty."""
+        return ""
+
+    @property
+    def is_unreadable(self) -> bool:
+        """True if the part has content that the policy cannot read, such as an image."""
+        return False
+
+    def omission_of(self, part: Body) -> str:
+        """The `omission` of a part of this part."""
+        return part.omission
+
+
+class RequestBody(Body):
+    """A request for an answer of the policy."""
+
+    place = ""
+    model: str
+    """and the role, after `@`"""
+    stream: bool | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
+    """0, or from 0.01 to 2; 0 is refused in training"""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    place = "stream_options."
+    include_usage: bool = False
+
+
+class OpenAIBody(RequestBody):
+    """The keys that all of OpenAI's dialects share."""
+
+    stream_options: StreamOptions | None = None
+    """`include_usage`"""
+
+
+# --- treatment of keys
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    """The treatment of one key. `meaning` is printed in the documentation."""
+
+    treatment: Literal["noted", "refused"]
+    meaning: str = ""
+    neutral: tuple[Any, ...] = ()
+    code: str = "unsupported_parameter"
+
+
+RequestKeys = Mapping[str, KeyRule]
+"""Rules by dotted key, such as `output_config.effort`. `[]` stands for every item of a list."""
+Images = Literal["refuse", "omit"]
+"""`job.images`."""
+UNREADABLE = (
+    "this model reads text only. Send its content as text, or set job.images = 'omit' on the server: then a text "
+    "replaces each image, document, audio and video."
 )
-from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
+"""The reason for refusing an unreadable part, with the way out."""
+
+
+def noted(names: str, meaning: str = "", *neutral: Any) -> RequestKeys:
+    return dict.fromkeys(names.split(), KeyRule("noted", meaning, neutral))
+
+
+def refused(names: str, meaning: str = "", *neutral: Any) -> RequestKeys:
+    return dict.fromkeys(names.split(), KeyRule("refused", meaning, neutral))
+
+
+REASONING_MEANING = "the policy alone decides whether and how much it reasons"
+CACHE_MEANING = "prefixes are always cached"
+NO_PLACE = "the chat template has no place for "
+NO_OBFUSCATION = refused("stream_options.include_obfuscation", "", False)
+OPENAI_KEYS: RequestKeys = {
+    **noted("metadata safety_identifier moderation"),
+    **noted("prompt_cache_key prompt_cache_options prompt_cache_retention", CACHE_MEANING),
+    **noted("service_tier", "there is one tier"),
+    **refused("top_logprobs", "the sampler reports the sampled token only", 0),
+    **NO_OBFUSCATION,
+}
+"""The keys that chat completions and responses share."""
+
+
+def request_notes(part: Body, keys: RequestKeys, images: Images, where: str = "") -> Iterator[str]:
+    """Yields the noted keys of a part at `where` in the request, and notes about omitted parts.
+
+    Raises `InvalidRequest` for the first key that is unknown, missing or refused, and for an unreadable part unless
+    `images` is `omit`.
+    """
+    if part.keys_of_kind is not None and part.kind not in part.keys_of_kind:
+        raise refusal(where[:-1], f" is of type {part.kind!r}: {part.unknown_kind}", "unsupported_content")
+    declared = part.__dict__
+    accepted, required = _split(part.keys_of_kind[part.kind]) if part.keys_of_kind is not None else (declared, ())
+    for key, value in chain(declared.items(), (part.model_extra or {}).items()):
+        if value is None:
+            continue
+        rule = keys.get(part.place + key)
+        if rule is None and key not in accepted and (value not in ("", []) or key not in declared):
+            beside = [known.removeprefix(part.place) for known in keys if known.startswith(part.place)]
+            near = nearest_name(key, [*accepted, *beside])
+            hint = f"; did you mean {near!r}?" if near else "."
+            message = f"{where + key!r} is not a known key{hint}"
+            raise InvalidRequest(message, code="unknown_parameter", param=where + key)
+        if rule is not None and value not in rule.neutral:
+            if rule.treatment == "refused":
+                way_out = " or ".join(["leave it out", *(f"use {neutral!r}" for neutral in rule.neutral)])
+                given = beginning(repr(value), 80)
+                raise refusal(where + key, f" is not supported: {way_out} (given: {given}).", rule.code)
+            yield part.place + key
+        if isinstance(value, list):
+            for i, item in enumerate(value if value and isinstance(value[0], Body) else ()):
+                if images == "refuse" and item.is_unreadable:
+                    raise refusal(
+                        f"{where}{key}.{i}", f" is of type {item.kind!r}: {UNREADABLE}", "unsupported_content"
+                    )
+                if note := part.omission_of(item):
+                    yield note
+                else:
+                    yield from request_notes(item, keys, images, f"{where}{key}.{i}.")
+        elif not isinstance(value, str) and isinstance(value, Body):  # The second check is slow.
+            yield from request_notes(value, keys, images, f"{where}{key}.")
+    for key in required:
+        if declared[key] is None:
+            raise refusal(where + key, " is missing.", "invalid_value")
+
+
+@cache
+def _split(keys: str) -> tuple[Collection[str], Collection[str]]:
+    """Returns the keys that a part may have and those that it must have."""
+    accepted = frozenset({"type", "role", *(key.rstrip("?") for key in keys.split())})
+    return accepted, [key for key in keys.split() if key[-1] != "?"]
+
+
+def refusal(where: str, why: str, code: str = "unsupported_parameter") -> InvalidRequest:
+    """Returns the error for the part at `where`. The message is its place and `why`."""
+    return InvalidRequest(where + why, code=code, param=where)
+
 
 # --- parts of a message
 
@@ -89,8 +285,7 @@ def check_choice(constraint: Constraint, offered: Sequence[str]) -> Constraint:
     if constraint.calls == "required" and not offered:
         raise InvalidRequest("tool_choice requires a tool call, but the request offers no tools.", param="tool_choice")
     if constraint.function and constraint.function not in offered:
-        names = ", ".join(offered)
-        message = f"tool_choice names the function {constraint.function!r}; offered are {names}."
+        message = f"tool_choice names the function {constraint.function!r}; offered are {', '.join(offered)}."
         raise InvalidRequest(message, param="tool_choice")
     return constraint
 
@@ -114,27 +309,46 @@ def schema_of(kind: str, schema: Mapping[str, Any] | None, place: str, param: st
     return {"text": None, "json_object": {"type": "object"}}.get(kind, schema)
 
 
-# --- the dialect
+# --- errors
 
 
-class StreamOptions(Body):
-    """Options of a stream."""
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """The form of errors: `body` of a response; `event` ends a stream, after `num_sent` events, with such a body."""
 
-    place = "stream_options."
-    include_usage: bool = False
-
-
-class OpenAIBody(RequestBody):
-    """The keys that all of OpenAI's dialects share."""
-
-    stream_options: StreamOptions | None = None
-    """`include_usage`"""
+    model: type[BaseModel]
+    body: Callable[[RequestError], dict[str, Any]]
+    event: Callable[[dict[str, Any], int], dict[str, Any]] = lambda body, num_sent: body
 
 
-RequestT = TypeVar("RequestT", bound=RequestBody)
-Chunks = AsyncGenerator[CallChunk]
-CallLookup = Callable[[str], tuple[Conversation, Message] | None]
-"""Returns the conversation and the answer of a call of this episode and role by its id; None for other ids."""
+class OpenAIError(BaseModel):
+    """An error on a route of OpenAI's API: `message`, `type`, `param` and `code`."""
+
+    error: dict[str, str | None]
+
+
+def openai_error(error: RequestError) -> dict[str, Any]:
+    """Returns the body of an error."""
+    kind = {Unauthorized: "authentication_error", Forbidden: "permission_error", NotFound: "not_found_error"}
+    status = status_of(error)
+    name = kind.get(type(error), "server_error" if status >= 500 else "invalid_request_error")
+    name = "rate_limit_error" if status == 429 else name
+    return {"error": {"message": error.message, "type": name, "param": error.param, "code": error.code}}
+
+
+OPENAI_ERRORS = ErrorShape(OpenAIError, openai_error)
+"""Also used where a path belongs to no dialect."""
+
+
+# --- answers
+
+Payload = dict[str, Any]
+
+
+def sse(payload: Payload) -> str:
+    """Returns one server-sent event, which has the name of its type, if it has one."""
+    name = f"event: {payload['type']}\n" if "type" in payload else ""
+    return f"{name}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +361,106 @@ class AnswerHead:
     policy: str = SOLE_POLICY
 
 
+def call_of(last: CallChunk) -> Call:
+    """Returns the call of the last chunk of a choice."""
+    assert last.call is not None, "the last chunk of a choice has its call"
+    return last.call
+
+
+RequestT = TypeVar("RequestT", bound=RequestBody)
+
+
+class Encoder(Generic[RequestT]):
+    """Encodes one answer. A subclass has the form of its dialect.
+
+    `encode` takes each chunk of `Calls.answer` and yields its events. `answer` is the sum of all events. An answer that
+    is not streamed has one chunk for each choice.
+    """
+
+    def __init__(self, body: RequestT, head: AnswerHead) -> None:
+        self.body = body
+        self.head = head
+
+    def encode(self, chunk: CallChunk) -> Iterator[Payload]:
+        raise NotImplementedError
+
+    def finish(self) -> Iterable[str]:
+        """Returns the text that ends a stream."""
+        return ()
+
+    def answer(self) -> Payload:
+        """Returns the whole answer, once all chunks were encoded."""
+        raise NotImplementedError
+
+
+BlockKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """A change of an answer that is a list of blocks: reasoning, text and tool calls.
+
+    A block of text begins with `open`, grows with `add` and ends with `close`. A tool call is one event, `call`.
+    """
+
+    kind: Literal["open", "add", "close", "call"]
+    index: int
+    block: BlockKind
+    text: str = ""
+    """`add`: the new text. `close`: the text of the whole block."""
+    call: ToolCall | None = None
+    is_last: bool = False
+    """True for the event that ends the last block of the answer."""
+
+
+class Blocks:
+    """Turns the chunks of a choice into blocks, one after the other. An answer without content has an empty text."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: BlockKind | None = None
+        self._texts: list[str] = []
+        self._has_text = False
+
+    def push(self, chunk: CallChunk) -> Iterator[BlockEvent]:
+        """Yields the events of a chunk."""
+        calls = chunk.call.response.tool_calls if chunk.call is not None else ()
+        if chunk.reasoning:
+            yield from self._add("reasoning", chunk.reasoning)
+        # Agents expect a text, so an empty answer has an empty one.
+        if chunk.text or (chunk.call is not None and not calls and not self._has_text):
+            self._has_text = True
+            yield from self._add("text", chunk.text)
+        if chunk.call is not None:
+            yield from self._close(is_last=not calls)
+        for i, call in enumerate(calls, 1):
+            self._index += 1
+            yield BlockEvent("call", self._index, "call", call=call, is_last=i == len(calls))
+
+    def _add(self, block: BlockKind, text: str) -> Iterator[BlockEvent]:
+        if block != self._open:
+            yield from self._close()
+            self._index += 1
+            self._open, self._texts = block, []
+            yield BlockEvent("open", self._index, block)
+        self._texts.append(text)
+        yield BlockEvent("add", self._index, block, text)
+
+    def _close(self, *, is_last: bool = False) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            yield BlockEvent("close", self._index, self._open, "".join(self._texts), is_last=is_last)
+            self._open = None
+
+
+# --- the dialect
+
+CallLookup = Callable[[str], tuple[Conversation, Message] | None]
+"""Returns the conversation and the answer of a call of this episode and role by its id; None for other ids."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[RequestT]):
-    """One route of an API.
-
-    `translate` raises `RequestError` for the first thing that cannot be honoured. `to_answer` takes the last chunks of
-    `merge_chunks`. `to_events` takes the chunks of `Gateway.call`, and yields server-sent events as text.
-    """
+    """One route of an API. `translate` raises `RequestError` for the first thing that cannot be honoured."""
 
     path: str
     request: type[RequestT]
@@ -161,10 +468,9 @@ class Dialect(Generic[RequestT]):
     """The noted and the refused keys of a request."""
     errors: ErrorShape
     translate: Callable[[RequestT, CallLookup], CallRequest]
-    to_answer: Callable[[Sequence[CallChunk], RequestT, AnswerHead], dict[str, Any]]
-    to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[str]]
+    encoder: type[Encoder[RequestT]]
 
-    def to_request(self, body: RequestT, lookup_call: CallLookup, images: Images = "refuse") -> CallRequest:
+    def decode(self, body: RequestT, lookup_call: CallLookup, images: Images = "refuse") -> CallRequest:
         """Returns the canonical request. Raises `RequestError` for the first thing that cannot be honoured."""
         notes = list(request_notes(body, self.keys, images))
         if isinstance(body, OpenAIBody) and body.stream_options is not None and not body.stream:
@@ -179,32 +485,14 @@ class Dialect(Generic[RequestT]):
             notes=tuple(dict.fromkeys((*notes, *request.notes))),
         )
 
-
-# --- the choices of an answer
-
-
-async def collect(chunks: Chunks) -> list[CallChunk]:
-    """Returns `merge_chunks` of a call."""
-    return merge_chunks([chunk async for chunk in chunks])
-
-
-def merge_chunks(chunks: Iterable[CallChunk]) -> list[CallChunk]:
-    """Returns the last chunk of every choice, by index, with the tokens of all chunks of that choice."""
-    tokens: dict[int, list[TokenLogprob]] = {}
-    last: dict[int, CallChunk] = {}
-    for chunk in chunks:
-        tokens.setdefault(chunk.index, []).extend(chunk.tokens)
-        if chunk.call is not None:
-            last[chunk.index] = replace(chunk, tokens=tuple(tokens[chunk.index]))
-    return [last[index] for index in sorted(last)]
-
-
-def call_of(last: CallChunk) -> Call:
-    """Returns the call of the last chunk of a choice."""
-    assert last.call is not None, "the last chunk of a choice has its call"
-    return last.call
-
-
-def shown_logprobs(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Returns sampled tokens, as OpenAI shows them, with the log-probabilities that they were sampled with."""
-    return [{"token": t.text, "logprob": t.logprob, "bytes": list(t.utf8), "top_logprobs": []} for t in tokens]
+    def keys_table(self) -> str:
+        """Returns every key as a Markdown table, grouped by treatment."""
+        lines = [f"### `{self.path}`", "", "| key | treatment | meaning |", "|---|---|---|"]
+        fields = {n: field.description or "" for n, field in self.request.model_fields.items() if n not in self.keys}
+        lines += [f"| `{name}` | honoured | {meaning} |" for name, meaning in sorted(fields.items())]
+        for treatment, effect in (("noted", "not counted"), ("refused", "accepted")):
+            for name, rule in sorted((name, rule) for name, rule in self.keys.items() if rule.treatment == treatment):
+                neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
+                meaning = "; ".join(filter(None, [rule.meaning, neutral and f"{effect}: {neutral}"]))
+                lines.append(f"| `{name}` | {treatment} | {meaning} |")
+        return "\n".join(lines)

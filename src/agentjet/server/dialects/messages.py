@@ -8,45 +8,73 @@ this order.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import ContextOverflow, InvalidRequest, RequestError
 from agentjet.gateway.calls import CallChunk, CallRequest
-from agentjet.protocol import Int64, Temperature
+from agentjet.protocol import Int64, Temperature, status_of
 from agentjet.server.dialects.dialect import (
+    CACHE_MEANING,
+    NO_PLACE,
+    REASONING_MEANING,
     AnswerHead,
-    CallLookup,
-    Chunks,
-    ContentPart,
-    Dialect,
-    call_of,
-    check_choice,
-    function_tool,
-    text_of,
-)
-from agentjet.server.dialects.error_shapes import ANTHROPIC_ERRORS, sse
-from agentjet.server.dialects.keys import (
-    MESSAGES_KEYS,
+    BlockEvent,
+    Blocks,
     Body,
+    CallLookup,
+    ContentPart,
     Count,
+    Dialect,
+    Encoder,
+    ErrorShape,
     Images,
     Items,
     JsonObject,
+    KeyRule,
+    Payload,
     RequestBody,
+    RequestKeys,
     StopStrings,
     Text,
     ToolName,
+    call_of,
+    check_choice,
+    function_tool,
+    noted,
     refusal,
+    refused,
     request_notes,
+    text_of,
 )
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- bodies
+
+MESSAGES_KEYS: RequestKeys = {
+    **noted("thinking output_config.effort output_config.task_budget", REASONING_MEANING),
+    **noted("context_management", "edits of thinking; other edits are refused: the agent must edit its history itself"),
+    **noted("cache_control tools[].cache_control messages[].content[].cache_control", CACHE_MEANING),
+    **noted("speed", "there is one speed", "standard"),
+    **noted("mcp_servers", "no provider runs their tools; the policy is not offered them", []),
+    **noted("metadata inference_geo diagnostics"),
+    **noted("betas", "the header `anthropic-beta` is noted as well"),
+    **noted("service_tier", "there is one tier"),
+    **noted("tools[].eager_input_streaming", "tool uses are streamed whole"),
+    **noted("tools[].input_examples", f"{NO_PLACE}them", []),
+    **noted("tools[].defer_loading", "every tool is offered at once"),
+    **refused("tools[].allowed_callers", "the policy calls tools itself", ["direct"]),
+    **refused("messages[].content[].citations", "the policy cites nothing", []),
+    **refused("messages[].content[].caller", "the policy calls tools itself", {"type": "direct"}),
+    **refused("messages[].content[].toolset_name", "the policy calls tools itself"),
+    **refused("messages[].content[].parsed_output", "the policy parses nothing"),
+    **refused("container", "the server executes no code"),
+    "thread": KeyRule("refused", "the server stores no history", code="thread_unsupported_request"),
+}
 
 
 class ContentBlock(ContentPart):
@@ -288,96 +316,66 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-def to_answer(choices: Sequence[CallChunk], body: MessagesBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer."""
-    (last,) = choices
-    message = call_of(last).response
-    content: list[dict[str, Any]] = []
-    if message.reasoning:
-        content.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
-    if message.content or not message.tool_calls:  # Agents expect a text block, so an empty answer has an empty one.
-        content.append({"type": "text", "text": message.content})
-    content += map(_tool_use, message.tool_calls)
-    return _answer(head, content, _end(last, body), last.num_prompt_tokens, len(call_of(last).completion))
+class MessageEncoder(Encoder[MessagesBody]):
+    """Encodes a message: one content block after the other, tool uses whole."""
 
+    def __init__(self, body: MessagesBody, head: AnswerHead) -> None:
+        super().__init__(body, head)
+        self._blocks = Blocks()
+        self._content: list[Payload] = []
+        self._message: Payload = {}
 
-async def to_events(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> AsyncGenerator[str]:
-    """Yields the events of a streamed answer: one block after the other, tool uses whole."""
-    index, opened, has_text = -1, _EMPTY, False
-    started = False
-    async for chunk in chunks:
-        if not started:
-            started = True
-            empty = _answer(head, [], {"stop_reason": None, "stop_sequence": None}, chunk.num_prompt_tokens, 0)
-            yield _event({"type": "message_start", "message": empty})
-        for block, delta in _pieces(chunk, has_text):
-            has_text = has_text or block == _TEXT
-            if block != opened:
-                for event in _ending(index, opened):
-                    yield event
-                index, opened = index + 1, block
-                yield _event({"type": "content_block_start", "index": index, "content_block": block})
-            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
+    def encode(self, chunk: CallChunk) -> Iterator[Payload]:
+        if not self._message:
+            self._message = {"id": f"msg_{self.head.id}", "type": "message", "role": "assistant"}
+            self._message |= {"model": self.head.model, "content": [], "stop_reason": None, "stop_sequence": None}
+            self._message["usage"] = {"input_tokens": chunk.num_prompt_tokens, "output_tokens": 0}
+            yield {"type": "message_start", "message": self._message}
+        for event in self._blocks.push(chunk):
+            yield from self._block(event)
         if chunk.call is not None:
-            for event in _ending(index, opened):
-                yield event
-            usage = _usage(chunk.num_prompt_tokens, len(chunk.call.completion))
-            yield _event({"type": "message_delta", "delta": _end(chunk, body), "usage": usage})
-    yield _event({"type": "message_stop"})
+            end = _end(chunk, self.body)
+            usage = {"input_tokens": chunk.num_prompt_tokens, "output_tokens": len(chunk.call.completion)}
+            self._message = {**self._message, "content": self._content, **end, "usage": usage}
+            yield {"type": "message_delta", "delta": end, "usage": usage}
+            yield {"type": "message_stop"}
+
+    def _block(self, event: BlockEvent) -> Iterator[Payload]:
+        if event.kind == "open":
+            yield self._event("start", event, _text_block(event, ""))
+        elif event.kind == "add":
+            name = "thinking" if event.block == "reasoning" else "text"
+            yield self._event("delta", event, {"type": f"{name}_delta", name: event.text})
+        elif event.kind == "close":
+            self._content.append(_text_block(event, SIGNATURE))
+            if event.block == "reasoning":
+                yield self._event("delta", event, {"type": "signature_delta", "signature": SIGNATURE})
+        elif event.call is not None:
+            call, given = event.call, to_tool_input(event.call.arguments)
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+            self._content.append(block)
+            yield self._event("start", event, {**block, "input": {}})
+            written = json.dumps(given, ensure_ascii=False)
+            yield self._event("delta", event, {"type": "input_json_delta", "partial_json": written})
+        if event.kind in ("close", "call"):
+            yield {"type": "content_block_stop", "index": event.index}
+
+    @staticmethod
+    def _event(kind: Literal["start", "delta"], event: BlockEvent, content: Payload) -> Payload:
+        key = "content_block" if kind == "start" else "delta"
+        return {"type": f"content_block_{kind}", "index": event.index, key: content}
+
+    def answer(self) -> Payload:
+        return self._message
 
 
-_EMPTY: dict[str, Any] = {}
-_TEXT = {"type": "text", "text": ""}
-_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
+def _text_block(event: BlockEvent, signature: str) -> Payload:
+    if event.block == "reasoning":
+        return {"type": "thinking", "thinking": event.text, "signature": signature}
+    return {"type": "text", "text": event.text}
 
 
-def _pieces(chunk: CallChunk, has_text: bool) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields the new content of a chunk: the block that it belongs to, as it begins, and what it adds to the block."""
-    calls = chunk.call.response.tool_calls if chunk.call is not None else ()
-    if chunk.reasoning:
-        yield _THINKING, {"type": "thinking_delta", "thinking": chunk.reasoning}
-    if chunk.text or (chunk.call is not None and not calls and not has_text):
-        yield _TEXT, {"type": "text_delta", "text": chunk.text}
-    for block in map(_tool_use, calls):
-        written = json.dumps(block["input"], ensure_ascii=False)
-        yield {**block, "input": {}}, {"type": "input_json_delta", "partial_json": written}
-
-
-def _ending(index: int, block: dict[str, Any]) -> Iterator[str]:
-    if block == _THINKING:
-        delta = {"type": "signature_delta", "signature": SIGNATURE}
-        yield _event({"type": "content_block_delta", "index": index, "delta": delta})
-    if block:
-        yield _event({"type": "content_block_stop", "index": index})
-
-
-def _event(payload: dict[str, Any]) -> str:
-    return sse(payload, name=payload["type"])
-
-
-def _answer(
-    head: AnswerHead, content: list[Any], end: dict[str, Any], num_prompt: int, num_sampled: int
-) -> dict[str, Any]:
-    return {
-        "id": f"msg_{head.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": head.model,
-        "content": content,
-        **end,
-        "usage": _usage(num_prompt, num_sampled),
-    }
-
-
-def _usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
-    return {"input_tokens": num_prompt, "output_tokens": num_sampled}
-
-
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": to_tool_input(call.arguments)}
-
-
-def _end(last: CallChunk, body: MessagesBody) -> dict[str, Any]:
+def _end(last: CallChunk, body: MessagesBody) -> Payload:
     """Returns the reason why an answer ended.
 
     If it was cut before `max_tokens`, the context was full.
@@ -418,4 +416,42 @@ def from_tool_input(value: dict[str, Any]) -> str:
     return str(value[WRAPPER_KEY]) if is_wrapped(value) else json.dumps(value, ensure_ascii=False)
 
 
-MESSAGES = Dialect("/v1/messages", MessagesBody, MESSAGES_KEYS, ANTHROPIC_ERRORS, translate, to_answer, to_events)
+# --- errors
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Error types by status. Other statuses are `invalid_request_error`, or `api_error` from 500."""
+
+
+class AnthropicError(BaseModel):
+    """An error on a route of Anthropic's API. The message names the key, because no field does."""
+
+    type: Literal["error"]
+    error: dict[str, Any]
+    """`type`, `message` and `details`: Anthropic's SDKs decide by `details.error_code`."""
+    request_id: str | None
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """Returns the body of an error."""
+    status = status_of(error)
+    kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    is_named = error.param is None or error.param in error.message
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    if isinstance(error, ContextOverflow):  # Claude Code reads both numbers to compact its history.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.maximum - 1} maximum"
+    elif error.code == ContextOverflow.code:
+        message = f"prompt is too long: {error.message}"
+    message = message.replace(".function.parameters", ".input_schema")  # The grammar uses OpenAI's name.
+    details = {"error_code": error.code}
+    return {"type": "error", "error": {"type": kind, "message": message, "details": details}, "request_id": None}
+
+
+ANTHROPIC_ERRORS = ErrorShape(AnthropicError, anthropic_error)
+MESSAGES = Dialect("/v1/messages", MessagesBody, MESSAGES_KEYS, ANTHROPIC_ERRORS, translate, MessageEncoder)

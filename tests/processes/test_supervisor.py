@@ -1,0 +1,83 @@
+"""The watchdog on time that the test passes, and the signs of work of a process. Pinned here:
+
+1. only processes that have something to do hang, and only after the timeout without a message;
+2. a server that was stopped itself does not take that time for silence;
+3. CPU time (that of children included) and waiting for a disk give a sign of work, idleness gives none;
+4. a system that does not show a process for a while does not end its signs.
+The same on processes that were stopped: `tests/compute/test_worker.py`, `tests/cluster/test_rank_process.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import psutil
+import pytest
+
+from agentjet.processes import rpc
+from agentjet.processes.rpc import SIGN_OF_WORK, show_work
+from agentjet.processes.supervisor import Watchdog
+
+TIMEOUT = 100.0
+
+
+def checks_until_it_hangs(dog: Watchdog, *, has_work: bool = True, most: int = 50) -> int | None:
+    """Number of the check that finds it hanging, in checks that come on time."""
+    return next((n for n in range(1, most + 1) if dog.hangs(dog.interval, 7, has_work=has_work)), None)
+
+
+def test_silence_of_a_process_with_something_to_do() -> None:
+    dog = Watchdog(TIMEOUT)
+    assert not dog.hangs(dog.interval, 7, has_work=True), "its messages came since the last check"
+    assert checks_until_it_hangs(dog) == TIMEOUT / dog.interval
+    assert checks_until_it_hangs(Watchdog(TIMEOUT), has_work=False) is None
+
+
+@pytest.mark.parametrize(("num_messages", "has_work"), [(8, True), (7, False)], ids=["message", "idle"])
+def test_a_message_begins_the_time_anew(num_messages: int, has_work: bool) -> None:
+    dog = Watchdog(TIMEOUT)
+    checks_until_it_hangs(dog, most=10)
+    assert not dog.hangs(dog.interval, num_messages, has_work=has_work)
+    assert checks_until_it_hangs(dog, most=9) is None
+
+
+def test_the_time_in_which_the_server_was_stopped_does_not_count() -> None:
+    dog = Watchdog(TIMEOUT)
+    dog.hangs(dog.interval, 7, has_work=True)
+    assert not dog.hangs(3600.0, 7, has_work=True)
+    assert not dog.hangs(dog.interval, 8, has_work=True)  # What was sent in that hour is read now.
+    assert checks_until_it_hangs(dog, most=9) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "signs"),
+    [
+        ([1.0, 1.0, 1.0], 1),
+        ([1.0, 1.5, 1.2], 3),
+        ([None, None, None], 3),
+        ([0.0, 0.01, 0.015], 0),
+        ([0.01, 0.015, 0.025], 1),
+    ],
+    ids=["idle", "work, and the end of a child", "disk", "less than counts", "slow work adds up"],
+)
+def test_signs_of_work(seconds: list[float | None], signs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, sent = iter(seconds), list[object]()
+    monkeypatch.setattr(rpc, "cpu_seconds", lambda: next(found))
+    with pytest.raises(StopIteration):
+        show_work(sent.append, 0.0)
+    assert sent == [SIGN_OF_WORK] * signs
+
+
+def test_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = rpc.cpu_seconds()
+    monkeypatch.setattr(rpc.time, "thread_time", lambda: 0.0)  # This thread is the one that works.
+    sum(i * i for i in range(2_000_000))
+    after = rpc.cpu_seconds()
+    assert before is not None and after is not None and after > before
+    for error in (psutil.AccessDenied(), OSError(errno.EMFILE, "Too many open files")):
+
+        def fail(process: psutil.Process, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(psutil.Process, "status", fail)
+        assert rpc.cpu_seconds() is None
