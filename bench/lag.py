@@ -47,7 +47,7 @@ from rich.console import Console
 
 from agentjet.cli import server_process
 from agentjet.config import ServeConfig
-from agentjet.recipes.shelf.grpo import Grpo
+from agentjet.recipes.baselines import Grpo
 from agentjet.server import Keys
 from agentjet.types import JOURNAL
 from bench.machine import ROOT, grid, missed_bounds, report, started

@@ -185,7 +185,7 @@ async def serve(settings: Settings) -> None:
     try:
         with listen("127.0.0.1", 0, backlog=4096) as listener:
             await runs.start()
-            await runs.default.ready()
+            await runs.default.engine.wait_until_up()
             tune_python()
             if settings.watches:
                 watches.append(Watch())

@@ -266,7 +266,7 @@ async def start(config: ServeConfig, compute: LocalWorker) -> Start:
 
     try:
         await gateway.start()
-        await asyncio.wait_for(gateway.ready(), SECONDS)
+        await asyncio.wait_for(gateway.engine.wait_until_up(), SECONDS)
         if is_stuck():
             return Start("stuck", why=f"a policy was added more than {MAX_STARTS} times")
         await gateway.versions.save()
