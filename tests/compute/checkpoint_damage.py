@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import io
 import json
 import shutil
 import tempfile
@@ -17,9 +16,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.compute.embedded.checkpoint import STATE_FILE, seal
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import OperationLog
@@ -192,12 +192,12 @@ SECONDS = 60.0  # For a start to come to an end of either kind
 MAX_STARTS = 2  # Times that one recovery may add a policy
 
 
-class LocalWorker(EmbeddedCompute):
+class LocalWorker(ProcessCompute):
     """A backend whose worker is an object in this process. It loads the model of a policy once, and does not sample."""
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
-        self.worker = Worker(io.BytesIO())
+        self.worker = Worker(lambda message: None)
         self.num_starts: Counter[PolicyId] = Counter()
         self._first: dict[PolicyId, tuple[ModelInfo, Any]] = {}
         """Each policy's model, and its learner's state of version 0."""
@@ -232,11 +232,14 @@ class LocalWorker(EmbeddedCompute):
         """Never."""
         return await asyncio.Future()
 
+    def _hosted(self, policy: PolicyId) -> Hosted:
+        return cast(Hosted, SimpleNamespace(ranks=self, samplers=None))
+
     async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
         """Load a batch that needs no sending."""
-        await self._ask("load_batch", policy, batch)
+        await self.ask("load_batch", policy, batch)
 
-    async def _ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
+    async def ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""
         try:
             return self.worker.handle(op, policy, *args)
