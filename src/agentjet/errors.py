@@ -8,10 +8,14 @@ this tree: it aborts that agent's episode and is counted.
 
 from __future__ import annotations
 
+import faulthandler
+import re
+import tempfile
 import traceback
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from math import inf
+from typing import NamedTuple
 
 LIBRARIES = ("numpy", "torch", "pydantic")
 """Packages whose lines are not the place of a failure: they were called with something wrong."""
@@ -268,3 +272,23 @@ def failure(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     return f"{place}: {type(error).__name__}: {error}"
+
+
+class StackLine(NamedTuple):
+    """A function that a thread is in, and its present line."""
+
+    file: str
+    line: int
+    function: str
+
+
+def thread_stack(thread: int) -> list[StackLine]:
+    """Returns the stack of a running thread, innermost function first, at most 100. Empty for an unknown thread."""
+    # The frames of `sys._current_frames` change while the thread runs on: `f_back` crashed CPython 3.11.
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = re.split(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", file.read(), flags=re.MULTILINE)
+    found = {int(number, 16): stack for number, stack in zip(stacks[1::2], stacks[2::2], strict=True)}
+    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', found.get(thread, ""), re.MULTILINE)
+    return [StackLine(name, int(line), function) for name, line, function in lines]

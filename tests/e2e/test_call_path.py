@@ -25,8 +25,7 @@ import pytest
 import uvicorn
 
 import agentjet
-from agentjet.compute.chosen import ChosenCompute
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.backend import ProcessCompute
 from agentjet.config import parse_config
 from agentjet.gateway import Runs
 from agentjet.server import Keys, create_app
@@ -106,7 +105,7 @@ async def second_turn(model: Path, data_dir: Path, trace: Trace) -> None:
         section, key = name.split(".")
         settings.setdefault(section, {})[key] = value
     config = parse_config(settings)
-    runs = Runs(config, ChosenCompute({"embedded": EmbeddedCompute(config)}))
+    runs = Runs(config, ProcessCompute(config))
     listener = listen("127.0.0.1", 0)
     keys = Keys({"client": TOKEN, "admin": ADMIN, "viewer": VIEWER, "keys": SECRET})
     server = uvicorn.Server(uvicorn_config(create_app(runs, keys), config.server))

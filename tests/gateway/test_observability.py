@@ -29,6 +29,8 @@ import asyncio
 import math
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -37,10 +39,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agentjet.errors import Conflict
+from agentjet.errors import Conflict, StackLine, thread_stack
 from agentjet.gateway.observability import EVERY, Activity, LoopLag, function_of, work_text
 from agentjet.protocol import BeginRequest, StatusResponse
 from agentjet.server.monitoring import exposition
+from agentjet.swarm import journal
 from agentjet.types import SlowWork
 from tests.fakes import RUN, Clock, Running, running
 
@@ -148,11 +151,33 @@ def test_the_worst_gap_of_every_period_is_known() -> None:
 
 
 def test_the_function_of_agentjet_is_named_that_others_were_called_by() -> None:
-    frames: list[str] = []
-    space = {"__name__": "agentjet.swarm.made", "call": lambda: frames.append(function_of(sys._getframe()))}
-    exec("class Journal:\n    def prune(self):\n        call()\nJournal().prune()", space)
-    assert frames == ["agentjet.swarm.made.Journal.prune"]
-    assert function_of(None) == function_of(sys._getframe()) == ""
+    stack = [
+        StackLine(tempfile.__file__, 3, "mkdtemp"),
+        StackLine(journal.__file__, 7, "prune"),
+        StackLine("x.py", 1, "f"),
+    ]
+    assert function_of(stack) == "agentjet.swarm.journal.prune"
+    assert function_of([]) == function_of([StackLine("x.py", 1, "f")]) == ""
+
+
+def test_the_stack_of_a_thread_that_runs_on_is_read() -> None:
+    """Through frames, reading it crashed the process: see `thread_stack`."""
+
+    def recurse(depth: int) -> None:
+        if depth:
+            recurse(depth - 1)
+        while not closed.is_set() and not depth:
+            sum(one for one in range(100))
+
+    closed = threading.Event()
+    thread = threading.Thread(target=recurse, args=[20])
+    thread.start()
+    stacks = [thread_stack(thread.ident or 0) for _ in range(50)]
+    closed.set()
+    thread.join()
+    assert all([line.function for line in stack].count("recurse") == 21 for stack in stacks)
+    assert all(Path(line.file) == Path(__file__) for stack in stacks for line in stack if line.function == "recurse")
+    assert thread_stack(0) == []
 
 
 def burn(seconds: float) -> None:
@@ -270,6 +295,8 @@ async def test_a_cancelled_call_has_a_span_without_a_call(tmp_path: Path) -> Non
 def test_without_a_tracer_nothing_is_imported() -> None:
     program = """
 import sys
+import tempfile
+import threading
 from agentjet.gateway.observability import Tracing
 with Tracing().span("step", batch_id=0):
     Tracing().annotate(call_id="c")

@@ -25,12 +25,12 @@ import random
 import re
 import socket
 import ssl
-import sys
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -50,6 +50,7 @@ from agentjet.errors import (
     Unauthorized,
     Unavailable,
     Unreachable,
+    thread_stack,
 )
 from agentjet.protocol import PREFIX, Event, Problem, StatusResponse, refusal_of
 
@@ -164,17 +165,14 @@ def queued_seconds(native_id: int) -> float:
 
 def agent_of(thread: int) -> str:
     """The agent whose own code a thread runs now: its function, file and line. Empty if it runs none."""
-    frame, below = sys._current_frames().get(thread), None
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_call" and frame.f_globals.get("__name__") == "agentjet.client.rollout":
-            break
-        frame, below = frame.f_back, frame
-    if frame is None or below is None or below.f_globals.get("__name__", "").startswith("agentjet."):
-        return ""  # Such as the start of a plain function's thread.
-    return f"the agent {below.f_code.co_qualname} ({below.f_code.co_filename}:{below.f_lineno})"
+    for below, line in pairwise(thread_stack(thread)):
+        if line.function == "_call" and Path(line.file) == CLIENT / "rollout.py":
+            is_own = CLIENT.parent in Path(below.file).parents  # Such as the start of a plain function's thread.
+            return "" if is_own else f"the agent {below.function} ({below.file}:{below.line})"
+    return ""
 
 
+CLIENT = Path(__file__).parent
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"

@@ -16,8 +16,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import agentjet
 from agentjet.config import JobConfig
-from agentjet.errors import ConfigError, Later
+from agentjet.errors import ConfigError, Later, StackLine, thread_stack
 from agentjet.protocol import Event
 from agentjet.recipes import hooks
 from agentjet.swarm import SwarmState
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
 
 
 import asyncio
-import sys
 import threading
 from dataclasses import dataclass
-from types import FrameType
 
 from agentjet.protocol import duration, remaining
 from agentjet.types import SlowWork
@@ -294,7 +293,7 @@ LOGGED = 1.0
 """CPU seconds from which a gap is logged."""
 RECENT_SECONDS = 600.0
 """Age up to which the status and the health rule show a gap."""
-OWN = "agentjet."
+PACKAGE = Path(agentjet.__file__).parent
 MAX_GAPS = 512
 
 
@@ -384,15 +383,14 @@ class LoopLag:
         while not self._closed.wait(pause):
             late = self._monotonic() - self._last[1]
             if late >= BOUND and not self._held_by:
-                self._held_by = function_of(sys._current_frames().get(loop_thread))
+                self._held_by = function_of(thread_stack(loop_thread))
             pause = BOUND - late if late < BOUND else BOUND
 
 
-def function_of(frame: FrameType | None) -> str:
+def function_of(stack: Sequence[StackLine]) -> str:
     """Returns the innermost function of AgentJet on a stack as `module.function`, or ''."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(OWN) and not frame.f_code.co_qualname.startswith("LoopLag."):
-            return f"{module}.{frame.f_code.co_qualname}"
-        frame = frame.f_back
+    for file, _, function in stack:
+        path = Path(file)
+        if path.is_relative_to(PACKAGE) and path != Path(__file__):
+            return ".".join([*path.relative_to(PACKAGE.parent).with_suffix("").parts, function])
     return ""

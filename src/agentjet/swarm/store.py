@@ -299,7 +299,7 @@ class Store:
             self.undo_with(lambda: self.trees.setdefault(episode_id, trees))
 
     def change(self, **versions: int) -> None:
-        """Record other versions. What was lost before the policy version is counted no longer."""
+        """Records other versions. Counts no longer the losses before the policy version."""
         self.state = replace(self.state, **versions)
         self.journal.put_state(self.state)
         if "policy_version" in versions:
