@@ -114,7 +114,7 @@ class EpisodeRecord:
 
 
 def not_needed(reason: str) -> str:
-    """The beginning of a reason, up to its colon, if it says that the run had enough without the episode."""
+    """The beginning of a reason if it is one of `NOT_NEEDED_REASONS` before a colon, else empty."""
     start, colon, _ = reason.partition(":")
     return start if colon and start in NOT_NEEDED_REASONS else ""
 
