@@ -114,7 +114,7 @@ class EpisodeRecord:
 
 
 def not_needed(reason: str) -> str:
-    """Returns the cause before the colon if the run had enough without the episode, else an empty text."""
+    """The beginning of a reason if it is one of `NOT_NEEDED_REASONS` before a colon, else empty."""
     start, colon, _ = reason.partition(":")
     return start if colon and start in NOT_NEEDED_REASONS else ""
 

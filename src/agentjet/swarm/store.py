@@ -299,7 +299,7 @@ class Store:
             self.undo_with(lambda: self.trees.setdefault(episode_id, trees))
 
     def change(self, **versions: int) -> None:
-        """Records other versions. Counts no longer the losses before the policy version."""
+        """Record other versions. A new policy version ends the counts of losses before it."""
         self.state = replace(self.state, **versions)
         self.journal.put_state(self.state)
         if "policy_version" in versions:
